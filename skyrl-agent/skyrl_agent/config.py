@@ -32,7 +32,7 @@ class DataKeys(Section):
     """The instance that the task receives. null passes all columns of the row."""
 
     instance_id_key: str | None = None
-    """The instance's name in messages. null uses the number of the row."""
+    """Column with the instance's name for messages. Defaults to the row number."""
 
     data_source_key: str | None = "data_source"
     """The row's dataset. It selects the grader. Rows without this column belong to the source "default"."""
@@ -122,7 +122,7 @@ class AgentGeneration(Section):
     """Seconds after which a method of the task is abandoned. Its trajectory is invalid."""
 
     trajectory_timeout: Annotated[float, Gt(0)] = 14_400.0
-    """Maximum seconds of an agent's work, including waits for the engine. After that, the trajectory is invalid."""
+    """Maximum seconds that an agent may run, including waits for the engine. After that, the trajectory is invalid."""
 
     n_retries: Annotated[int, Ge(0)] = 1
     """Further attempts at a failed trajectory."""

@@ -118,7 +118,7 @@ class AgentTrajectory:
         await self._run_phase(self._initialize, "error_initialization")
 
     async def generate_trajectory(self) -> None:
-        """Let the agent work, and collect its result."""
+        """Run the agent and collect its result."""
         if not self.has_failed:
             await self._run_phase(self._generate, "error_runtime")
 

@@ -83,7 +83,7 @@ class Workspace(ABC):
     """Git tree of `cwd` when the agent started. See `tasks.patches`."""
 
     def __init__(self, cwd: str) -> None:
-        """Set the folder in which commands run."""
+        """Set the working directory of commands."""
         self.cwd = cwd
         self._is_closed = False
 
@@ -208,7 +208,7 @@ class ContainerWorkspace(Workspace):
 
         Args:
             image: the container's image.
-            cwd: the folder in which commands run. It is created if the image lacks it.
+            cwd: the working directory of commands. It is created if the image lacks it.
             environment: settings of `minisweagent.environments`: environment_class (docker or singularity), executable
                 (e.g. podman), run_args, env, pull_timeout, container_timeout, …
 

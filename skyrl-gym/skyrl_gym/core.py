@@ -42,7 +42,7 @@ class Env(Generic[ObsType, ActType]):
     must set this again."""
 
     spec: EnvSpec | None = None
-    """The spec from which `make` built this environment; None if the class was called directly."""
+    """The spec that `make` built this environment from. None if the class was called directly."""
 
     @classmethod
     def check_packages(cls) -> None:
@@ -60,7 +60,7 @@ class Env(Generic[ObsType, ActType]):
         raise NotImplementedError(f"{type(self).__name__} must implement step()")
 
     def grade_unfinished(self) -> float | None:
-        """Return the final reward of an episode that the trainer ends before `step` is done. The default adds nothing.
+        """Return the final reward of an episode that the trainer ends before `step` is done. The default is 0.
 
         Called at most once, after the last step, when the conversation reaches its maximum of turns or tokens. The
         reward adds to the rewards of the steps. None makes the rollout invalid.

@@ -1,1 +1,1 @@
-"""Agents: loops in which a model acts with tools."""
+"""Agents: loops of model calls and tool calls."""

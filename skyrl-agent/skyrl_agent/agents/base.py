@@ -67,7 +67,7 @@ class _LateCall:
         return self._result
 
     def close_late(self) -> None:
-        """Close the result, in the call's thread. A coroutine that was never awaited has started nothing."""
+        """Close the result, in the call's thread. A coroutine that was never awaited has no side effects."""
         result, self._result = self._result, None
         try:
             if inspect.iscoroutine(result):

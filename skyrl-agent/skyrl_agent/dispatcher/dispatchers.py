@@ -31,7 +31,7 @@ class Playable(Protocol):
 
 
 class Dispatcher(ABC):
-    """Base class for dispatchers: the order and the limits in which trajectories are played."""
+    """Base class for dispatchers. They decide in which order, and how many at a time, trajectories run."""
 
     def __init__(self, limits: DispatcherLimits) -> None:
         n_parallel = limits.max_parallel_agents
@@ -39,7 +39,7 @@ class Dispatcher(ABC):
         self._evaluations = asyncio.Semaphore(limits.max_eval_parallel_agents or n_parallel)
 
     async def run(self, trajectories: Iterable[Playable]) -> None:
-        """Play trajectories to their end. Their runtimes are closed on cancellation too."""
+        """Run trajectories to completion. Cancellation also closes their runtimes."""
         await gather_or_cancel(self._play(trajectory) for trajectory in trajectories)
 
     @abstractmethod

@@ -126,7 +126,7 @@ def parse_task(
 
 
 def check_rows(agent: AgentConfig, rows: Iterable[TaskRow]) -> None:
-    """Let the task check rows. DataError names the rows that it rejects."""
+    """Have the task check rows. DataError names the rows that it rejects."""
     task: type[BaseTask] = load_class(agent.task, BaseTask)
     n_rows, problems = 0, []
     for row in rows:
@@ -158,7 +158,7 @@ class AgentExp(RLExperiment):
         return runner
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
-        """Let the task check every row, including datasets whose rows are checked when they are drawn."""
+        """Have the task check every row, including datasets whose rows are checked when they are drawn."""
         for dataset in datasets:
             if not dataset.is_checked:
                 dataset.check_drawn = lambda row: check_rows(self.agent, [row])

@@ -14,7 +14,7 @@ from skyrl_agent.workspaces import MAX_FILE_BYTES, Workspace, WorkspaceError
 logger = logging.getLogger(__name__)
 
 GIT_TIMEOUT_S = 300.0
-MAX_COPIES = 500  # per command, which may have 90,000 bytes
+MAX_COPIES = 500  # per command, since a command may have 90,000 bytes
 
 PROTECTED = (
     "**/tests/**",
@@ -80,9 +80,9 @@ def record_base(workspace: Workspace) -> None:
 def collect_patch(workspace: Workspace) -> str:
     """Return the changes since `record_base`, committed or not, as a patch without binary files.
 
-    Ignored files are left out. If the patch has more than 16 MiB, so are its largest files, such as a package manager's
-    lock file. The patch is empty if the agent has destroyed the repository. Bytes that are not UTF-8 become surrogates
-    (PEP 383).
+    Ignored files are left out. If the patch exceeds 16 MiB, its largest files are also left out, such as a
+    package manager's lock file. The patch is empty if the agent has destroyed the repository. Bytes that are not UTF-8
+    become surrogates (PEP 383).
 
     Raises:
         WorkspaceError: the workspace does not respond.
@@ -105,7 +105,7 @@ def collect_patch(workspace: Workspace) -> str:
 
 
 def _leave_out_largest(workspace: Workspace, path: str) -> None:
-    """Shorten a patch in a workspace to `MAX_FILE_BYTES`. The smallest files are kept, the rest is logged.
+    """Shorten a patch in a workspace to `MAX_FILE_BYTES`. Keep the smallest files and log the names of the rest.
 
     The patch may be too large to read, so git's headers are searched inside the workspace. Content lines cannot look
     like headers: they begin with a space, "+", "-" or a backslash.

@@ -77,7 +77,7 @@ class SWEBenchTask(RepositoryTask):
 
     @classmethod
     def check_instance(cls, instance: Any, data_source: str) -> None:
-        """Raise DataError for a row with a missing column, or that the installed swebench cannot grade."""
+        """Raise DataError if a column is missing or the installed swebench cannot grade the row."""
         require_text(instance, COLUMNS)
         make_spec(instance)
 

@@ -59,7 +59,7 @@ class BaseTool(ABC):
         """Return the result for the model: text, or any JSON-serializable value. May block, or be a coroutine function.
 
         `None` means that the tool has written to `agent.chat` itself. Errors are explained to the model, except
-        `skyrl_gym.error.ToolFailure`, which makes the trajectory invalid: a service failed, not the model.
+        `skyrl_gym.error.ToolFailure`. It makes the trajectory invalid, because a service failed and not the model.
         """
 
     def close(self) -> None:  # noqa: B027, optional

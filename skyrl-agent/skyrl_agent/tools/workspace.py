@@ -62,7 +62,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def workspace_of(agent: BaseAgent, tool: BaseTool) -> Workspace:
-    """Return a trajectory's workspace. Raises ToolFailure if its task has none."""
+    """Return a trajectory's workspace. Raises ToolFailure if its task has no workspace."""
     if not isinstance(runtime := agent.context.runtime, Workspace):
         raise ToolFailure(
             f"{tool.name} needs a task whose initialize_runtime returns a skyrl_agent.workspaces.Workspace, such as "
@@ -79,7 +79,7 @@ def clean_output(text: str) -> str:
 
 @register_tool("execute_bash")
 class ExecuteBash(BaseTool):
-    """A shell. A command that exceeds its time limit is killed, and the result says so."""
+    """A shell. Commands that exceed their time limit are killed, with a note in the result."""
 
     parameters = COMMAND_PARAMETERS
 
@@ -240,7 +240,7 @@ def _list_directory(workspace: Workspace, path: str) -> str:
 
 @register_tool("think")
 class Think(BaseTool):
-    """A place to think. It changes nothing."""
+    """A scratchpad for thoughts. It has no side effects."""
 
     description = "Write down a thought, for example a plan or the causes that a failure may have. It changes nothing."
     parameters = text_parameters(thought="The thought.")

@@ -11,7 +11,7 @@ from skyrl_gym.tools.strict_json import BadJSON, TooDeep, parse_json_at
 OPENING, CLOSING = "<action>", "</action>"
 WHOLE_NUMBER = re.compile(r"(?<![\w.+-])[+-]?[0-9]{1,18}(?!\w|\.[0-9])", re.ASCII)
 MAX_ATTEMPTS = 200
-"""Maximum number of opening brackets at which JSON parsing is attempted."""
+"""Maximum number of opening brackets to try parsing JSON at."""
 
 
 class ActionError(ValueError):

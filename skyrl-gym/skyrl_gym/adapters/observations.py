@@ -23,7 +23,7 @@ def user_message(text: str) -> MessageType:
 def append_observation(prompt: ConversationType, text: str) -> ConversationType:
     """Append the first observation to the prompt: to the last message if it is a user message, else as a new message.
 
-    Some chat templates refuse two user messages in a row.
+    Some chat templates reject two user messages in a row.
     """
     if not text:
         return list(prompt)

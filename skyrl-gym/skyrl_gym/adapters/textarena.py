@@ -4,7 +4,7 @@
 
 Many games need only the package: GuessTheNumber, TicTacToe, ConnectFour, KuhnPoker, Nim, Sudoku, and so on. Word games
 (Wordle, Hangman, …) download a word list when they are made, and games with a jury (Debate, …) need an API key. While
-such a game waits, all other games in this process wait too.
+such a game waits, it blocks all other games in this process.
 """
 
 from __future__ import annotations

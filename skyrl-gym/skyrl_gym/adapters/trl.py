@@ -51,7 +51,7 @@ class TrlSettings:
     factory: the class, or a function that returns the environment, as ``module:name``.
     kwargs: the arguments of `factory`. TRL calls it without any.
     describe_tools: True to list the tools in the system prompt.
-    missing_reward: the reward if the environment gives none. None makes the rollout invalid.
+    missing_reward: the reward if the environment returns no reward. None makes the rollout invalid.
     """
 
     factory: str

@@ -84,7 +84,7 @@ class Confinement:
     def _capabilities(self) -> Sequence[int]:
         """Return the capabilities that the user needs to read Python's files. The first available one is enough.
 
-        Landlock also confines a user with capabilities, so there it may have them for a closed temporary folder too.
+        Landlock also confines a user with capabilities, so there it may also keep them for a closed temporary folder.
         """
         if self.level == "landlock":
             folders = (*self.python, os.path.dirname(os.getcwd()))

@@ -37,7 +37,9 @@ def file_bytes(folder: str, processes: Iterable[int], max_files: int = MAX_FILES
 
 
 def clear_folder(folder: str) -> None:
-    """Remove everything in a folder that is no longer in use, at any depth and with any permissions."""
+    """Empty a folder that no process uses, whatever the depth and permissions of its contents.
+
+    Subfolders are moved to the top instead of visited by path, because deep paths may be too long to open."""
     names = (f"{folder}/moved-{i}" for i in itertools.count())
     os.chmod(folder, 0o700)
     while entries := list(os.scandir(folder)):

@@ -47,7 +47,9 @@ def enter_namespaces() -> None:
 
 
 def run_as_init(function: Callable[[], None]) -> NoReturn:
-    """Run `function` in a child, the first process of the new namespace. Exit with its status. It dies with us."""
+    """Run `function` in a child, the first process of the new namespace. Exit with its status.
+
+    The kernel kills the child if this process dies."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Run an untrusted Python program within limits, and return its output or return value. It leaves nothing behind.
+"""Run an untrusted Python program within limits, and return its output or return value. Cleans up files and processes.
 
     results = run_program(source, [Stdin("3 4\\n")])   # yields a result per run, as soon as it ends
 

@@ -204,8 +204,8 @@ def has_filter() -> bool:
 def forbid_calls(*, is_alone: bool, counts_memory: bool) -> None:
     """Make sockets and access to other processes fail with EPERM from now on.
 
-    Signals and changes of file properties fail too unless the process `is_alone` in its namespaces, and so does shared
-    anonymous memory unless a cgroup `counts_memory`. Does nothing on machines without a filter.
+    Signals and changes of file properties also fail, unless the process `is_alone` in its namespaces. Shared anonymous
+    memory fails unless a cgroup `counts_memory`. Does nothing on machines without a filter.
     """
     if not has_filter():
         return

@@ -66,7 +66,7 @@ def _do_isolated(job: Json) -> None:
 
 
 def _do(job: Json, user: int | None = None) -> None:
-    """Do every run, one after the other, as `user`."""
+    """Execute all runs in sequence, as `user`."""
     prctl(PR_SET_DUMPABLE, 0)  # protects this process's memory and output from the program
     confinement = Confinement(job["level"], user, job["cgroup"], job["python"])
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
@@ -91,7 +91,7 @@ class ProgramRun:
     1. Watch: every `WATCH_SECONDS`, read the output so far and check the limits, until the child exits or exceeds one.
     2. Kill and reap the child and all its descendants. A process could fork between a look and a kill, so the kill goes
        to the whole group, and is repeated until there are no children to wait for.
-    3. Drain: read what is left in the pipes. Nobody can write to them any more, so an empty pipe is complete.
+    3. Drain: read what is left in the pipes. No process can write to them any more, so an empty pipe is complete.
 
     For example, a program prints "3", starts `sleep 1000` in the background and exits. Its exit ends the watch, the
     `sleep` is killed, and the "3" is still in the pipe and is read.
@@ -211,7 +211,7 @@ class ProgramRun:
                 pass
 
     def _has_exited(self) -> bool:
-        """Return True if the child has exited. Reaps other exited processes too."""
+        """Return True if the child has exited. Also reap other exited processes."""
         while self._status is None:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -242,7 +242,7 @@ class ProgramRun:
             os.kill(target, signal.SIGKILL)
 
     def _processes(self) -> list[int]:
-        """Return every process of the run."""
+        """Return the ids of all processes of the run."""
         if self._confinement.is_alone:
             return [pid for pid in all_processes() if pid != 1]
         return members(GROUP, self._pid)

@@ -3,7 +3,7 @@
 POST /retrieve {"query": "…", "topk": 3, "return_scores": true} returns {"result": [[{"document": {"id", "contents"},
 "score"}, …]]}. Without `return_scores`, it returns bare documents. With "queries", a list, the result has one list per
 query. GET /health returns the number of documents. Requests run concurrently, in threads. Requests with more than
-`MAX_QUERIES` queries, or a query of more than `MAX_QUERY_CHARS` characters, are refused.
+`MAX_QUERIES` queries, or a query of more than `MAX_QUERY_CHARS` characters, are rejected.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _format_hit(hit: Hit, with_score: bool) -> dict[str, Any]:
 
 
 class BodyLimit:
-    """ASGI middleware that refuses a request body larger than `MAX_BODY_BYTES` before it is held in memory."""
+    """ASGI middleware that rejects a request body larger than `MAX_BODY_BYTES` before it is held in memory."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -10,7 +10,7 @@ from skyrl_gym.runtime.serialization import to_json_value
 
 
 class EnvConfig(dict[str, Any]):
-    """A section of the configuration: a dict in which `config.topk` means `config["topk"]`."""
+    """A section of the configuration: a dict with attribute access, so `config.topk` is `config["topk"]`."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -22,7 +22,7 @@ class EnvConfig(dict[str, Any]):
 
 
 def copy_env_config(section: Mapping[str, Any]) -> EnvConfig:
-    """Deep-copy a section. Nested sections become `EnvConfig` too.
+    """Deep-copy a section. Nested sections also become `EnvConfig`.
 
     Raises:
         TypeError: the section holds a value that no configuration file can hold.

@@ -86,7 +86,7 @@ class TaskFamily(ABC):
         return 10_000_000
 
     def block(self, index: int) -> Sequence[int]:
-        """Return the ids from which an unlimited family picks task number `index` of either split."""
+        """Return the ids that an unlimited family picks task number `index` of either split from."""
         return range(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
 
     @abstractmethod

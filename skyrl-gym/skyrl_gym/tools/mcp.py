@@ -98,7 +98,7 @@ class MCPToolGroup(ToolGroup):
         try:
             result = self._portal.call(_call, self._client, name, converted)
         except Exception as error:
-            if getattr(error, "code", None) == INVALID_PARAMS:  # some servers refuse arguments this way
+            if getattr(error, "code", None) == INVALID_PARAMS:  # some servers reject arguments this way
                 raise ToolCallError(f"The arguments of {name} are wrong: {error}") from error
             raise ToolFailure(f"the MCP server {self._name}, tool {name}: {_reason(error)}") from error
         text = _text(result)

@@ -126,7 +126,7 @@ class SearchToolGroup(ToolGroup):
     ) -> None:
         """Search with the server at `search_url` for `topk` documents.
 
-        With `raise_failures`, a failing server raises an error. Otherwise, or if the server refuses the query itself,
+        With `raise_failures`, a failing server raises an error. Otherwise, or if the server rejects the query itself,
         the result explains the problem to the model.
         """
         super().__init__(name="SearchToolGroup")

@@ -10,8 +10,8 @@ from skyrl_train.lazy import torch
 def top_entropy_mask(entropies: torch.Tensor, loss_mask: torch.Tensor, quantile: float) -> torch.Tensor:
     """Return 1 (B, R) on the share `quantile` of a mini-batch's trained tokens with the highest entropy, else 0.
 
-    These are the few tokens where the policy could continue in several ways. At least one token is kept, and so are
-    ties with the lowest kept one. Call it on the whole mini-batch, because a part has another threshold.
+    These are the few tokens where the policy could continue in several ways. At least one token is kept. Ties with
+    the lowest kept entropy are also kept. Call it on the whole mini-batch: a part would have a different threshold.
 
     >>> entropies = torch.tensor([[0.1, 2.0, 0.3], [0.2, 1.5, 9.0]])
     >>> loss_mask = torch.tensor([[1, 1, 1], [1, 1, 0]])  # the 9.0 is not trained

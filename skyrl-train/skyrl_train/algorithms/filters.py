@@ -33,7 +33,7 @@ def informative_groups(rewards: Sequence[float], draws: Sequence[int], tolerance
 def leave_out_truncated(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
     """Set the loss mask to 0 in trajectories whose last turn was cut off (stop reason `length`).
 
-    The reward of a truncated reply says nothing about its tokens.
+    The reward of a truncated reply is not evidence about its tokens.
 
     Source: overlong filtering in DAPO (Yu et al., 2025, arXiv:2503.14476), section 3.4.
     """

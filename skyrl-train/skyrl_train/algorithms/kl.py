@@ -1,6 +1,6 @@
 """KL(policy || reference), estimated from the log-probs of sampled tokens, as a loss or in the reward.
 
-An estimator can have the right value and the wrong gradient, or the other way round. With d = log π_ref - log π of a
+An estimator can have the right value and the wrong gradient, or vice versa. With d = log π_ref - log π of a
 token sampled from π:
 
       value              is its mean the KL?           is its mean gradient the gradient of the KL?
@@ -64,7 +64,7 @@ def importance_weighted_kl(
     """Return ρ · KL estimate of each token (B, R) with ρ = π / π_old, for tokens that π_old sampled.
 
     The mean of ρ·f over tokens of π_old is the mean of f over tokens of π, so k1, k3 and abs keep their means. Since ρ
-    has a gradient too, the gradient of the mean comes out right as well: for k1 and k3 it is the gradient of the KL. k2
+    has a gradient too, the gradient of the mean is also correct: for k1 and k3 it is the gradient of the KL. k2
     and the estimators with a `+` have that gradient without ρ, so their ρ is detached. The exponent of ρ is clamped to
     ±20, and the ratios of earlier tokens are ignored.
 
@@ -135,7 +135,7 @@ class AdaptiveKLController:
     """A weight that rises while the KL is above its target, and falls while it is below.
 
     value *= 1 + clip(KL / target - 1, ±0.2) · min(n / horizon, 1), for a step of n trajectories. So no step changes the
-    weight by more than a fifth, or flips its sign. A NaN changes nothing.
+    weight by more than a fifth, or flips its sign. A NaN is ignored.
 
     >>> controller = AdaptiveKLController(init_kl_coef=0.1, target=0.02, horizon=1000)
     >>> controller.update(current=0.03, n_steps=100)  # 50% above the target: clipped to 20%, times 100 / 1000
@@ -171,7 +171,7 @@ class AdaptiveKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a state. The state of a fixed controller has no value and changes nothing."""
+        """Continue from a state. The state of a fixed controller has no value and is ignored."""
         self.value = state.get("value", self.value)
 
 

@@ -111,7 +111,7 @@ def _log_product(log_ratio: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def _outside(log_ratio: torch.Tensor, low: float | None, high: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masks of the ratios below `low` and above `high`. None is no bound."""
+    """Return masks of the ratios below `low` and above `high`. None disables a bound."""
     under = log_ratio < (-math.inf if low is None else math.log(low))
     over = log_ratio > (math.inf if high is None else math.log(high))
     return under, over
@@ -120,7 +120,7 @@ def _outside(log_ratio: torch.Tensor, low: float | None, high: float | None) -> 
 def _drop_rows(
     kept: torch.Tensor, under: torch.Tensor, over: torch.Tensor, name: str, metrics: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the kept tokens (B, R) without the rows (B, 1) outside an interval, and add metrics of dropped tokens."""
+    """Remove the rows `under` and `over` (B, 1) from `kept` (B, R), and record the dropped tokens as metrics."""
     for side, is_out in (("masked", under | over), ("over_high", over), ("under_low", under)):
         metrics[f"{name}_{side}_ratio"] = kept & is_out
     return kept & ~(under | over)

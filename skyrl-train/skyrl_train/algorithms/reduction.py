@@ -31,7 +31,7 @@ def token_weights(
 
     token_mean               1 / T: every token counts the same (DAPO, Yu et al., 2025, arXiv:2503.14476)
     sequence_mean            1 / (N · T_i): every trajectory counts the same (GRPO, Shao et al., 2024, arXiv:2402.03300)
-    prompt_mean              1 / (P · T_g): every prompt counts the same, and so does every token of its trajectories
+    prompt_mean              1 / (P · T_g): every prompt counts the same, as does every token within a prompt
     seq_mean_token_sum_norm  1 / (N · max_seq_len): every token counts the same, whatever the lengths (Dr. GRPO, Liu et
                              al., 2025, arXiv:2503.20783)
     seq_mean_token_sum       1 / N

@@ -18,7 +18,7 @@ class AdvantageEstimator(Protocol):
     """Function that turns rewards into advantages.
 
     It is called with the keyword arguments that its signature names, or with all of them if it takes `**kwargs`. An
-    argument without a default is required: a run that cannot provide it is refused before it starts.
+    argument without a default is required: a run that cannot provide it is rejected before it starts.
 
     token_level_rewards  (B, R) rewards of the environment, minus the KL penalty if there is one
     response_mask        (B, R) 1 on sampled tokens

@@ -28,7 +28,7 @@ from skyrl_train.errors import ConfigError
 
 @dataclass(slots=True)
 class Functions:
-    """Properties of the configured functions. The defaults break no rule."""
+    """Properties of the configured functions. The defaults pass every rule."""
 
     estimator: EstimatorTraits = field(default_factory=EstimatorTraits)
     loss: LossTraits = field(default_factory=LossTraits)
@@ -60,7 +60,7 @@ def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
 
 
 def reads_reference(config: AlgorithmConfig) -> bool:
-    """Return True if a KL term or the estimator needs the log-probs of the reference."""
+    """Return True if a KL term or the estimator needs reference log-probs."""
     name = config.advantage_estimator
     if config.compares_with_reference or name not in ADVANTAGE_ESTIMATORS.list_available():
         return config.compares_with_reference
@@ -73,7 +73,7 @@ def loads_reference(cfg: SkyRLConfig) -> bool:
 
 
 def functions_fit_the_run(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse an estimator or a loss that breaks its contract or does not fit the rest of the configuration."""
+    """Reject an estimator or a loss that breaks its contract or does not fit the rest of the configuration."""
     functions, problems = inspect_functions(cfg.trainer.algorithm)
     yield from problems
     yield from _inputs_are_provided(cfg, functions)
@@ -209,7 +209,7 @@ def _loss_is_used_as_intended(cfg: SkyRLConfig, traits: LossTraits) -> Iterator[
 
 
 def reference_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a reference that shares the policy's GPUs but is configured with a different number of them."""
+    """Reject a reference that shares the policy's GPUs but is configured with a different number of them."""
     if loads_reference(cfg):
         yield from find_other_size(cfg.trainer.placement, "ref")
 

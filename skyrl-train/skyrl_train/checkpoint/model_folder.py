@@ -103,11 +103,11 @@ def open_model(path: str, *, local_files_only: bool = False) -> OpenModel:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder, sync its files at the end, and rename it to `target`. After an error, nothing is left.
+    """Yield an empty folder, sync its files at the end, and rename it to `target`. After an error, no files are left.
 
     Raises:
         ConfigError: `target` exists, or another process is writing it.
-        CheckpointError: the file system refuses.
+        CheckpointError: the write failed.
     """
     partial = target.parent / f".{target.name}.partial"  # `with_name` fails for the folder "."
     with folder_lock(partial, f"wait until it ends, or choose another folder than {target}"):
@@ -180,7 +180,7 @@ def write_model(
 
 
 def output_dtype(spec: TensorSpec, dtype: DType) -> torch.dtype:
-    """Return the dtype in which a tensor is written."""
+    """Return the dtype to write a tensor in."""
     chosen: torch.dtype = spec.dtype if dtype == "auto" or not spec.dtype.is_floating_point else getattr(torch, dtype)
     return chosen
 

@@ -62,7 +62,7 @@ class CheckpointStore:
         self._resumed_step: int | None = None  # kept until the next save, even if the pointer names another step
 
     async def save(self, step: int, write: Write, expected_bytes: int = 0) -> Path:
-        """Let `write` fill an empty folder, make it the checkpoint of `step`, and point to it.
+        """Have `write` fill an empty folder, make it the checkpoint of `step`, and point to it.
 
         If fewer than `expected_bytes` are free, old checkpoints are removed first, but never the one to resume from.
         Files are synced and removed in a thread, so the event loop is never blocked.
@@ -93,7 +93,7 @@ class CheckpointStore:
         return target
 
     async def receive(self, step: int, write: Write, expected_bytes: int) -> Path:
-        """Let `write` copy a checkpoint with its checksums into an empty folder, and point to it."""
+        """Have `write` copy a checkpoint with its checksums into an empty folder, and point to it."""
         await asyncio.to_thread(self._make_room, expected_bytes)
         target = await write_complete(self._folder(step), write)
         await asyncio.to_thread(replace_text, self.path / POINTER, f"{step}\n")
@@ -281,12 +281,12 @@ class CheckpointStore:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step of a folder `global_step_N`."""
+    """Return N for a folder `global_step_N`."""
     return int(checkpoint.name.removeprefix("global_step_"))
 
 
 async def write_complete(target: Path, write: Write) -> Path:
-    """Let `write` fill a folder, sync its files, and rename it to `target`. An existing `target` is replaced.
+    """Have `write` fill a folder, sync its files, and rename it to `target`. An existing `target` is replaced.
 
     After a crash, `target` is complete or absent.
     """

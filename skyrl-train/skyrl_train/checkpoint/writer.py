@@ -109,9 +109,9 @@ class CheckpointWriter:
 
 
 class _Copying:
-    """The copy of the state for a checkpoint. Nothing may change the state between its begin and its end."""
+    """The copy of the state for a checkpoint. The state must not change between `begun` and `ended`."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.begun: asyncio.Future[None] = loop.create_future()  # cancelled if it must not begin any more
+        self.begun: asyncio.Future[None] = loop.create_future()  # cancelled if the copy must no longer start
         self.ended: asyncio.Future[None] = loop.create_future()

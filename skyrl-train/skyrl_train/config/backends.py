@@ -13,7 +13,7 @@ class EngineTraits:
     """Traits of an inference engine."""
 
     label: str
-    """Name for people, e.g. `vLLM`."""
+    """Display name, e.g. `vLLM`."""
 
     start: str
     """`module:function` that creates an engine from an `inference_engines.setup.EngineSetup`."""

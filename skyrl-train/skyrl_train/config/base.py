@@ -58,7 +58,7 @@ def empty_as_null(value: object) -> object:
 
 
 def as_tuple(value: object) -> object:
-    """Return a list as a tuple. YAML has no tuples."""
+    """Convert a list to a tuple, because YAML has no tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 

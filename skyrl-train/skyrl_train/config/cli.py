@@ -2,7 +2,7 @@
 
 `parse` applies overrides itself because it needs their order: the last spelling of a key wins.
 
-`@hydra.main` refuses keys that are not in its YAML, unless their section is open. Aliases and user-defined keys must
+`@hydra.main` rejects keys that are not in its YAML, unless their section is open. Aliases and user-defined keys must
 get past it, so the RL YAML includes `OPEN_SECTIONS`. `load_config` then resolves them, and suggests the nearest keys
 for a mistyped one. `rewrite_overrides` marks keys of sections that do not exist here, such as verl's, as additions
 (`++key=value`).
@@ -141,7 +141,7 @@ def get_default_config() -> DictConfig:
 
 
 def compose_config(overrides: Sequence[str], config_name: str = RL.config_name) -> DictConfig:
-    """Return the configuration that `@hydra.main` composes for these overrides. ConfigError if Hydra refuses them."""
+    """Return the configuration that `@hydra.main` composes for these overrides. ConfigError if Hydra rejects them."""
     try:
         with _without_running_hydra(), initialize_config_dir(config_dir=config_dir, version_base=None):
             return compose(config_name=config_name, overrides=list(overrides))

@@ -75,7 +75,7 @@ You can add keys of your own below `trainer.algorithm.custom` (`trainer.algorith
 """
 
 COMMANDS: dict[str, Schema[Any]] = {"train": RL, "sft": SFT, "dpo": DPO, "reward": REWARD}
-"""The schema of each subcommand of `skyrl` with a configuration of its own."""
+"""The schema of each `skyrl` subcommand that has its own configuration."""
 
 ALIAS_HEAD = """\
 ## Aliases
@@ -118,7 +118,7 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def render_page() -> str:
-    """Return the text of the reference page: a table per section, then the aliases and the refused keys."""
+    """Return the text of the reference page: a table per section, then the aliases and the rejected keys."""
     aliases = [
         *_alias_table("SkyRL, other versions", SKYRL, SKYRL_WITHOUT_EFFECT),
         *_alias_table("verl", VERL, {}),

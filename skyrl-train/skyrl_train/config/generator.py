@@ -177,7 +177,7 @@ class GeneratorConfig(Section):
     """No effect. Engines are always asynchronous."""
 
     batched: bool = False
-    """Let all trajectories of a batch take their turns synchronously. No effect if environments run in separate
+    """Run the turns of all trajectories in a batch synchronously. No effect if environments run in separate
     processes. `false` lets each trajectory proceed independently."""
 
     n_samples_per_prompt: Count = 5

@@ -225,9 +225,9 @@ def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C], posi
 
 
 def _validate_values(tree: dict[str, Any], schema: Schema[C]) -> tuple[C, dict[str, str]]:
-    """Return the configuration of a tree, and a sentence for each key whose value is refused.
+    """Return the configuration of a tree, and a sentence for each key whose value is rejected.
 
-    The refused keys have their defaults, so that the rules can report mistakes in all other keys together with them.
+    The rejected keys have their defaults, so that the rules can report mistakes in all other keys together with them.
     """
     try:
         return schema.root.model_validate(tree), {}
@@ -236,7 +236,7 @@ def _validate_values(tree: dict[str, Any], schema: Schema[C]) -> tuple[C, dict[s
         for location in refused_locations(error, schema.fields):
             *sections, name = location
             section = reduce(getitem, sections, tree)
-            section.pop(name, None)  # two errors may refuse the same value
+            section.pop(name, None)  # two errors may reject the same value
         return schema.root.model_validate(tree), refused
 
 

@@ -134,7 +134,7 @@ class FSDPConfig(Section):
     block at a time."""
 
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype in which blocks are gathered and computed. `auto` is bfloat16 on GPUs with `trainer.bf16=true`, otherwise
+    """Dtype to gather and compute blocks in. `auto` is bfloat16 on GPUs with `trainer.bf16=true`, otherwise
     the dtype of the weights. Gradient reduction and logits are always float32."""
 
 

@@ -182,5 +182,5 @@ def _put(tree: dict[str, Any], path: list[str], value: object) -> None:
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            return  # validation refuses the value of this section
+            return  # validation rejects the value of this section
     tree[name] = value

@@ -29,7 +29,7 @@ class PreferenceDataConfig(SupervisedDataConfig):
 
     chosen_key: Text = "chosen"
     """Column with the better answer: a string or a list of messages. Without a column `prompt_key`, the prompt is
-    whatever both answers begin with."""
+    the common prefix of both answers."""
 
     rejected_key: Text = "rejected"
     """Column with the worse answer, in the same format as `chosen_key`."""
@@ -142,7 +142,7 @@ class RewardConfig(SupervisedConfig):
 
 
 def smoothing_has_a_sigmoid(cfg: DPOConfig) -> Iterator[str]:
-    """Refuse label smoothing with `ipo`: it has no labels to smooth."""
+    """Reject label smoothing with `ipo`: it has no labels to smooth."""
     dpo = cfg.trainer.dpo
     if dpo.label_smoothing > 0 and dpo.loss_type != "sigmoid":
         yield (
@@ -152,7 +152,7 @@ def smoothing_has_a_sigmoid(cfg: DPOConfig) -> Iterator[str]:
 
 
 def answers_are_scored_equally(cfg: SupervisedConfig) -> Iterator[str]:
-    """Refuse adapter dropout: the two answers of a pair would be scored with different weights."""
+    """Reject adapter dropout: the two answers of a pair would be scored with different weights."""
     key, lora = "trainer.policy.model.lora", cfg.trainer.policy.model.lora
     if lora.dropout > 0:
         yield (
@@ -177,7 +177,7 @@ DPO = Schema(
 
 
 def reward_models_are_sharded(cfg: RewardConfig) -> Iterator[str]:
-    """Refuse Megatron-Core: it has no reward head."""
+    """Reject Megatron-Core: it has no reward head."""
     if cfg.trainer.strategy == "megatron":
         yield "trainer.strategy=megatron trains language models only; set trainer.strategy=fsdp2 for a reward model"
 

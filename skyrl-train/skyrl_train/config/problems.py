@@ -153,7 +153,7 @@ def wrong_value(key: str, value: object, fields: Fields = FIELDS) -> str:
 
 
 def from_validation_error(error: ValidationError, tree: Mapping[str, Any], fields: Fields = FIELDS) -> dict[str, str]:
-    """Return one sentence for each key of the validated `tree` that pydantic refused, by key."""
+    """Return one sentence for each key of the validated `tree` that pydantic rejected, by key."""
     sentences: dict[str, str] = {}
     for item in error.errors(include_url=False, include_input=False, include_context=False):
         if item["type"] == "extra_forbidden":
@@ -177,7 +177,7 @@ def from_validation_error(error: ValidationError, tree: Mapping[str, Any], field
 
 
 def refused_locations(error: ValidationError, fields: Fields = FIELDS) -> set[tuple[str, ...]]:
-    """Return the path of each value that pydantic refused, without the positions in lists."""
+    """Return the path of each value that pydantic rejected, without the positions in lists."""
     locations = set()
     for item in error.errors(include_url=False, include_input=False, include_context=False):
         is_unknown = item["type"] == "extra_forbidden"

@@ -85,7 +85,7 @@ class DataConfig(Section):
 
 
 class SkyRLGymConfig(Section):
-    """Environment calls, plus one free-form section per environment class. Its settings are passed on unchanged:
+    """Environment calls, plus one free-form section per environment class, passed to the environment unchanged:
     `environment.skyrl_gym.search.topk=3` reaches environments of class `search` as `{"topk": 3}`."""
 
     model_config = ConfigDict(extra="allow")
@@ -108,7 +108,7 @@ class SkyRLGymConfig(Section):
     """Python interpreter for environments with `isolation=process`. Defaults to the trainer's."""
 
     def env_config(self, env_class: str) -> dict[str, Any]:
-        """Return the settings of an environment class, possibly {}. `my_module:MyEnv` has the section `MyEnv`."""
+        """Return the settings of an environment class, or {}. `my_module:MyEnv` reads the section `MyEnv`."""
         name = env_class.rpartition(":")[2]
         return {**ENV_DEFAULTS.get(name, {}), **(self.model_extra or {}).get(name, {})}
 

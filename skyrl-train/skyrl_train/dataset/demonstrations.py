@@ -103,7 +103,7 @@ def _read_pair(row: Row, location: str, data: PreferenceDataConfig) -> tuple[Dem
     """Parse the chosen and the rejected answer, each with its prompt.
 
     An answer is a string or a list of messages, and may repeat the prompt. Without a prompt column, the prompt is
-    whatever both answers begin with.
+    the common prefix of both answers.
     """
     tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
     keys = (data.chosen_key, data.rejected_key)

@@ -1,4 +1,4 @@
-"""The order in which training prompts are drawn."""
+"""The order of training prompts."""
 
 from __future__ import annotations
 

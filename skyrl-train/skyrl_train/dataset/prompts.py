@@ -49,7 +49,7 @@ class PromptDataset:
         `num_workers` exists for SkyRL and has no effect.
 
         Raises:
-            DataError: a source cannot be read, a row has no chat prompt or the chat template refuses it, or no row is
+            DataError: a source cannot be read, a row has no chat prompt or the chat template rejects it, or no row is
                 short enough.
         """
         sources = [datasets] if isinstance(datasets, str) else list(datasets)

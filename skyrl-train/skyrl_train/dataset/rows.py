@@ -73,7 +73,7 @@ def check_environments(
     Raises:
         ConfigError: the default environment or a section of `environment.skyrl_gym` does not exist, or an environment's
             settings are invalid.
-        DataError: a row's environment does not exist or refuses the row.
+        DataError: a row's environment does not exist or rejects the row.
     """
     creators: dict[str, Any] = {}
     env_configs: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def _load_environment(name: str, row: TaskRow, environment: EnvironmentConfig) -
 
 
 def _find_refusal(name: str, creator: Any, row: TaskRow, env_config: Any, max_turns: int) -> str | None:
-    """Return why an environment refuses a row, or None if it accepts it."""
+    """Return why an environment rejects a row, or None if it accepts it."""
     if creator is None or not validates_rows(creator):
         return None
     try:
@@ -140,7 +140,7 @@ def _find_refusal(name: str, creator: Any, row: TaskRow, env_config: Any, max_tu
 
 
 def _check_settings(environment: EnvironmentConfig, used: list[str], *, uses_default: bool) -> None:
-    """Refuse sections for unknown environments, and warn of settings that no row uses."""
+    """Reject sections for unknown environments, and warn of settings that no row uses."""
     default = type(environment).model_fields["env_class"].default
     if not uses_default and environment.env_class not in (*used, default):
         logger.warning(

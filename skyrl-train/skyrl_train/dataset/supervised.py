@@ -66,7 +66,7 @@ class ConversationEncoder:
         """Tokenize a conversation. The result has one row, unless the template rewrites the history.
 
         Raises:
-            DataError: the template refuses the conversation or does not render an answer.
+            DataError: the template rejects the conversation or does not render an answer.
         """
         try:
             self._template.check_roles(demonstration.messages)
@@ -160,7 +160,7 @@ def build_rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -
 class SupervisedDataset:
     """Tokenized rows of supervised data, each of at most `data.max_length` tokens.
 
-    `data.truncation` decides whether longer rows are truncated or refused. If there are more than `max_checked_rows`,
+    `data.truncation` decides whether longer rows are truncated or rejected. If there are more than `max_checked_rows`,
     only a sample is checked up front. All rows are then tokenized when they are drawn, and skipped if they are invalid,
     too long or without a trained token.
     """
@@ -253,8 +253,8 @@ class SupervisedDataset:
         """Return a row.
 
         Raises:
-            SkippedRow: no trained token is left. Only if not all rows were checked up front.
-            InvalidRow: the row cannot be used. Only if not all rows were checked up front.
+            SkippedRow: no trained token is left. Raised only if not all rows were checked up front.
+            InvalidRow: the row cannot be used. Raised only if not all rows were checked up front.
         """
         if self._is_checked:
             return self._rows[index]

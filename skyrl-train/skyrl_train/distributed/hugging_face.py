@@ -142,7 +142,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
 
     @abstractmethod
     def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
-        """Shard the parameters of a module over the ranks."""
+        """Shard a module's parameters across the ranks."""
 
 
 def _model_options(module: ScoringModule) -> StateDictOptions:
@@ -152,7 +152,7 @@ def _model_options(module: ScoringModule) -> StateDictOptions:
 
 
 def _reshard(module: ScoringModule) -> None:
-    """Free gathered parameters. A forward pass without a backward pass leaves the root gathered, maybe blocks too."""
+    """Free gathered parameters. A forward pass without a backward pass may leave parameters gathered."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

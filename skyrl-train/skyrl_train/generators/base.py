@@ -15,7 +15,7 @@ from skyrl_train.types.tokens import Phase
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """The step in which rollouts begin, e.g. `BatchMetadata(12, "train", seed=42)`."""
+    """The step that starts the rollouts, e.g. `BatchMetadata(12, "train", seed=42)`."""
 
     global_step: int
     training_phase: Phase

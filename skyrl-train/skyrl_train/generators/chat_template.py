@@ -124,7 +124,7 @@ class ChatEncoder:
         return self.decode_all([token for token in token_ids if token not in self._hidden_ids])
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Decode for people, with all special tokens."""
+        """Decode for display, with all special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     @property
@@ -174,7 +174,7 @@ def custom_chat_template(section: ChatTemplateConfig) -> str | None:
 
 
 def read_chat_template(path: str, key: str) -> str:
-    """Read a template file. ConfigError if it cannot be read. `key` is the path's configuration key, for messages."""
+    """Read a template file. Raise ConfigError if that fails. `key` is the configuration key for the error message."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -37,7 +37,7 @@ class TokenConversation:
     """A conversation whose next prompt is the previous prompt + sampled tokens + tokens of the observations."""
 
     def __init__(self, chat: ChatEncoder, prompt: Messages | None, *, ends_stopped_turns: bool = True) -> None:
-        """Start the first row with `prompt`. None starts no row.
+        """Start the first row with `prompt`, if it is not None.
 
         With `ends_stopped_turns`, a turn that ended at a stop string gets the template's end-of-turn token.
         """

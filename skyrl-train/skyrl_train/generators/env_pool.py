@@ -50,7 +50,7 @@ class EnvCrashed(EnvError):
 
 
 class Episode(ABC):
-    """One environment, from `make` to `close`. Each call may raise EnvTimeout."""
+    """One environment, from `make` to `close`. Every method may raise EnvTimeout."""
 
     @abstractmethod
     async def make(self, env_class: str, extras: dict[str, Any]) -> None:
@@ -58,11 +58,11 @@ class Episode(ABC):
 
     @abstractmethod
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the environment. Its errors are raised as `Exception`s."""
+        """Call a method of the environment. Whatever it raises is raised here as an `Exception`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the environment once. If it hangs in a call, it is closed when that call returns."""
+        """Close the environment once. If a call hangs, close it when that call returns."""
 
 
 class CallOwner(Protocol):

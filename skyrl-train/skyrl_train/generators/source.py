@@ -63,7 +63,7 @@ class Rollouts(ABC):
     """Base class for sources that play rollouts. Subclasses decide when to play them.
 
     Invalid trajectories are counted and dropped. If the advantage estimator compares samples, a valid trajectory that
-    is alone in its group is dropped, too. Dynamic sampling draws more prompts until enough groups are informative.
+    is alone in its group is also dropped. Dynamic sampling draws more prompts until enough groups are informative.
     """
 
     def __init__(

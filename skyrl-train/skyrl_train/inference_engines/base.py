@@ -37,7 +37,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # stop after one of these, like after the EOS token
     ignore_eos: bool = False  # do not stop at the EOS token
     n_top_logprobs: int = 0  # report the log-probs of this many most likely tokens at every position
-    with_raw_logprobs: bool = False  # report log-probs at temperature 1 as well
+    with_raw_logprobs: bool = False  # also report log-probs at temperature 1
 
     def __post_init__(self) -> None:
         """Raise EngineError if a value is out of range."""
@@ -206,7 +206,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def check_health(self) -> None:
-        """Raise EngineLostError if the engine cannot answer requests any more."""
+        """Raise EngineLostError if the engine can no longer answer requests."""
         ...
 
     async def close(self) -> None:

@@ -96,7 +96,7 @@ def open_connection(
     start_timeout_s: float,
     start_timeout_name: str = "start_timeout_s",
 ) -> tuple[socket.socket, tuple[Any, ...]]:
-    """Let `serve` make an object. Return the connection to it and its attributes listed in `names`. Blocks.
+    """Have `serve` make an object. Return the connection to it and its attributes listed in `names`. Blocks.
 
     Raises:
         EngineError: the token is wrong, the process ended, or the object was not ready in time.

@@ -256,8 +256,8 @@ def _search(logits: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) ->
     """Return the first token (B,) at which the cumulative distribution of `logits` (B, V) exceeds `uniforms` (B,).
 
     `sums` are the log Σ exp of the chunks. First find the chunk: with chunk masses 0.2, 0.5, 0.3 and the number 0.6, it
-    is the second, and 0.6 - 0.2 = 0.4 of mass is left to pass inside it. Then find the token in the chunk the same way.
-    So only one chunk per row needs a cumulative sum. A row with NaN gets an arbitrary token with log-prob NaN.
+    is the second, and the token is where the cumulative sum inside that chunk exceeds 0.6 - 0.2 = 0.4. Only one chunk
+    per row needs a cumulative sum. A row with NaN gets an arbitrary token with log-prob NaN.
     """
     n_tokens = logits.shape[-1]
     highest = sums.amax(dim=-1, keepdim=True)

@@ -30,7 +30,7 @@ class Output(NamedTuple):
 class ScheduledEngine(SteppedEngine[ActiveSequence]):
     """An engine whose backend decides which requests run.
 
-    Sessions need no cache of their own: the backend indexes cached keys and values by tokens, and evicts them when it
+    Sessions need no separate cache: the backend indexes cached keys and values by tokens, and evicts them when it
     needs the space.
     """
 

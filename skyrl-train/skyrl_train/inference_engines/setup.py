@@ -29,7 +29,7 @@ class EngineSetup:
 
     @property
     def options(self) -> dict[str, Any]:
-        """`generator.engine_init_kwargs`, without `chat_template`, which belongs to the tokenizer."""
+        """`generator.engine_init_kwargs` without `chat_template`: that one belongs to the tokenizer."""
         kwargs = self.cfg.generator.engine_init_kwargs
         return {name: value for name, value in kwargs.items() if name != "chat_template"}
 

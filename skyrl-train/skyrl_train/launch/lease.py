@@ -32,13 +32,13 @@ class Lease:
         self._entering: asyncio.Task[None] | None = None  # of the engine
 
     async def add_model(self, model: WorkerGroup) -> None:
-        """Add a model that has been loaded. All but the policy's weights leave the devices at once."""
+        """Add a model that has been loaded. Everything but the policy's weights leaves the devices immediately."""
         model.hold_devices = self.holding
         self._models.append(model)
         await self._bring_policy()
 
     def add_engine(self, engine: InferenceEngine) -> None:
-        """Add the engine, which is awake."""
+        """Add the engine. It must be awake."""
         self._engine = self._user = engine
         if self._models:
             logger.info("Models and engines leave their devices while they are idle (trainer.placement.offload_idle)")
@@ -63,7 +63,7 @@ class Lease:
             yield
 
     async def _replace_user(self, model: WorkerGroup) -> None:
-        """Let everything but a model leave the devices."""
+        """Move everything but `model` off the devices."""
         self._user, started = None, time.monotonic()
         await self._send_engine_to_sleep()
         n_bytes = sum([await other.move("cpu") for other in self._models if other is not model])
@@ -96,9 +96,9 @@ class Lease:
 
     @asynccontextmanager
     async def sending_to_engine(self) -> AsyncIterator[None]:
-        """Hold the devices while the policy sends its weights to the engine, which has the devices afterwards.
+        """Hold the devices while the policy sends its weights to the engine, then hand them to the engine.
 
-        The engine allocates its cache last: a sync needs memory, too.
+        The engine allocates its cache last, because a sync also needs memory.
         """
         async with self._lock:
             assert self._engine is not None, "add_engine() comes first"
@@ -108,7 +108,7 @@ class Lease:
                 await self._engine.wake_up("weights")
                 _log_change("the engine, for its weights,", n_bytes, started)
             yield
-            await self._models[0].move("cpu", "optimizer")  # returns the memory that the sync took as well
+            await self._models[0].move("cpu", "optimizer")  # also frees the sync's memory
             await self._engine.wake_up()
             self._user = self._engine
 

@@ -1,4 +1,4 @@
-"""NUMA affinity: run a rank on the cores next to its GPU, so that its memory is allocated there, too."""
+"""NUMA affinity: run a rank on the cores next to its GPU, so that its memory is allocated there."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class PausedSync:
         self._n_steps = policy.n_optimizer_steps  # at the last sync
 
     async def __call__(self, version: int) -> Metrics:
-        """Send the weights of `version`; raises the errors of `WeightSync`."""
+        """Send the weights as `version`. Raises the errors of `WeightSync`."""
         await self._engine.pause()
         try:
             metrics = await self._sync(version)

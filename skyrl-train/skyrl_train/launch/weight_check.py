@@ -18,7 +18,7 @@ PROMPT_LENGTH = 16
 
 
 class CheckedSync:
-    """A weight sync, after which the engines sample tokens that the policy scores as well."""
+    """A weight sync with a check: the policy scores tokens that the engines sample afterwards."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class CheckedSync:
         ).tolist()
 
     async def __call__(self, version: int) -> Metrics:
-        """Send the weights of `version`.
+        """Send the weights as `version`.
 
         Raises:
-            SyncError: an engine holds other weights than the policy.
+            SyncError: an engine's weights differ from the policy's.
             EngineError: the new weights are NaN or infinite, or an engine failed.
         """
         metrics = await self._sync(version)

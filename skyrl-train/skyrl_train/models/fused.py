@@ -83,7 +83,7 @@ def _inverse_rms(states: torch.Tensor, epsilon: float) -> torch.Tensor:
 @cache
 def _scalar(value: float) -> torch.Tensor:
     """Return a float32 scalar tensor, cached: for a few tokens, creating one takes as long as the arithmetic."""
-    with torch.inference_mode(False):  # autograd refuses tensors that inference mode created
+    with torch.inference_mode(False):  # autograd rejects tensors that inference mode created
         return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 

@@ -25,7 +25,7 @@ class KeysAndValues(Exception):
 
 
 def narrow_last_layer(model: PreTrainedModel) -> None:
-    """Let the last layer compute only the tokens in `wanted_tokens` (M,), an argument of the model's forward pass.
+    """Make the last layer compute only the tokens in `wanted_tokens` (M,), an argument of the model's forward pass.
 
     The layer runs twice. The first pass covers all tokens and stops in attention, where `KeysAndValues` carries the
     keys and values out. The second covers the wanted tokens only and attends to those keys. So every attention function

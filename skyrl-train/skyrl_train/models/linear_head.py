@@ -274,7 +274,7 @@ def _block_gradient(
     entropy_grad: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the gradient (n, v) of a block of logits. `columns` (n,) are the chosen tokens, maybe of other blocks."""
+    """Return the gradient (n, v) of a block of logits. `columns` (n,) are the chosen tokens, in any block."""
     logprobs = logits - log_normalizer[:, None]
     by_logit = logprob_grad[:, None]
     if entropy_grad is not None:

@@ -200,7 +200,7 @@ def load_reward_model(
 
     `key` is the configuration key of `path`, for error messages. `pad_token_id` is for training: the model ignores
     this token at the end of a row, and a causal language model gets a reward head of zeros. Without `pad_token_id`, a
-    model without a reward head is refused.
+    model without a reward head is rejected.
 
     Raises:
         ConfigError: no reward model at `path`, or an architecture without sequence classification.
@@ -231,7 +231,7 @@ def _load_scalar_model(
     *,
     adds_head: bool = True,
 ) -> PreTrainedModel:
-    """Load a model with a head `score` of one output. A missing head is zero with `adds_head`, else refused."""
+    """Load a model with a head `score` of one output. A missing head is zero with `adds_head`, else rejected."""
     head = "score." if adds_head else ""
     model: Any = create_without_weights(auto_class, f"{key}={path}", path, dtype, optional=head, num_labels=1)
     is_deferred = model is not None
@@ -333,7 +333,7 @@ def _prepare(
 def _find_fault(config: PretrainedConfig) -> str | None:
     """Return why a model's log-probs would be wrong or depend on the other rows of the batch, or None.
 
-    `check_head` and `find_sharing_fault` compute only short rows, so features that depend on the length are refused by
+    `check_head` and `find_sharing_fault` compute only short rows, so features that depend on the length are rejected by
     name. Longrope (Phi-3.5) and dynamic NTK choose the frequencies of all rows by the longest row.
     """
     if getattr(config, "attn_logit_softcapping", None):

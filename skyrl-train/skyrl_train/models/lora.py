@@ -47,7 +47,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
-    """Freeze a model and add a trainable float32 adapter: a new one that changes nothing, or the one in `lora_path`.
+    """Freeze a model and add a trainable float32 adapter: a new one with zero effect, or the one in `lora_path`.
 
     The head of a critic or reward model stays trainable.
 
@@ -388,7 +388,7 @@ def _changes_base(config: peft.LoraConfig) -> bool:
     """Return True if the adapter's initialization changed the weights of its base.
 
     PiSSA moves the largest singular values of a matrix into the adapter and leaves the rest in the base, so the adapter
-    means nothing on the original weights. OLoRA, CorDA and LoftQ change the base too. EVA and orthogonal do not.
+    means nothing on the original weights. OLoRA, CorDA and LoftQ also change the base. EVA and orthogonal do not.
     """
     init = config.init_lora_weights
     return isinstance(init, str) and init.partition("_")[0].lower() in ("pissa", "olora", "corda", "loftq", "lora")

@@ -28,7 +28,7 @@ def train_in_float32(model: PreTrainedModel, *, is_empty: bool) -> dict[str, tor
 
 
 def save_model(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
-    """Write a Hugging Face folder with `tensors`, by default the model's own. Its config.json names their dtype.
+    """Write a Hugging Face folder with `tensors` (default: the model's). Its config.json names their dtype.
 
     Transformers empties the dictionary.
     """

@@ -225,9 +225,9 @@ def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree, group: Sequence
 
 @contextmanager
 def use_attention(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
-    """Switch a model to a registered attention function, by default the one for prefix trees.
+    """Switch a model to a registered attention function, defaulting to the one for prefix trees.
 
-    With gradient checkpointing, the backward pass computes layers again and must be inside the context too.
+    With gradient checkpointing, the backward pass recomputes layers, so it must also run inside the context.
     """
     config = model.config.get_text_config()
     previous = config._attn_implementation

@@ -73,7 +73,7 @@ class PlannedModel:
 
     @property
     def loaded_bytes(self) -> int:
-        """Memory for the weights alone, which are float32 if they are trained."""
+        """Memory for the weights alone. Trained weights are float32."""
         return self.training_bytes - self.checkpoint_bytes
 
     @property
@@ -296,7 +296,7 @@ def _free_bytes_of_other_processes(n_gpus: int) -> int:
 
 
 def plan_ranks(placement: RunPlacementConfig, models: Sequence[PlannedModel]) -> Ranks:
-    """Return the ranks of each model; nothing for a run in one process."""
+    """Return the ranks of each model, or an empty result for a run in one process."""
     if not (placement.uses_ray or placement.uses_torchrun):
         return {}
     return {model.role: placement.size(ROLES[model.role]) for model in models}

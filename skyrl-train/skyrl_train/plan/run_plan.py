@@ -38,7 +38,7 @@ class EnginePlan:
     dtype: str
     """Dtype of their weights."""
     has_process: bool
-    """Without Ray, the engine has a process of its own, so that it generates while the policy is updated."""
+    """Without Ray, the engine runs in a separate process, so it can generate while the policy is updated."""
     has_copy: bool
     """They hold copies of the policy's weights, and do not generate with its tensors."""
 
@@ -82,7 +82,7 @@ class RunPlan:
 
     @property
     def ranks(self) -> Ranks:
-        """Nodes and ranks per node of each model; nothing for a run in one process."""
+        """Nodes and ranks per node of each model. Empty for a run in one process."""
         return plan_ranks(self.cfg.trainer.placement, self.models)
 
     @property
@@ -128,7 +128,7 @@ class RunPlan:
 
     @property
     def sources(self) -> list[str]:
-        """Files and datasets to train on; none with a dataset class of the user's own."""
+        """Files and datasets to train on. Empty with a user-defined dataset class."""
         return [] if self.cfg.data.custom_cls.path is not None else self.cfg.data.train_data
 
     @cached_property

@@ -98,7 +98,7 @@ def replace_function(call: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The form in which a template expects tool calls: arguments as text or object, empty content as null or ''."""
+    """The format that a template expects of tool calls: arguments as text or object, empty content as null or ''."""
 
     arguments_are_text: bool  # DeepSeek V3's and R1's templates concatenate them, so they must be JSON text
     content_is_null: bool  # the same templates write calls only if the content is null

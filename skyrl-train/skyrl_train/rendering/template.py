@@ -71,7 +71,7 @@ class ChatTemplate:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Use `template`, by default the tokenizer's own, and pass it `variables`."""
+        """Use `template` (default: the tokenizer's), and pass it `variables`."""
         self.tokenizer = tokenizer
         self.options: dict[str, Any] = {"chat_template": template, **(variables or {})}
         source = self.options["chat_template"] or tokenizer.chat_template
@@ -110,7 +110,7 @@ class ChatTemplate:
         """Return the text of a conversation, with the header of the next assistant's turn if `adds_header`.
 
         Raises:
-            DataError: a message has an image, a video or audio, or the template refuses the messages or does not write
+            DataError: a message has an image, a video or audio, or the template rejects the messages or does not write
                 their tool calls.
         """
         return self._apply(self.prepare(messages, tools), tools, adds_header=adds_header)
@@ -130,7 +130,7 @@ class ChatTemplate:
         return self._call_form.write(prepared)
 
     def _find_call_form(self, prepared: list[dict[str, Any]], index: int, tools: Sequence[Any] | None) -> CallForm:
-        """Return the first form in which the template writes the tool calls of message `index`.
+        """Return the first `CallForm` that the template can write the tool calls of message `index` with.
 
         A form fits if the text has the call's name and arguments, and the arguments are not Python (`{'a': True}`).
         """

@@ -192,7 +192,7 @@ class Tracking:
             self._closing = started.pop_all()
 
     def add(self, tracker: Tracker) -> None:
-        """Add a backend. `close` closes it, too."""
+        """Add a backend. `close` also closes it."""
         if missing := [name for name in ("log", "truncate_after", "close") if not hasattr(tracker, name)]:
             raise ConfigError(
                 f"the tracker {type(tracker).__name__} has no method {' and no '.join(missing)}; see "
@@ -224,7 +224,7 @@ class Tracking:
             raise failures[0]
 
     def flush(self) -> None:
-        """Wait until all metrics are written or refused by the disk. OSError if the disk does not respond."""
+        """Wait until all metrics have been written or have failed. Raise OSError if the disk does not respond."""
         self._writer.flush()
 
     def log_checkpoint(self, path: Path, step: int) -> None:

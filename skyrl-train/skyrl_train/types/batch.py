@@ -19,8 +19,8 @@ class TrainingBatch:
         sequences       . 1 2 7 8 .      attention_mask   0 1 1 1 1 0      loss_mask   1 1 0
                         1 2 3 7 8 9                       1 1 1 1 1 1                  1 1 1
 
-    Only the first four fields are always set. All other fields are None until they are computed, or if the run does not
-    need them. Rows of one draw are adjacent, and so are rows of one trajectory.
+    Only the first four fields are always set. Other fields are None until they are computed, and stay None if the run
+    does not need them. Rows of a draw are adjacent, as are rows of a trajectory.
     """
 
     sequences: torch.Tensor  # (B, L) int64

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class StopReason(StrEnum):
-    """Why a turn or a trajectory ended, with a sentence for people. Agents may add reasons of their own, as plain text.
+    """Why a turn or a trajectory ended, with a sentence to display. Agents may add their own reasons as plain text.
 
     The first three are reasons of valid trajectories. The other ones make a trajectory invalid, and its error says what
     happened.

@@ -1,7 +1,7 @@
 """Exact differences between two versions of a tensor: the new bits of the values that changed.
 
 A change is stored as its distance from the previous change, in one byte, and its new bits. If two changes are more than
-256 values apart, some unchanged values between them are sent as well.
+256 values apart, some unchanged values between them are sent too.
 """
 
 from __future__ import annotations

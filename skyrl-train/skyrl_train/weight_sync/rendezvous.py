@@ -62,7 +62,7 @@ class SenderEndpoint:
 
         Args:
             stage: completes "did not …" in error messages.
-            deadline: `time.monotonic()` at which to give up, by default after the plan's timeout.
+            deadline: `time.monotonic()` value to give up at. Defaults to the plan's timeout from now.
 
         Raises:
             SyncError: an end has failed, or a receiver sent nothing in time.

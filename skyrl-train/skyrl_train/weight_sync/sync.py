@@ -104,7 +104,7 @@ def transport_between(options: SyncOptions, device: torch.device, *, shares_devi
         return options.transport
     if device.type == "cpu":
         return "auto"
-    return "cuda_ipc" if shares_devices else "nccl"  # NCCL refuses two processes on one GPU
+    return "cuda_ipc" if shares_devices else "nccl"  # NCCL rejects two processes on one GPU
 
 
 class WeightSync:
@@ -150,7 +150,7 @@ class WeightSync:
 
         Raises:
             SyncError: a sink received different bytes, or none in time.
-            EngineError: a sink refused, e.g. because it is asleep.
+            EngineError: a sink rejected the sync, e.g. because it is asleep.
         """
         async with self._holding_devices():
             receipt = await self._send_to_all(version)
@@ -277,7 +277,7 @@ class WeightSync:
 async def _end_sender(
     sending: asyncio.Future[Receipt], plan: SyncPlan, reason: BaseException, failed: Sequence[int]
 ) -> None:
-    """Call a sync off until the sender has ended. One call is not enough if the sender is not listening yet."""
+    """Cancel a sync until its sender has ended. Retry, because the sender may not be listening yet."""
     deadline = time.monotonic() + plan.timeout_s
     while not sending.done() and time.monotonic() < deadline:
         if await asyncio.to_thread(call_off, plan, reason, failed):

@@ -103,9 +103,9 @@ class WorkerGroup:
         """Add the gradient of a mini-batch's loss to the parameters.
 
         The loss is divided by the counts of the whole mini-batch, however it is split into micro-batches and ranks.
-        `scores` (B, R) are the log-probs or values of the current weights, if known. A loss over the whole mini-batch
-        needs them, and so does a loss over pairs that do not fit into micro-batches. If `scores` is None, such a loss
-        costs one more forward pass.
+        `scores` (B, R) are the log-probs or values of the current weights, if known. Losses over the whole
+        mini-batch need them, as do losses over pairs that do not fit into micro-batches. If `scores` is None, these
+        losses cost one more forward pass.
         """
         objective, max_rows = self._objective, self._spec.max_rows_train
         assert objective is not None, f"the {self._spec.role} has no objective"
@@ -133,7 +133,7 @@ class WorkerGroup:
         return all(await self._call("is_finite"))
 
     async def probe(self, rows: TrainingBatch) -> Metrics:
-        """Return the mean log-prob or value of the rows' tokens, and the norm of its gradient. Changes nothing.
+        """Return the mean log-prob or value of the rows' tokens, and its gradient norm. No parameter changes.
 
         For a reward model, `mean` is minus the mean distance between the rewards of a pair.
         """

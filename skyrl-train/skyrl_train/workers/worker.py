@@ -143,13 +143,13 @@ class Worker:
         return self.module.shares_prefixes
 
     def max_tokens_per_micro_batch(self) -> int:
-        """Return the maximum number of tokens in a pass."""
+        """Return the maximum number of tokens in a micro-batch."""
         return self._spec.max_tokens_per_micro_batch or default_max_tokens(
             self.module.hf_model.config, torch.device(self._strategy.world.device)
         )
 
     def n_embeddings(self) -> int:
-        """Return the number of embeddings of the model."""
+        """Return the number of rows of the model's input embedding."""
         return len(self.module.hf_model.get_input_embeddings().weight)
 
     def count_parameters(self) -> tuple[int, int]:
@@ -245,7 +245,7 @@ class Worker:
 
     @needing("all")
     def probe(self, shard: Shard) -> Metrics:
-        """Return the mean log-prob or value of the shard's tokens, and the norm of its gradient. Changes nothing."""
+        """Return the mean log-prob or value of the shard's tokens, and its gradient norm. No parameter changes."""
         assert self._state.optimizer is not None
 
         def consume(scores: Any, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
@@ -351,7 +351,7 @@ class Worker:
     def export(self, folder: Path) -> OSError | None:
         """Write a plain Hugging Face folder, or the adapter in peft's format.
 
-        Return an OSError if the file system refuses. Training may continue then, because all collectives run before the
+        Return the OSError if the write fails. Training may then continue, because all collectives run before the
         first file is written.
         """
         lora = self._spec.lora

@@ -67,7 +67,7 @@ def attend_to_pages(
 
     Args:
         queries: (S, T, K, G, H)
-        keys: (layers, pages, K, H, P), of which `layer` is read
+        keys: (layers, pages, K, H, P). Only `layer` is read
         values: (layers, pages, K, P, H)
         tables: (S, max pages of a row): page numbers of each row
         positions: (S, T), -1 for an unused row

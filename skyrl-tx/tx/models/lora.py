@@ -54,7 +54,7 @@ def covered_names(lora: LoraConfig, config: ModelConfig) -> tuple[str, ...]:
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the dimensions (…, in, out) of the matrices that adapters can cover, without the layers."""
+    """Return the shapes (…, in, out) of the matrices that adapters can target, without the layer dimension."""
     queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
     hidden, middle = config.hidden_size, config.intermediate_size
     experts: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ def rank_of(name: str, lora: LoraConfig, config: ModelConfig) -> int:
 
 
 def new_adapter(lora: LoraConfig, config: ModelConfig, seed: int) -> Adapter:
-    """Create an adapter that changes nothing: A is uniform within ±1/√in, B zero."""
+    """Create an adapter with zero effect: A is uniform within ±1/√in, and B is 0."""
     generator = np.random.default_rng(seed)
 
     def factors(name: str, layers: tuple[int, ...]) -> Factors:

@@ -1,4 +1,4 @@
-"""File layout of peft adapters. vLLM and Hugging Face read it too."""
+"""File layout of peft adapters. vLLM and Hugging Face also read it."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class TxConfig(BaseModel):
     """The model to train and sample: a Hugging Face repository or a folder."""
 
     served_model_name: Text | None = None
-    """The base model's name for clients. Defaults to `base_model`. Clients may use `base_model` too."""
+    """The base model's name for clients. Defaults to `base_model`. Clients may also use `base_model`."""
 
     backend: BackendName = "jax"
     """The compute backend. torch supports more Hugging Face models and needs the extra skyrl-tx[torch]."""
@@ -82,7 +82,7 @@ class TxConfig(BaseModel):
     """Folder of checkpoints. The default is in $XDG_DATA_HOME, or ~/.local/share if that is unset."""
 
     min_free_bytes: Annotated[int, Ge(0)] = 1 << 30
-    """Bytes to keep free on the disk of `checkpoints_base`. Writes that would leave less are refused."""
+    """Bytes to keep free on the disk of `checkpoints_base`. Writes that would leave less are rejected."""
 
     database_url: str = ""
     """SQLAlchemy URL of SQLite or PostgreSQL. Set TX_DATABASE_URL instead to hide a password. The default is
@@ -93,16 +93,16 @@ class TxConfig(BaseModel):
     """Maximum rank of an adapter."""
 
     train_all: bool = True
-    """Accept rank 0, which trains all parameters. Such a model takes four times the memory of the base model."""
+    """Accept rank 0: training of all parameters. Such a model takes four times the memory of the base model."""
 
     max_models: Annotated[int, Ge(1)] = 64
-    """Maximum number of models under training. More are refused until one is unloaded or its session ends."""
+    """Maximum number of models under training. More are rejected until one is unloaded or its session ends."""
 
     max_models_per_user: Annotated[int, Ge(1)] | None = None
     """Maximum number of models per user. Unlimited by default."""
 
     max_sessions_per_user: Annotated[int, Ge(1)] = 1000
-    """Maximum number of active sessions per user. More are refused until one ends."""
+    """Maximum number of active sessions per user. More are rejected until one ends."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Set API keys before you use 0.0.0.0: otherwise anyone may use the server."""
@@ -180,7 +180,7 @@ class TxConfig(BaseModel):
     """Timeout for that server's responses, in seconds."""
 
     external_inference_lora_base: Folder | None = None
-    """Folder from which that server loads adapters."""
+    """Folder that the external server loads adapters from."""
 
     @field_validator("api_keys")
     @classmethod

@@ -121,7 +121,7 @@ LOSSES: Mapping[str, Loss] = {
 
 IGNORED_INPUTS = frozenset({"mask", *(name for loss in LOSSES.values() for name in loss.inputs)})
 """Inputs that every loss accepts without reading them: recipes leave other losses' inputs, and their own `mask`, in the
-data. Any other name is refused, because it may be misspelled."""
+data. Any other name is rejected, because it may be misspelled."""
 
 
 def token_losses(name: str, xp: Any, lp: Array, inputs: Tensors, settings: Mapping[str, Any]) -> Array:

@@ -10,7 +10,7 @@ BUSY_SEC = 1.0
 
 
 class Refusal(UserError):
-    """A request is refused, with an HTTP status that clients handle: 400, 401, 404, 410 and 422 raise, 429 retries.
+    """A request is rejected, with an HTTP status that clients handle: 400, 401, 404, 410 and 422 raise, 429 retries.
 
     409 is never used, since clients retry it for minutes.
     """
@@ -22,15 +22,15 @@ class Refusal(UserError):
 
 
 def refuse(message: str) -> NoReturn:
-    """Refuse a request with status 400: the user made a mistake."""
+    """Reject a request with status 400: the request is invalid."""
     raise Refusal(400, message)
 
 
 def not_found(message: str) -> NoReturn:
-    """Refuse a request with status 404: the object does not exist or belongs to a different user."""
+    """Reject a request with status 404: the object does not exist or belongs to a different user."""
     raise Refusal(404, message)
 
 
 def busy(message: str) -> NoReturn:
-    """Refuse a request with status 429: the client should retry later."""
+    """Reject a request with status 429: the client should retry later."""
     raise Refusal(429, message, retry_after=BUSY_SEC)

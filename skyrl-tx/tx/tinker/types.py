@@ -20,7 +20,7 @@ class TinkerError(Exception):
 
 
 class UserError(TinkerError):
-    """The user made a mistake. The message names the value and the fix."""
+    """Invalid input from the user. The message names the value and the fix."""
 
 
 def error_text(error: Exception) -> str:

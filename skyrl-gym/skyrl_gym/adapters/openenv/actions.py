@@ -53,7 +53,7 @@ class TextAction:
 class ValueAction:
     """The reply is the value of one field that is not free text: a number, a boolean or a choice.
 
-    A JSON object is accepted too.
+    A JSON object is also accepted.
     """
 
     field: Field

@@ -43,7 +43,7 @@ class OpenEnvError(Error):
 
 
 class ServerUnavailable(OpenEnvError):
-    """The server cannot be reached, or refuses the handshake."""
+    """The server cannot be reached, or rejects the handshake."""
 
 
 class CapacityReached(OpenEnvError):
@@ -88,7 +88,7 @@ class SessionOptions:
     ping_interval_s: time between pings. They keep proxies from closing an idle connection.
     ping_timeout_s: time limit for the answer to a ping. None means no limit, since a busy trainer does not read pongs.
     max_message_bytes: maximum size of a message from the server.
-    max_sessions: maximum number of sessions of this process on the server. None finds the capacity by trial.
+    max_sessions: maximum number of sessions of this process on the server. None probes for the capacity.
     headers: of the handshake, e.g. ``{"Authorization": "Bearer …"}``.
     """
 

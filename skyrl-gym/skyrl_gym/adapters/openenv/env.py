@@ -47,7 +47,7 @@ class OpenEnvSettings(SessionOptions):
     reset: arguments of `reset`. A row's `seed` and `reset`, or its `extra_info`'s, override them.
     observation: the field to show, or a template with `{field}`. Defaults to the whole observation.
     describe_action: True to describe the format of actions in the prompt, unless it is plain text.
-    missing_reward: the reward of an episode if the server gave none. None makes the rollout invalid.
+    missing_reward: the reward of an episode without a reward from the server. None makes the rollout invalid.
     execution_error: ``raise`` fails the rollout if the environment raises in a step, since the cause is unknown.
         ``tell`` shows the message to the model, for environments that raise on illegal actions.
     no_tool_call: the rule for a reply without a call where actions are calls: ``retry`` treats it as an invalid action,

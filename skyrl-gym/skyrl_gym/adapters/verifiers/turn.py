@@ -119,7 +119,7 @@ def next_turn(
 def chat_messages(messages: Sequence[Mapping[str, Any]]) -> ConversationType:
     """Convert verifiers' messages for any chat template: text only, with tool calls and results in Qwen's format.
 
-    Tool results and a user message right after them are merged, since many templates refuse two user messages in a row.
+    Tool results and a user message right after them are merged, since many templates reject two user messages in a row.
 
     Raises:
         ValueError: a message contains anything but text.

@@ -339,7 +339,7 @@ def _ignored_signals() -> Iterator[None]:
 
 
 def _no_client(vf: Any) -> Any:
-    """Return a client for states, since they require one. It refuses calls: the trainer replies only between turns."""
+    """Return a client for states, since they require one. It rejects calls: the trainer replies only between turns."""
     client_type: Any = importlib.import_module("verifiers.clients").Client
 
     async def refuse(*_: Any, **__: Any) -> Any:

@@ -1,7 +1,7 @@
 """Environments of verifiers' second generation: tasksets, tasks with rewards, and environments with one agent.
 
 An episode runs as in verifiers, through the hooks of `Env`, in an event loop task that is suspended while the trainer
-samples. Environments that need a container are refused.
+samples. Environments that need a container are rejected.
 """
 
 # mypy: disable-error-code="import-untyped"

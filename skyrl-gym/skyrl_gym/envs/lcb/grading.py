@@ -93,7 +93,7 @@ def extract_code(reply: str) -> str | None:
 
     As in CommonMark, the closing fence stands alone on a line, is at least as long as the opening one, and is at most
     three spaces deeper, so fences in a docstring are part of the program. A fence at the end of a line without other
-    backticks closes the block too. A block in a list is dedented.
+    backticks also closes the block. A block in a list is dedented.
 
     >>> extract_code("Here it is:\n```python\nprint(42)\n```\nIt prints 42.")
     'print(42)\n'

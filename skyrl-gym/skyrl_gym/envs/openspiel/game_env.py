@@ -67,7 +67,7 @@ class GameConfig:
 
     @staticmethod
     def from_options(options: Mapping[str, Any] | None = None) -> GameConfig:
-        """Create the configuration from options: the fields above except `tasks`, and those of `TaskConfig`.
+        """Create the configuration from options: the fields of this class except `tasks`, and of `TaskConfig`.
 
         Raises:
             ValueError: an option is unknown or has an invalid value.

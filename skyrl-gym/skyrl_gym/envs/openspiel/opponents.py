@@ -18,7 +18,7 @@ from skyrl_gym.envs.options import finite_number, reject_unknown, set_options
 from skyrl_gym.envs.row import whole_number
 
 _CAN_SAMPLE_HIDDEN = frozenset({"euchre", "gin_rummy", "kuhn_poker", "leduc_poker", "oh_hell", "universal_poker"})
-"""Games whose hidden information OpenSpiel can sample. It refuses most other games. In hearts it samples impossible
+"""Games whose hidden information OpenSpiel can sample. It rejects most other games. In hearts it samples impossible
 positions, and its search then crashes the process.
 """
 

@@ -19,7 +19,7 @@ hearts: the bound 36 includes the jack of diamonds, but it only counts with the 
 
 
 def utility_range(game: Game) -> tuple[float, float]:
-    """Return the bounds to which returns are clipped. Raises `ValueError` if they are equal."""
+    """Return the bounds that returns are clipped to. Raises `ValueError` if they are equal."""
     low, high = PRACTICAL_UTILITIES.get(str(game).removesuffix("()"), (game.min_utility(), game.max_utility()))
     if not low < high:
         raise ValueError(

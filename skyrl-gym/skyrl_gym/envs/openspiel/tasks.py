@@ -101,7 +101,7 @@ class OpenSpielTask:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """JSON values from which `read_task` restores the position. `legal_actions` are pairs of id and text."""
+        """JSON values that `read_task` restores the position from. `legal_actions` are pairs of id and text."""
         return {
             "serialized_game_and_state": serialize(self.game, self.state),
             "game_short_name": self.game.get_type().short_name,

@@ -20,7 +20,7 @@ EMPTY = "empty"
 
 
 def create_completion(rng: Random) -> Puzzle:
-    """Create a sequence of 40 to 60 brackets without its last 20 to 50%, which are all closing brackets."""
+    """Create a sequence of 40 to 60 brackets and cut off its last 20 to 50%, all of them closing brackets."""
     length = rng.randrange(40, 61, 2)
     n_missing = rng.randint(length // 5, length // 2)
     n_opening = length // 2
@@ -110,7 +110,7 @@ def stack_after(text: str) -> list[str]:
 
 
 def random_sequence(rng: Random, kinds: Sequence[str], n_opening: int, n_closing: int) -> str:
-    """Return a bracket sequence in which every closing bracket is matched."""
+    """Return a bracket sequence whose closing brackets are all matched."""
     text = ""
     stack: list[str] = []
     while n_opening or n_closing:

@@ -26,7 +26,7 @@ def apply_patch(reply: str, path: str, text: str) -> str:
     r"""Apply a reply's diff to the file `text`. It is in the last code block, or starts at the first `---` line.
 
     Raises:
-        PatchError: there is no diff, it changes nothing or a different file, or it does not apply at one position only.
+        PatchError: there is no diff, it is empty or for a different file, or it does not apply at exactly one position.
 
     >>> diff = "--- a/sums.py\n+++ b/sums.py\n@@ -1 +1 @@\n-total = a - b\n+total = a + b\n"
     >>> apply_patch(diff, "sums.py", "total = a - b\n")

@@ -163,7 +163,7 @@ def grpo_passk(
     """Compute pass@k advantages: only a group's best trajectory gets one, (best - second best) / (std_group + 1e-6).
 
     pass@k values k samples by their best score. The advantage is what the best sample adds to that value. A tie for the
-    best gets 0, and so does a group of one. `grpo_norm_by_std=false` omits the division.
+    best gets 0, as does a group of one. `grpo_norm_by_std=false` omits the division.
 
     >>> rewards = torch.tensor([[1.0], [0.4], [0.0]])
     >>> grpo_passk(rewards, torch.ones(3, 1), index=["a"] * 3, grpo_norm_by_std=False)[0].squeeze()

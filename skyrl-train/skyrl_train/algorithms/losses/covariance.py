@@ -67,7 +67,7 @@ def token_covariance(log_probs: torch.Tensor, advantages: torch.Tensor, loss_mas
 
 
 def _n_chosen(share: float, loss_mask: torch.Tensor) -> int:
-    """Return a share of the number of trained tokens, rounded down, but at least 1 if there is any token."""
+    """Return `share` of the number of trained tokens, rounded down, but at least 1 if there are any."""
     n_tokens = int((loss_mask > 0).sum())
     return min(max(int(share * n_tokens), 1), n_tokens)
 

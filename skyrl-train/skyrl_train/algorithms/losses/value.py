@@ -9,7 +9,7 @@ from skyrl_train.lazy import torch
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: float | None
 ) -> LossOutput:
-    """Return ½ max((V - G)², (clip(V, V_old ± value_clip) - G)²) per token, for returns G. None does not clip.
+    """Return ½ max((V - G)², (clip(V, V_old ± value_clip) - G)²) per token, for returns G. None disables clipping.
 
     All tensors (B, R). Only `values` has a gradient, and only where the clip does not win. Metric `values_clipfrac`:
     the fraction of tokens where it does.

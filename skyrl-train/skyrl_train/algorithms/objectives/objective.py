@@ -29,8 +29,8 @@ class Objective(Protocol):
 
 
 class SupervisedObjective(Objective, Protocol):
-    """A loss on fixed data. It can be measured on held-out rows."""
+    """A loss on a fixed dataset. It can also be evaluated on held-out rows."""
 
     def evaluate(self, scores: Mapping[str, torch.Tensor], rows: TrainingBatch) -> Metrics:
-        """Return the loss and other metrics of rows with these scores (B, R). Metrics merge over rows."""
+        """Return the loss and other metrics of rows, from their scores (B, R). Metrics of calls can be merged."""
         ...

@@ -47,7 +47,7 @@ class PairObjective(ABC):
         return losses.sum() * rows.loss_weights[0, 0], sums.metrics()
 
     def evaluate(self, scores: Mapping[str, torch.Tensor], rows: TrainingBatch) -> Metrics:
-        """Return the metrics of pairs with these scores (B, R)."""
+        """Return the metrics of pairs, from their scores (B, R)."""
         return self._losses(scores[self.score_name], rows)[1].metrics()
 
     @abstractmethod

@@ -54,7 +54,7 @@ def merge_adapter(adapter: str, target: Path, base: str | None = None, dtype: DT
 
     Raises:
         ConfigError: `target` exists, or the adapter does not fit the base.
-        CheckpointError: the adapter changes nothing, or the result cannot be written or has other logits.
+        CheckpointError: the adapter has no effect, or the result cannot be written or has other logits.
     """
     return merge_into_base(adapter, target, base, dtype)
 
@@ -158,7 +158,7 @@ class _Tally:
     """Running checksum of the base and number of changed tensors."""
 
     trained_dtype: torch.dtype | None = None
-    """Dtype in which the run loaded the base, for the checksum. None computes no checksum."""
+    """Dtype the run loaded the base in, for the checksum. None skips the checksum."""
     frozen: Collection[str] = ()
     """Names of the tensors in the checksum."""
     checksum: int = 0
@@ -182,7 +182,7 @@ def _apply_changes(
 
 
 def _check_base(checkpoint: Path, base: str, checksum: int) -> None:
-    """Raise CheckpointError if the adapter in a checkpoint was trained on other weights than these."""
+    """Raise CheckpointError if the adapter in a checkpoint was trained on different weights."""
     expected = (checkpoint / BASE_CHECKSUM).read_text(encoding="utf-8").strip()
     if expected != str(checksum):
         raise CheckpointError(

@@ -21,7 +21,7 @@ INTERVALS = (
 
 
 def mini_batches_divide_batch(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse mini-batches with unequal numbers of prompts."""
+    """Reject mini-batches with unequal numbers of prompts."""
     batch, sizes = cfg.trainer.train_batch_size, {"policy": cfg.trainer.policy_mini_batch_size}
     if cfg.trainer.critic.model.path is not None:
         sizes["critic"] = cfg.trainer.critic_mini_batch_size
@@ -36,7 +36,7 @@ def mini_batches_divide_batch(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse `seq_mean_token_sum_norm` without its divisor, `max_seq_len`."""
+    """Reject `seq_mean_token_sum_norm` without its divisor, `max_seq_len`."""
     algorithm = cfg.trainer.algorithm
     if algorithm.loss_reduction == "seq_mean_token_sum_norm" and algorithm.max_seq_len is None:
         yield (
@@ -47,7 +47,7 @@ def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def training_temperature_is_positive(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse to divide the logits by the temperature of greedy rollouts, 0."""
+    """Reject a training temperature of 0: it divides the logits."""
     if cfg.trainer.algorithm.temperature == 0:
         yield (
             "generator.sampling_params.temperature=0.0 (greedy) cannot divide the logits in training, but "
@@ -66,7 +66,7 @@ def group_filters(cfg: SkyRLConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def distillation_has_a_teacher(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a teacher that is the policy itself or is overwritten with it."""
+    """Reject a teacher that is the policy itself or is overwritten with it."""
     estimator = "trainer.algorithm.advantage_estimator=on_policy_distillation"
     if cfg.trainer.algorithm.advantage_estimator != "on_policy_distillation":
         return
@@ -84,7 +84,7 @@ def distillation_has_a_teacher(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def reference_can_follow(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse to update the reference if it shares the adapter that the policy continues."""
+    """Reject reference updates if the reference shares the adapter that the policy continues."""
     if cfg.trainer.update_ref_every_epoch and cfg.trainer.ref.shares_adapter_with(cfg.trainer.policy.model):
         path = cfg.trainer.policy.model.lora.lora_path
         yield (
@@ -94,7 +94,7 @@ def reference_can_follow(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def filter_has_a_group(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse to compare the rewards of a group of one."""
+    """Reject filters of equal rewards with one sample per prompt."""
     for key, value, off in group_filters(cfg):
         if cfg.generator.n_samples_per_prompt == 1:
             yield (
@@ -104,7 +104,7 @@ def filter_has_a_group(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def kl_in_reward_is_possible(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a KL penalty in the reward that would count twice, or whose estimator differs only in its gradient."""
+    """Reject a KL penalty in the reward that would count twice, or whose estimator differs only in its gradient."""
     algorithm = cfg.trainer.algorithm
     if not algorithm.use_kl_in_reward:
         return
@@ -123,7 +123,7 @@ def kl_in_reward_is_possible(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def kl_settings_have_a_kl_term(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse settings of a disabled KL term, and an adaptive KL weight of 0."""
+    """Reject settings of a disabled KL term, and an adaptive KL weight of 0."""
     algorithm = cfg.trainer.algorithm
     is_adaptive = algorithm.kl_ctrl.type == "adaptive"
     if is_adaptive and not algorithm.use_kl_in_reward:
@@ -147,7 +147,7 @@ def kl_settings_have_a_kl_term(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def intervals_are_not_empty(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse intervals whose lower end is not below the upper end, and a token ratio interval with only one end."""
+    """Reject intervals whose lower end is not below the upper end, and a token ratio interval with only one end."""
     keys = [f"{CORRECTION}.token_mask_is_threshold_{end}" for end in ("low", "high")]
     values = [value_at(cfg, key) for key in keys]
     if values.count(None) == 1:
@@ -166,7 +166,7 @@ def intervals_are_not_empty(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a dual clip inside PPO's clip range, and an overlong buffer that penalizes every response."""
+    """Reject a dual clip inside PPO's clip range, and an overlong buffer that penalizes every response."""
     algorithm, longest = cfg.trainer.algorithm, cfg.generator.sampling_params.max_generate_length
     first, buffer = 1 + algorithm.eps_clip_high, algorithm.overlong_buffer_len
     if algorithm.policy_loss_type == "dual_clip" and algorithm.clip_ratio_c <= first:

@@ -17,19 +17,19 @@ def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def training_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse training without prompts."""
+    """Reject training without prompts."""
     if cfg.data.custom_cls.path is None:
         yield from training_has_rows(cfg)
 
 
 def training_has_rows(cfg: Section) -> Iterator[str]:
-    """Refuse training without data files or datasets."""
+    """Reject training without data files or datasets."""
     if not value_at(cfg, "data.train_data"):
         yield "data.train_data=[] leaves nothing to train on; set data.train_data=[<file or dataset name>]"
 
 
 def custom_dataset_is_complete(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse an incomplete dataset class, options without a class, and a class combined with a mixture."""
+    """Reject an incomplete dataset class, options without a class, and a class combined with a mixture."""
     custom = cfg.data.custom_cls
     if (custom.path is None) != (custom.name is None):
         given, missing = ("path", "name") if custom.name is None else ("name", "path")
@@ -50,7 +50,7 @@ def custom_dataset_is_complete(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def custom_reward_function_is_called(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a reward function combined with an environment that scores replies itself."""
+    """Reject a reward function combined with an environment that scores replies itself."""
     path, env_class = cfg.custom_reward_function.path, cfg.environment.env_class
     if path is not None and env_class != REWARD_FUNCTION_ENV:
         yield (
@@ -65,7 +65,7 @@ def custom_reward_function_is_called(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def interpreter_has_processes(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse an interpreter for environments that run in the trainer."""
+    """Reject an interpreter for environments that run in the trainer."""
     gym = cfg.environment.skyrl_gym
     if gym.python is not None and gym.isolation != "process":
         yield (
@@ -82,7 +82,7 @@ def _repeated_sources(sources: list[str]) -> Iterator[str]:
 
 
 def validation_data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a validation source that is listed twice."""
+    """Reject a validation source that is listed twice."""
     for source in _repeated_sources(cfg.data.val_data):
         yield f"data.val_data has {show(source)} twice, so its rows would count twice; name it once"
 

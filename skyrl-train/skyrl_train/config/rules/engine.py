@@ -16,7 +16,7 @@ UNUSUAL_TIMEOUT_S = 1.0
 
 
 def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse an input limit below the maximum prompt length, or different from it with a single turn."""
+    """Reject an input limit below the maximum prompt length, or different from it with a single turn."""
     n_prompt, n_input = cfg.trainer.max_prompt_length, cfg.generator.max_input_length
     if n_input is None:
         return
@@ -33,7 +33,7 @@ def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a transport that cannot reach the engines, and delta syncs between GPUs or without a receiver."""
+    """Reject a transport that cannot reach the engines, and delta syncs between GPUs or without a receiver."""
     generator, placement = cfg.generator, cfg.trainer.placement
     backend = generator.weight_sync_backend
     if backend == "cuda_ipc" and not generator.run_engines_locally:
@@ -76,7 +76,7 @@ SERVER_OPTIONS = (
 
 
 def engines_have_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse several engines in one process, and engines that do not fit on the policy's GPUs."""
+    """Reject several engines in one process, and engines that do not fit on the policy's GPUs."""
     generator, placement = cfg.generator, cfg.trainer.placement
     n_engines, size = generator.num_inference_engines, generator.n_devices_per_engine
     n_nodes, n_per_node = placement.size("policy")
@@ -125,7 +125,7 @@ def engines_use_all_devices(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse an engine on more devices than it can use."""
+    """Reject an engine on more devices than it can use."""
     generator, placement = cfg.generator, cfg.trainer.placement
     for key in ENGINE_SIZES:
         if (size := value_at(cfg, key)) == 1 or not generator.run_engines_locally:
@@ -144,7 +144,7 @@ def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse servers without addresses, unused addresses, and options that must be set when a server starts."""
+    """Reject servers without addresses, unused addresses, and options that must be set when a server starts."""
     generator = cfg.generator
     urls = generator.remote_inference_engine_urls
     if generator.run_engines_locally:
@@ -190,7 +190,7 @@ def _default(key: str) -> object:
 
 
 def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse options that the embedded engine lacks, and sampling whose log-probs SGLang cannot report."""
+    """Reject options that the embedded engine lacks, and sampling whose log-probs SGLang cannot report."""
     generator = cfg.generator
     for section, name in product(("sampling_params", "eval_sampling_params"), generator.engine.unscored_sampling):
         key = f"generator.{section}.{name}"
@@ -219,7 +219,7 @@ def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def engine_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse an engine whose package is missing."""
+    """Reject an engine whose package is missing."""
     backend, engine = cfg.generator.backend, cfg.generator.engine
     if engine.package is not None and cfg.generator.run_engines_locally and find_spec(engine.package) is None:
         yield (
@@ -229,7 +229,7 @@ def engine_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse conversation settings that have no effect in the run's mode."""
+    """Reject conversation settings that have no effect in the run's mode."""
     generator = cfg.generator
     if generator.step_wise_trajectories:
         for name in ("use_conversation_multi_turn", "append_eos_token_after_stop_str_in_multi_turn"):
@@ -247,7 +247,7 @@ def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sampling_lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a minimum turn length above the maximum."""
+    """Reject a minimum turn length above the maximum."""
     for key in ("generator.sampling_params", "generator.eval_sampling_params"):
         sampling = value_at(cfg, key)
         if sampling.min_tokens > sampling.max_generate_length:

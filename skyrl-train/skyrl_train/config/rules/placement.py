@@ -21,7 +21,7 @@ from skyrl_train.config.trainer import PlacementConfig
 
 
 def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
-    """Refuse several ranks or devices with `launcher=inline`."""
+    """Reject several ranks or devices with `launcher=inline`."""
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     if placement.launcher != "inline":
         return
@@ -39,7 +39,7 @@ def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
 
 
 def asynchronous_engine_has_its_own_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse asynchronous training with engines on the policy's GPUs."""
+    """Reject asynchronous training with engines on the policy's GPUs."""
     placement = cfg.trainer.placement
     is_shared = placement.uses_ray and placement.colocate_all and cfg.generator.n_local_engines > 0
     if cfg.trainer.fully_async.enabled and is_shared:
@@ -62,7 +62,7 @@ def asynchronous_settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def critic_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse a critic that shares the policy's GPUs but asks for a different number."""
+    """Reject a critic that shares the policy's GPUs but asks for a different number."""
     if cfg.trainer.critic.model.path is not None:
         yield from find_other_size(cfg.trainer.placement, "critic")
 
@@ -116,7 +116,7 @@ def colocation_has_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def idle_memory_is_shared(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse to offload idle models if no engine can use the freed memory."""
+    """Reject offloading of idle models if no engine can use the freed memory."""
     placement, generator = cfg.trainer.placement, cfg.generator
     if placement.offload_idle is not True or cfg.offloads_idle(has_gpus=True):
         return
@@ -137,7 +137,7 @@ def idle_memory_is_shared(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def ray_is_installed(cfg: Section) -> Iterator[str]:
-    """Refuse several processes if Ray is not installed."""
+    """Reject multi-process runs if Ray is not installed."""
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     if placement.uses_ray and find_spec("ray") is None:
         ranks = " × ".join(map(str, placement.size("policy")))
@@ -152,7 +152,7 @@ def ray_is_installed(cfg: Section) -> Iterator[str]:
 
 
 def megatron_is_installed(cfg: Section) -> Iterator[str]:
-    """Refuse `strategy=megatron` if Megatron-Core is not installed."""
+    """Reject `strategy=megatron` if Megatron-Core is not installed."""
     if value_at(cfg, "trainer.strategy") == "megatron" and find_spec("megatron") is None:
         yield (
             "trainer.strategy=megatron needs Megatron-Core, which is not installed; run pip install -c constraints.txt "
@@ -162,7 +162,7 @@ def megatron_is_installed(cfg: Section) -> Iterator[str]:
 
 
 def strategy_has_its_settings(cfg: Section) -> Iterator[str]:
-    """Refuse settings of the other strategy."""
+    """Reject settings of the other strategy."""
     strategy = value_at(cfg, "trainer.strategy")
     unused, user = ("fsdp_config", "fsdp2") if strategy == "megatron" else ("megatron_config", "megatron")
     for role, section in _models(cfg).items():
@@ -185,7 +185,7 @@ def strategy_has_its_settings(cfg: Section) -> Iterator[str]:
 
 
 def megatron_has_its_models(cfg: Section) -> Iterator[str]:
-    """Refuse Megatron-Core for critics, and sequence parallelism without tensor parallelism."""
+    """Reject Megatron-Core for critics, and sequence parallelism without tensor parallelism."""
     if value_at(cfg, "trainer.strategy") != "megatron":
         return
     for role, section in _models(cfg).items():
@@ -213,7 +213,7 @@ def _models(cfg: Section) -> dict[PlacedRole, Any]:
 
 
 def sharding_fits_ranks(cfg: Section) -> Iterator[str]:
-    """Refuse group sizes that do not divide a model's ranks, and multi-rank settings with a single rank."""
+    """Reject group sizes that do not divide a model's ranks, and multi-rank settings with a single rank."""
     placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
     for role, section in _models(cfg).items():
         n_ranks = _count_ranks(placement, role)

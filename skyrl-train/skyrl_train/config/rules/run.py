@@ -41,7 +41,7 @@ def _optimizers(cfg: Section) -> Iterator[tuple[str, OptimizerConfig]]:
 
 
 def warmup_is_set_once(cfg: Section) -> Iterator[str]:
-    """Refuse a warm-up in both steps and as a fraction."""
+    """Reject a warm-up in both steps and as a fraction."""
     for key, optimizer in _optimizers(cfg):
         if optimizer.num_warmup_steps and optimizer.warmup_ratio:
             yield (
@@ -51,7 +51,7 @@ def warmup_is_set_once(cfg: Section) -> Iterator[str]:
 
 
 def weight_decay_shrinks_weights(cfg: Section) -> Iterator[str]:
-    """Refuse a weight decay that erases the weights or changes their sign in one step."""
+    """Reject a weight decay that erases the weights or changes their sign in one step."""
     for key, optimizer in _optimizers(cfg):
         if optimizer.lr * optimizer.weight_decay >= 1:
             yield (
@@ -69,7 +69,7 @@ def _adapters(cfg: Section) -> Iterator[tuple[str, LoraConfig]]:
 
 
 def rollouts_are_scored_exactly(cfg: Section) -> Iterator[str]:
-    """Refuse adapter dropout in reinforcement learning."""
+    """Reject adapter dropout in reinforcement learning."""
     for key, lora in _adapters(cfg):
         if lora.dropout > 0:
             yield (
@@ -79,7 +79,7 @@ def rollouts_are_scored_exactly(cfg: Section) -> Iterator[str]:
 
 
 def adapters_are_possible(cfg: Section) -> Iterator[str]:
-    """Refuse a choice of matrices for a loaded adapter."""
+    """Reject `target_modules` and `exclude_modules` together with `lora_path`."""
     for key, lora in _adapters(cfg):
         for name in changed_fields(lora) & {"target_modules", "exclude_modules"}:
             if lora.lora_path is not None:
@@ -100,7 +100,7 @@ def adapters_are_on(cfg: Section) -> Iterator[str]:
 
 
 def names_are_folders(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse project and run names that are not safe as folder names."""
+    """Reject project and run names that are not safe as folder names."""
     for key in ("trainer.project_name", "trainer.run_name"):
         name: str = value_at(cfg, key)
         if not name.isprintable() or any(part.strip() in (".", "..") for part in name.split("/")):
@@ -110,7 +110,7 @@ def names_are_folders(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse `resume_mode=from_path` without the path of one checkpoint."""
+    """Reject `resume_mode=from_path` without the path of one checkpoint."""
     if cfg.trainer.resume_mode != "from_path":
         return
     path = cfg.trainer.resume_path
@@ -132,7 +132,7 @@ def _url_problems(key: str, url: str | None) -> Iterator[str]:
 
 
 def checkpoints_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse remote checkpoint storage that is not a URL, or without checkpoints."""
+    """Reject remote checkpoint storage that is not a URL, or without checkpoints."""
     url = cfg.trainer.remote_ckpt_url
     yield from _url_problems("trainer.remote_ckpt_url", url)
     if url is not None and cfg.trainer.ckpt_interval < 0:
@@ -143,7 +143,7 @@ def checkpoints_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def trajectories_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse remote trajectory storage that is not a URL, or without trajectories."""
+    """Reject remote trajectory storage that is not a URL, or without trajectories."""
     url = cfg.trainer.remote_trajectory_url
     yield from _url_problems("trainer.remote_trajectory_url", url)
     if url is not None and not cfg.trainer.dump_eval_results:
@@ -167,7 +167,7 @@ SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
 def wandb_can_start(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse Weights & Biases without its package or a login before any model is loaded."""
+    """Reject Weights & Biases without its package or a login before any model is loaded."""
     if "wandb" not in cfg.trainer.logger:
         return
     if find_spec("wandb") is None:
@@ -177,7 +177,7 @@ def wandb_can_start(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def wandb_settings_have_a_run(cfg: SkyRLConfig) -> Iterator[str]:
-    """Refuse Weights & Biases settings without its logger, and uploads of secrets."""
+    """Reject Weights & Biases settings without its logger, and uploads of secrets."""
     trainer = cfg.trainer
     for key, off in (("wandb_artifacts", False), ("wandb_environment", [])):
         if (value := getattr(trainer, key)) != off and "wandb" not in trainer.logger:

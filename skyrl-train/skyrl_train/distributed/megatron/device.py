@@ -28,7 +28,7 @@ class _OnCPU(TorchFunctionMode):
 
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
-    """Let Megatron-Core compute on `device`.
+    """Run Megatron-Core on `device`.
 
     Its modules, collectives and schedules allocate buffers on `torch.cuda.current_device()` or "cuda". If `device` is a
     CPU, both mean the CPU inside this context.

@@ -136,7 +136,7 @@ def transformer_config(model: PreTrainedModel, parallel: MegatronConfig) -> Tran
         use_cpu_initialization=True,
         perform_initialization=False,  # the weights are read from a file
         variable_seq_lengths=True,  # micro-batches have different lengths
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
+        moe_token_dispatcher_type="alltoall",  # the default rejects variable lengths, even without experts
         calculate_per_token_loss=True,  # the loss is a sum, so the schedule must not divide it
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,

@@ -6,7 +6,7 @@ key and a value head), the rows of the joint matrix are, head by head,
     q0 q1 k0 v0 | q2 q3 k1 v1
 
 and with 2 ranks, rank 0 has the left half. Hugging Face has q_proj = q0 q1 q2 q3, k_proj = k0 k1 and v_proj = v0 v1. So
-rank 0's `Part` of q_proj selects q0 q1 from its half, and the slices of both ranks, one below the other, are q_proj.
+rank 0's `Part` of q_proj selects q0 q1 from its half, and stacking the slices of both ranks gives q_proj.
 Joining the slices along `dim` always yields the Hugging Face tensor: weight syncs, exports and checkpoints rely on it.
 """
 

@@ -118,8 +118,8 @@ class Scheduler:
         return over
 
     def next_step(self) -> EngineStep:
-        """Return the next forward pass. At least one sequence is waiting or running."""
-        for sequence in list(self.running):  # in the order of their arrival
+        """Return the next forward pass. Requires a waiting or running sequence."""
+        for sequence in list(self.running):  # in arrival order
             if sequence.region is not None:
                 self._make_room(sequence)
         self._admit()

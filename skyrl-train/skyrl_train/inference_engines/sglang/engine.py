@@ -39,7 +39,7 @@ class SGLangEngine(HTTPEngine):
 
     The server draws its own random numbers. `seed` is passed on, but has an effect only if the server was started with
     `--enable-deterministic-inference`. Log-probs are the model's at the request's temperature. SGLang cannot report
-    them under penalties, nor log-probs of a truncated distribution, so such requests are refused.
+    them under penalties, nor log-probs of a truncated distribution, so such requests are rejected.
 
     The server reserves the last tokens of the context, so `info.context_length` is a few tokens below the model's.
     """
@@ -118,7 +118,7 @@ class SGLangEngine(HTTPEngine):
             "max_new_tokens": sequence.max_tokens - len(sequence.token_ids),
             "temperature": sampling.temperature,
             "stop_token_ids": [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)],
-            "ignore_eos": sampling.ignore_eos,  # SGLang then ignores stop tokens, too. We end the response ourselves.
+            "ignore_eos": sampling.ignore_eos,  # SGLang then also ignores stop tokens. We end the response ourselves.
             "sampling_seed": sequence.request.seed % 2**31,
             "skip_special_tokens": False,
         }
@@ -189,7 +189,7 @@ class SGLangEngine(HTTPEngine):
         return receiver.receipt
 
     async def _update_weights(self, update: dict[str, Any], timeout_s: float) -> None:
-        """Let the server load weights from a folder."""
+        """Make the server load weights from a folder."""
         await self._end_requests()
         try:
             await self._request("POST", "/update_weights_from_disk", json=update, timeout_s=timeout_s)

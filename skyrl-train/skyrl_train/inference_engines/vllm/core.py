@@ -131,7 +131,7 @@ def create_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmCon
 
     Raises:
         EngineError: the user sets one of our own options.
-        Exception: vLLM refuses the options.
+        Exception: vLLM rejects the options.
     """
     if clashes := sorted(own.keys() & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")

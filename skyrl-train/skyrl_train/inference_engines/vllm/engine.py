@@ -30,7 +30,7 @@ class VLLMEngine(ScheduledEngine):
         Args:
             options: fields of vLLM's `EngineArgs`. Without `enforce_eager`, compilation threads outlive the engine.
             tokenizer: the policy's tokenizer, to find stop strings.
-            executor: the single thread in which vLLM runs. None starts one.
+            executor: the single thread that runs vLLM. Defaults to a new one.
 
         Raises:
             EngineError: vLLM does not start with these options.

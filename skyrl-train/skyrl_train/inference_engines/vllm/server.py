@@ -118,12 +118,12 @@ class VLLMServerEngine(HTTPEngine):
             raise EngineError(f"transport=shared cannot reach the server at {self._url}; use transport=auto")
         await self._drop_caches()
         call = {"method": "skyrl_receive_weights", "args": [encode_plan(plan)]}
-        # No timeout: both ends of the sync have timeouts of their own, and the client watches the server's health.
+        # No timeout: both ends of the sync have their own timeouts, and the client watches the server's health.
         answer = await self._request("POST", "/collective_rpc", json=call, timeout_s=None)
         return decode_receipts(answer["results"])
 
     async def _drop_caches(self) -> None:
-        """Drop all keys and values. The server refuses until it has noticed that dropped requests are gone."""
+        """Drop the KV cache. The server returns an error until it has noticed that the requests were dropped."""
         try:
             async with asyncio.timeout(MAX_DROP_S):
                 while not (await self._request("POST", "/reset_prefix_cache"))["success"]:

@@ -15,7 +15,7 @@ from skyrl_train.models.memory import config_cache_bytes_per_token
 
 
 def start(setup: EngineSetup) -> InferenceEngine:
-    """Create vLLM in this process if it has a thread to share, else in separate processes."""
+    """Create vLLM in this process if `setup.executor` is set, otherwise in separate processes."""
     cfg, generator, path = setup.cfg, setup.cfg.generator, setup.cfg.trainer.policy.model.path
     ready_timeout_s = math.ceil(generator.engine_start_timeout_seconds)
     os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(ready_timeout_s)  # vLLM reads it when it is imported
@@ -32,7 +32,7 @@ def start(setup: EngineSetup) -> InferenceEngine:
         "enable_prefix_caching": generator.enable_prefix_caching,
         "enable_chunked_prefill": generator.enable_chunked_prefill,
     }
-    if not torch.cuda.is_available():  # a CPU allocates the cache at once
+    if not torch.cuda.is_available():  # on a CPU, vLLM allocates the whole cache up front
         config = AutoConfig.from_pretrained(path).get_text_config()
         bytes_per_token = config_cache_bytes_per_token(config, getattr(torch, options["dtype"]))
         max_bytes = generator.max_num_seqs * config.max_position_embeddings * bytes_per_token

@@ -46,7 +46,7 @@ class Registrations:
         return cls(environments, ADVANTAGE_ESTIMATORS.entries(), POLICY_LOSSES.entries(), dict(REWARD_FUNCTIONS))
 
     def restore(self) -> None:
-        """Register everything in this process, too."""
+        """Also register everything in this process."""
         ENVIRONMENTS.update(self.environments)
         ADVANTAGE_ESTIMATORS.update(self.estimators)
         POLICY_LOSSES.update(self.losses)

@@ -10,7 +10,7 @@ import numpy as np
 from tx.tinker.types import Datum, PassResult
 
 G = TypeVar("G")
-"""Gradients of a backend's own type."""
+"""Gradients, in a backend-specific type."""
 
 
 class PassAccumulator(Generic[G]):

@@ -26,7 +26,7 @@ class BaseModel:
 
 
 Weights = Any
-"""Frozen weights to sample from, in a backend's own type. Later training does not change them."""
+"""Frozen weights to sample from, in a backend-specific type. Later training does not change them."""
 
 
 Save = Callable[[Path], None]
@@ -50,7 +50,7 @@ class Sampler(Protocol):
 
 
 class Backend(Sampler, Protocol):
-    """Trains and samples, one per process, called from one thread. A call that raises `UserError` changes nothing."""
+    """Trains and samples, one per process, called from one thread. A call that raises `UserError` has no effect."""
 
     @property
     def base_model(self) -> BaseModel:

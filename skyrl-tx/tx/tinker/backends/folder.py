@@ -42,7 +42,7 @@ def optimizer_file(folder: Path) -> Path:
 def named_moments(
     first: Mapping[str, T], second: Mapping[str, T], n_steps: T, wide: Mapping[str, T] | None = None
 ) -> dict[str, T]:
-    """Merge the optimizer state into a mapping: both moments, step count, and float32 weights of bfloat16 models."""
+    """Merge the optimizer state into one mapping: both moments, step count, and float32 weights of bfloat16 models."""
     kinds = {"first": first, "second": second, "wide": wide or {}}
     return {f"{kind}.{path}": tensor for kind, tensors in kinds.items() for path, tensor in tensors.items()} | {
         N_STEPS: n_steps

@@ -24,7 +24,7 @@ MIN_TEMPERATURE = 1e-4
 """Minimum temperature of samples that are not greedy. Dividing logits by less would leave the range of float32."""
 
 W = TypeVar("W")
-"""Weights in a backend's own type."""
+"""Weights, in a backend-specific type."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,15 +97,15 @@ R = TypeVar("R", bound=RequestState[Any])
 
 
 class TurnQueue(Generic[R]):
-    """A round-robin queue of samples to begin, so that no request waits behind thousands of samples of another.
+    """A round-robin queue of samples to start, so that no request waits behind thousands of another request's samples.
 
-    Owners take turns, and so do an owner's requests: every owner has one turn per round, and a turn begins up to
+    Owners take turns, as do an owner's requests: every owner has one turn per round, and a turn starts up to
     `SAMPLES_PER_TURN` samples. A sample that does not fit into the cache may be overtaken by samples that do, but at
     most `MAX_OVERTAKING` times. Then everything waits until it fits, so a long sample is never starved by short ones.
 
     Example: alice queues a1 (10 samples) and a2 (2 samples), then bob queues b1 (4 samples). Rounds: a1 is in round 0,
-    a2 in round 1, b1 in round 0. The order of begins is 4 of a1, 4 of b1, 2 of a2, 4 of a1, 2 of a1: bob did not wait
-    for all of alice's 12 samples.
+    a2 in round 1, b1 in round 0. The samples start in the order 4 of a1, 4 of b1, 2 of a2, 4 of a1, 2 of a1: bob did
+    not wait for all of alice's 12 samples.
     """
 
     def __init__(self) -> None:

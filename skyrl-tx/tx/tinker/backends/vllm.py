@@ -61,7 +61,7 @@ class _PendingSample:
     is_wanted: bool = True
 
     def cancel(self) -> None:
-        """Cancel the request, on the server too."""
+        """Cancel the request, here and on the server."""
         self.is_wanted = False
         self.future.cancel()
 

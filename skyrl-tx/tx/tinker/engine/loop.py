@@ -47,12 +47,12 @@ class Engine:
     One turn of `work` begins requests, computes one slice of one pass, samples a few tokens for every running sample,
     and writes the outcomes. A forward-backward of 100 micro-batches therefore takes 100 turns, and a sample that
     arrives in the middle starts after one micro-batch instead of 100. Requests of one model never overlap: the next one
-    begins when the previous outcome is in the database. So the order in which a client submits is the order in which
-    its model changes, whatever other models do in between.
+    begins when the previous outcome is in the database. So a
+    model changes in the order of its client's requests, whatever other models do in between.
 
-    A crash loses nothing that was accepted. A request counts as unfinished until its outcome is committed, and
+    A crash loses no accepted request. A request counts as unfinished until its outcome is committed, and
     `restore` repeats the finished passes and steps of each model. If the same request is running each time the engine
-    dies, it becomes a suspect: it runs alone and is finally given up, so that one bad request cannot stop everybody.
+    dies, it becomes a suspect: it runs alone and is eventually failed, so that one bad request cannot block all users.
     """
 
     def __init__(self, config: TxConfig, database: Database, backend: Backend, doorbell: Doorbell) -> None:
@@ -115,7 +115,7 @@ class Engine:
     def beat(self) -> None:
         """Report that the engine is alive while the loop is in a long computation. Any thread may call this.
 
-        Compiling counts as progress, and so does restoring models before the loop begins.
+        Compiling counts as progress, as does restoring models before the loop starts.
         """
         now_at = time.monotonic()
         if self._backend.is_compiling or not self._is_serving:

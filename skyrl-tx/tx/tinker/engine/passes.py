@@ -1,4 +1,4 @@
-"""Running passes, one per model. Users take turns, and so do a user's models."""
+"""Running passes, one per model. Users take turns, as do a user's models."""
 
 from __future__ import annotations
 

@@ -110,12 +110,12 @@ class Queue:
         return [waiting[0] for model_id, waiting in self.by_model.items() if model_id not in busy]
 
     def next_suspect(self, busy: Collection[str]) -> PendingRequest | None:
-        """Return a request that must begin alone, or None."""
+        """Return a request that must run alone, or None."""
         suspects = [head for head in self.heads(busy) if head.is_suspect]
         return suspects[0] if suspects else self.suspects[0] if self.suspects else None
 
     def next_samples(self, n_free: int, running_by_owner: Mapping[str, int]) -> list[PendingRequest]:
-        """Return samples to begin: users take turns, and so do a user's sessions.
+        """Return samples to start. Users take turns, as do a user's sessions.
 
         No user may run more samples than slots remain free, so that there is room for later users. With 512 slots, a
         single user stops at 256: 256 running, 256 free. A second user then gets 128, half of the rest. As the first

@@ -7,7 +7,7 @@ dropping the gradients before it. Restore points are folders written by `save_mo
 Example: a model was created, then trained for 40 steps of two passes each, with a restore point after step 30. After a
 crash in step 41, the new engine loads the point and repeats 20 passes and 10 steps. A pass of step 41 that had finished
 is repeated too, because its gradients were only in memory. A pass that was still running is pending again, and the
-client notices nothing but a delay.
+client notices only a delay.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ async def delete_checkpoint(call: Caller, run_id: str, checkpoint_id: str) -> Re
 
 @router.post("/copy_weights")
 async def copy_weights(call: Caller, body: wire.CopyWeightsRequest) -> Response:
-    """Copy a checkpoint into a run of its own."""
+    """Copy a checkpoint into a new run."""
     check_no_token(body.weights_access_token)
     config = call.service.config
     target = target_path(call.owner, body, call.http.headers.get("x-idempotency-key"))

@@ -40,7 +40,7 @@ def protobuf_reply(body: bytes) -> Response:
 
 
 def refusal_reply(refusal: UserError) -> Response:
-    """Return the reply for a refused request. It always has a body: clients treat an empty body as a proxy error."""
+    """Return the reply for a rejected request. It always has a body: clients treat an empty body as a proxy error."""
     status = refusal.status if isinstance(refusal, Refusal) else 400
     headers = {}
     if isinstance(refusal, Refusal) and refusal.retry_after is not None:

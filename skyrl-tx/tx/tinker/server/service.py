@@ -92,7 +92,7 @@ class Service:
 
     async def _supervise(self, supervisor: Supervisor) -> None:
         await supervisor.run()
-        self.promises.release()  # no engine will be started any more
+        self.promises.release()  # no engine will be started again
 
     async def _abort_hung(self, supervisor: Supervisor) -> None:
         """Abort an engine that reports no progress, or has stopped reporting."""
@@ -165,7 +165,7 @@ class Service:
 
     @property
     def failure(self) -> str | None:
-        """Reason why no engine will run any more, or None."""
+        """Reason why no engine will run again, or None."""
         return None if self.supervisor is None else self.supervisor.failure
 
 

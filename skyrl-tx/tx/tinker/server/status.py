@@ -99,7 +99,7 @@ def _work(db: Session, by: Any) -> dict[Any, RequestCounts]:
 
 
 def _seconds(db: Session) -> ColumnElement[Any]:
-    """Return the seconds from acceptance to result. SQLite and PostgreSQL have no common function for it."""
+    """Return a SQL expression for the seconds from acceptance to result. It differs between SQLite and PostgreSQL."""
     if db.get_bind().dialect.name == "sqlite":
         return (func.julianday(Request.completed_at) - func.julianday(Request.created_at)) * 86400
     return func.extract("epoch", col(Request.completed_at) - col(Request.created_at))

@@ -50,7 +50,7 @@ class Supervisor:
         self._code: int | None = None
         self.n_starts = 0
         self.failure: str | None = None
-        """Reason why no engine will be started any more, or None."""
+        """Reason why no engine will be started again, or None."""
         self.unusable: str | None = None
         """Reason why the first engine could not serve with its settings, or None. If set, the server should exit."""
 

@@ -39,7 +39,7 @@ class Throughput:
         return self._points[-1].at - self._points[0].at if self._points else 0.0
 
     def rates(self, name: str) -> list[float]:
-        """Return the rates per second between consecutive points. A restarted engine's counters begin at 0."""
+        """Return the rates per second between consecutive points. A decrease counts as 0: a restart resets counters."""
         return [
             max(0, later.counts.get(name, 0) - earlier.counts.get(name, 0)) / max(later.at - earlier.at, 1e-9)
             for earlier, later in pairwise(self._points)

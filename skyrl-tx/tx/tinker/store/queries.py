@@ -38,7 +38,7 @@ SEEN_INTERVAL = timedelta(seconds=2)
 
 
 def model_id_of(session_id: str, model_seq_id: int) -> str:
-    """Return a model's id. Clients construct it too."""
+    """Return a model's id. Clients construct the same id."""
     return f"{session_id}:train:{model_seq_id}"
 
 
@@ -368,5 +368,5 @@ def drop_checkpoint(db: Session, checkpoint: Checkpoint, config: TxConfig) -> Pa
 
 
 def expiry(ttl_seconds: int | None) -> datetime | None:
-    """Return the time at which a checkpoint expires, or None if never."""
+    """Return when a checkpoint expires, or None if never."""
     return None if ttl_seconds is None else now() + timedelta(seconds=ttl_seconds)

@@ -94,7 +94,7 @@ class Admission:
 
 
 def _refusal(key: QueueKey, backlog: _Backlog, limits: Limits, n_bytes: int) -> str | None:
-    """Return why one more request of `n_bytes` is refused, or None if it is admitted."""
+    """Return why one more request of `n_bytes` is rejected, or None if it is admitted."""
     if backlog.n_requests >= limits.n_requests:
         return f"{backlog.n_requests} requests of {key} are pending, which is the limit; wait for some of them"
     if backlog.n_requests and backlog.n_bytes + n_bytes > limits.n_bytes:

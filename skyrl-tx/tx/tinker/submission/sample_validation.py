@@ -53,7 +53,7 @@ def check_job(job: SampleJob, state: EngineState) -> None:
 
 
 def _refuse_unsupported(body: AsampleRequest) -> None:
-    """Refuse unsupported options instead of ignoring them."""
+    """Reject unsupported options instead of ignoring them."""
     if body.record_stability_info:
         known = ", ".join(name for name in LOSSES if name != "cross_entropy")
         raise UserError(f"record_stability_info is for loss_fn='stable_reinforce', which is not supported; use {known}")

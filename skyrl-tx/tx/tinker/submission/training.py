@@ -211,7 +211,7 @@ def _check_loaded(to: Submission, body: wire.LoadWeightsRequest, checkpoint: Che
 
 
 def check_no_token(weights_access_token: str | None) -> None:
-    """Refuse tokens for checkpoints of other users."""
+    """Reject tokens for checkpoints of other users."""
     if weights_access_token is not None:
         refuse("weights_access_token is not supported by this server; publish the checkpoint, and remove it")
 
@@ -226,7 +226,7 @@ def forward_backward(to: Submission, body: Pass, seq_id: int | None, payload: by
 def add_failed_pass(to: Submission, head: PassHead, error: UserError) -> int:
     """Record a pass with invalid data as failed. Return its number, as for an accepted pass.
 
-    The following step then fails too. Otherwise, if the client had split a larger pass, the step would apply the other
+    The following step then also fails. Otherwise, if the client had split a larger pass, the step would apply the other
     parts without this one.
     """
     model = queries.find_model(to.db, head.model_id, to.owner)

@@ -29,7 +29,7 @@ class SampleJob(BaseModel):
     prompt: list[int]
     n_samples: int
     max_tokens: int | None
-    """None fills the context."""
+    """None samples until the context is full."""
     temperature: float
     top_k: int
     top_p: float

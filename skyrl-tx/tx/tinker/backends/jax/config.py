@@ -37,7 +37,7 @@ UNNEEDED = frozenset(
 
 
 class JaxConfig(BackendConfig):
-    """Common settings and JAX's own."""
+    """Common settings and JAX-specific ones."""
 
     fully_sharded_data_parallel_size: int = Field(1, ge=1)
     """Number of devices that share the weights, and rows in training."""

@@ -106,7 +106,7 @@ def read_prompt(
     Args:
         tokens, positions, targets: (1, C). Padding has position -1
         table: (1, max pages). n_pages: the number of pages in use
-        n_top: number of most likely tokens to return. None computes no log-probs at all
+        n_top: number of most likely tokens to return. None skips log-probs
 
     Returns:
         the cache, the targets' log-probs (C,), the most likely tokens (C, n_top) and their log-probs (C, n_top)

@@ -133,7 +133,7 @@ class JaxSampler:
     def _take_pages(self, request: JaxRequestState) -> list[int]:
         """Allocate a sample's pages: the prompt's, and pages for all tokens except the last, which is never read.
 
-        Example: 3 samples of 60 tokens after a prompt of 100, of which 99 are prefilled. Each sample needs 159 tokens,
+        Example: 3 samples of 60 tokens after a prompt of 100 (99 of them prefilled). Each sample needs 159 tokens,
         or 3 pages of 64. The request owns the prompt's pages 0 and 1. Page 0 is full, so all samples share it. Each
         needs its own copy of page 1, because its tokens follow there. The first gets page 0, a copy of page 1 and a new
         page: [0, 2, 3]. The second gets [0, 4, 5]. The third takes page 1 itself, since no sample follows: [0, 1, 6].

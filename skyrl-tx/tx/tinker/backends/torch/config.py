@@ -8,7 +8,7 @@ from tx.tinker.backends.config import BackendConfig
 
 
 class TorchConfig(BackendConfig):
-    """Common settings and PyTorch's own."""
+    """Common settings and PyTorch-specific ones."""
 
     device: str | None = None
     """The device, e.g. `cuda:1`. Defaults to the first GPU, or the CPU."""

@@ -94,7 +94,7 @@ def _add(
 
 
 def new_weights(model: PreTrainedModel, lora: LoraConfig, seed: int) -> Weights:
-    """Create weights: a copy of the model for rank 0, else an adapter that changes nothing (A uniform within ±1/√in, B
+    """Create weights: a copy of the model for rank 0, else an adapter with zero effect (A uniform within ±1/√in, B
     zero).
     """
     if lora.rank == 0:
