@@ -42,12 +42,12 @@ def train(task: Task, overrides: Overrides = None, config: ConfigFile = None, dr
     """Train an agent on its own trajectories."""
     with importing_torch():
         from skyrl_agent.integrations.skyrl_train import AgentExp, parse_task
-        from skyrl_train.entrypoints.plan import describe_plan, plan_run
+        from skyrl_train.entrypoints.plan import print_plan
         from skyrl_train.entrypoints.preflight import find_missing
 
     agent, cfg = parse_task(task, overrides or [], config, partial(find_missing, trains=True))
     if dry_run:
-        typer.echo(describe_plan(plan_run(cfg)))
+        print_plan(cfg, is_stock=False)
     else:
         AgentExp(agent, cfg).run()
 

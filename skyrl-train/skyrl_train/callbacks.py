@@ -10,7 +10,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,16 +188,14 @@ class Evaluation(Callback):
         self._generator = generator
         self._run_folder = run_folder
         self._chat = chat
-
-    def is_due(self, run: Run, report: StepReport) -> bool:
-        """Return True if this step is evaluated."""
-        is_first = report.global_step == 0 and run.cfg.trainer.eval_before_train
-        return is_first or is_due(run.cfg.trainer.eval_interval, report)
+        self.evaluator: Callable[[Run], Awaitable[dict[str, float]]] = self.measure
+        """Returns the metrics of the current weights. Assign another function to evaluate differently."""
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
-        if self.is_due(run, report):
+        is_first = report.global_step == 0 and run.cfg.trainer.eval_before_train
+        if is_first or is_due(run.cfg.trainer.eval_interval, report):
             with report.timer("eval"):
-                report.metrics |= await self.measure(run)
+                report.metrics |= await self.evaluator(run)
 
     async def measure(self, run: Run) -> dict[str, float]:
         """Evaluate the current weights. With `trainer.dump_eval_results`, write the trajectories to the run folder."""

@@ -170,19 +170,17 @@ class Learner(TrainedModels):
         metrics = Metrics.of({"reward/num_zero_variance_filtered": n_filtered})
         return replace(batch, loss_mask=torch.where(is_kept[:, None], batch.loss_mask, 0.0)), metrics
 
-    async def score(self, batch: TrainingBatch) -> TrainingBatch:
+    async def score(self, batch: TrainingBatch, *, reads_old_logprobs: bool = False) -> TrainingBatch:
         """Fill in the critic's values and the reference's and policy's log-probs (B, R).
 
         With one mini-batch and one update epoch, the update itself computes the policy's log-probs. `old_logprobs`
-        then stays None, unless something reads it before the update.
+        then stays None, unless something reads it before the update. `reads_old_logprobs` says that the caller does.
         """
         if self.critic is not None:
             batch = replace(batch, values=(await self.critic.score(batch))["values"])
         batch = await self.score_reference(batch)
-        return await self.score_policy(batch) if self._needs_old_logprobs(batch) else batch
-
-    async def score_policy(self, batch: TrainingBatch) -> TrainingBatch:
-        """Fill in the policy's log-probs and the entropies of its distributions (B, R)."""
+        if not reads_old_logprobs and not self._needs_old_logprobs(batch):
+            return batch
         scores = await self.policy.score(batch)
         return replace(
             batch,

@@ -30,8 +30,8 @@ class CheckpointWriter:
 
         waiting for the disk → copying the state → writing the copy
 
-    The first one is bounded: a slow disk may hold up training for `timeout_s` per checkpoint, and not again while it
-    finishes. After that the step is given up with an alert, unless copying has begun: the state must not change then.
+    Training waits for the disk at most `timeout_s` per checkpoint. Then the step is skipped with an alert, unless
+    copying has begun: the state must not change while it is copied.
     """
 
     def __init__(self, store: CheckpointStore, timeout_s: float, alert: Callable[[str], Awaitable[None]]) -> None:
@@ -39,7 +39,7 @@ class CheckpointWriter:
         self._timeout_s = timeout_s
         self._alert = alert
         self._saving: asyncio.Task[None] | None = None
-        self._left_s = 0.0  # of the time that training may wait for the checkpoint in progress
+        self._remaining_s = 0.0  # that training may still wait for the checkpoint in progress
 
     @property
     def is_saving(self) -> bool:
@@ -47,16 +47,15 @@ class CheckpointWriter:
         return self._saving is not None and not self._saving.done()
 
     async def save(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint; CheckpointError if that fails."""
-        await self.finish()
-        await self._write(snapshot, _Copying())
+        """Write a checkpoint after the one in progress is finished; CheckpointError if that fails."""
+        await self._write(snapshot, _CopyPhase())
 
     async def begin(self, snapshot: Snapshot) -> None:
-        """Return once training may continue, and write the copy in the background, where a failure is an alert."""
-        copying = _Copying()
+        """Copy the state, then write it in the background. A failed write is an alert, not an error."""
+        copying = _CopyPhase()
         self._saving = asyncio.create_task(self._write_or_alert(snapshot, copying))
-        self._left_s = self._timeout_s
-        is_ready = await self._wait(snapshot.step, self._saving, copying.begun)
+        self._remaining_s = self._timeout_s
+        is_ready = await self._wait_within_limit(snapshot.step, self._saving, copying.begun)
         if is_ready or not copying.begun.cancel():  # it may have begun meanwhile
             await asyncio.wait([self._saving, copying.ended], return_when=asyncio.FIRST_COMPLETED)
             if not copying.ended.done():
@@ -64,7 +63,7 @@ class CheckpointWriter:
 
     async def finish_within_limit(self, step: int) -> bool:
         """Wait for the checkpoint in progress, to save `step` next; False, with an alert, if it takes too long."""
-        if self._saving is not None and not await self._wait(step, self._saving):
+        if self._saving is not None and not await self._wait_within_limit(step, self._saving):
             return False
         await self.finish()
         return True
@@ -75,13 +74,13 @@ class CheckpointWriter:
             saving, self._saving = self._saving, None
             await saving
 
-    async def _wait(self, step: int, *awaited: asyncio.Future[None]) -> bool:
-        """Wait for one of the futures in what is left of the time; False, with an alert about `step`, if none ends."""
+    async def _wait_within_limit(self, step: int, *awaited: asyncio.Future[None]) -> bool:
+        """Wait for any of the futures until the limit. False, with an alert about `step`, if none ends."""
         if any(future.done() for future in awaited):
             return True
-        started, could_wait = time.monotonic(), self._left_s > 0
-        done, _ = await asyncio.wait(awaited, timeout=self._left_s, return_when=asyncio.FIRST_COMPLETED)
-        self._left_s = max(0.0, self._left_s - (time.monotonic() - started))
+        started, could_wait = time.monotonic(), self._remaining_s > 0
+        done, _ = await asyncio.wait(awaited, timeout=self._remaining_s, return_when=asyncio.FIRST_COMPLETED)
+        self._remaining_s = max(0.0, self._remaining_s - (time.monotonic() - started))
         if not done and could_wait:
             await self._alert(
                 f"step {step} is not saved, because writing a checkpoint to {self._store.path} takes longer than "
@@ -90,13 +89,13 @@ class CheckpointWriter:
             )
         return bool(done)
 
-    async def _write_or_alert(self, snapshot: Snapshot, copying: _Copying) -> None:
+    async def _write_or_alert(self, snapshot: Snapshot, copying: _CopyPhase) -> None:
         try:
             await self._write(snapshot, copying)
         except CheckpointError as error:
             await self._alert(f"{error}. Training continues, and the next step is saved instead")
 
-    async def _write(self, snapshot: Snapshot, copying: _Copying) -> None:
+    async def _write(self, snapshot: Snapshot, copying: _CopyPhase) -> None:
         async def fill(folder: Path) -> None:
             if copying.begun.cancelled():
                 raise CheckpointError(f"step {snapshot.step} is not saved, because {folder.parent} responded too late")
@@ -108,7 +107,7 @@ class CheckpointWriter:
         await snapshot.on_saved(await self._store.save(snapshot.step, fill, snapshot.n_bytes))
 
 
-class _Copying:
+class _CopyPhase:
     """The copy of the state for a checkpoint. The state must not change between `begun` and `ended`."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""What engines can do: one row each.
+"""Capabilities of engines, one row per engine.
 
-Other code asks a row, never for the name of an engine. A new engine is a folder in `inference_engines/` and a row here.
+Other code checks a trait, not the name of an engine. A new engine is a folder in `inference_engines/` and a row here.
 """
 
 from __future__ import annotations

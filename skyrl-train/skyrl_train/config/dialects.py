@@ -1,7 +1,4 @@
-"""The spellings of other frameworks, whose tables are in `skyrl_train.compat`.
-
-The tables depend on this package, which therefore imports them by name.
-"""
+"""Key aliases of SkyRL and verl. The tables are in `skyrl_train.compat`, and are loaded by name."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from skyrl_train.config.aliases import Alias
+from skyrl_train.aliases import Alias
 
 _SKYRL, _VERL = (import_module(f"skyrl_train.compat.{name}.keys") for name in ("skyrl", "verl"))
 

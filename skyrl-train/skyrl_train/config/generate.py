@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic.fields import FieldInfo
 
-from skyrl_train.config.aliases import Alias
+from skyrl_train.aliases import Alias
 from skyrl_train.config.base import Section, as_section, describe_field
 from skyrl_train.config.dialects import SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL
 from skyrl_train.config.loading import RL, Schema

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from skyrl_train.config.aliases import Alias
+from skyrl_train.aliases import Alias
 from skyrl_train.config.base import Section, value_at, with_value
 from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT
 from skyrl_train.config.precedence import Positions, apply_aliases
@@ -25,6 +25,7 @@ from skyrl_train.config.problems import (
     Fields,
     Rule,
     from_validation_error,
+    nearest_keys,
     raise_problems,
     refused_locations,
     show,
@@ -217,7 +218,11 @@ def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C], posi
     problems = apply_aliases(tree, schema.aliases, schema.without_effect, schema.fields, positions)
     cfg, refused = _validate_values(tree, schema)
     cfg = resolve(cfg, schema)
-    broken = [text for text in find_problems(cfg, rules) if not any(f"{key}=" in text for key in refused)]
+    if not refused.keys() <= schema.fields.keys():  # the keys that were meant have their defaults: look nothing up yet
+        rules = schema.rules
+    hidden = [key for name in refused for key in (name, *nearest_keys(name, schema.fields))]
+    follow = tuple(text for key in hidden for text in (f"{key}=", f"{key}."))
+    broken = [text for text in find_problems(cfg, rules) if not any(key in text for key in follow)]
     raise_problems([*problems, *refused.values(), *broken])
     for sentence in find_problems(cfg, schema.warnings):
         logger.warning(sentence)

@@ -42,6 +42,9 @@ class Experiment(ABC):
     trains: ClassVar[bool] = True
     """True for a run that reads the training data and writes checkpoints."""
 
+    is_stock: ClassVar[bool] = False
+    """True on our own classes. Checks that assume the configured part are skipped if a user's class overrides it."""
+
     def __init__(self, cfg: Any) -> None:
         """Create the run folder; ConfigError lists every folder that cannot be written."""
         self.cfg = cfg
@@ -143,6 +146,11 @@ class Experiment(ABC):
             Path(trainer.ckpt_path), resume_mode=trainer.resume_mode, resume_path=trainer.resume_path
         )
         return store.describe_rerun()
+
+    def replaces(self, *methods: str) -> bool:
+        """Return True if a class that is not `is_stock` overrides one of these methods."""
+        owners = (next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in methods)
+        return not all(vars(cls).get("is_stock", False) for cls in owners)
 
     def get_tracker(self) -> Tracking:
         """Open the backends that metrics are sent to."""

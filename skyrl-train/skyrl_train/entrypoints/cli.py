@@ -254,31 +254,22 @@ def start_rl(
         return
     is_checked = program.experiment is None and check_data(cfg, trains=trains)  # other experiments may read other data
     if dry_run:
-        _print_plan(cfg, checks_prompts=program.experiment is None)
-        return
-    with importing_torch():
-        from skyrl_train.entrypoints.evaluation import EvaluationExperiment
-        from skyrl_train.entrypoints.experiment import RLExperiment
-    if program.experiment is not None:
-        program.experiment(cfg).run()
-    else:
-        (RLExperiment if trains else EvaluationExperiment)(cfg, data_is_checked=is_checked).run()
-
-
-def _print_plan(cfg: SkyRLConfig, *, checks_prompts: bool) -> None:
-    """Print the plan of a run. Raise an error if memory or disk is too small, or all prompts are too long."""
-    from skyrl_train.entrypoints.plan import check_disk, check_memory, describe_plan, plan_run
-
-    with importing_torch():
-        plan = plan_run(cfg)
-    typer.echo(describe_plan(plan))
-    check_memory(cfg.trainer, plan.forecast_memory())
-    check_disk(cfg.trainer, plan.models)
-    if checks_prompts:
         with importing_torch():
-            from skyrl_train.entrypoints.prompts import check_prompts
+            from skyrl_train.entrypoints.plan import print_plan
 
-        check_prompts(cfg)
+            print_plan(cfg, is_stock=program.experiment is None)
+    elif program.experiment is not None:
+        program.experiment(cfg).run()
+    elif trains:
+        with importing_torch():
+            from skyrl_train.entrypoints.experiment import RLExperiment
+
+        RLExperiment(cfg, data_is_checked=is_checked).run()
+    else:
+        with importing_torch():
+            from skyrl_train.entrypoints.evaluation import EvaluationExperiment
+
+        EvaluationExperiment(cfg, data_is_checked=is_checked).run()
 
 
 SUPERVISED = {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.runtime.console import guard_console
 from skyrl_gym.runtime.text import describe_error
-from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.errors import SkyRLError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -89,10 +89,10 @@ def _run_on_ranks(command: Callable[[], None]) -> None:
 
 @contextmanager
 def exit_on_mistake(*, is_program: bool) -> Iterator[None]:
-    """If `is_program`, print a ConfigError as one message and exit with its status. Otherwise let it through."""
+    """If `is_program`, print an error of this project as one message and exit with its status. Else let it through."""
     try:
         yield
-    except ConfigError as error:
+    except SkyRLError as error:
         if not is_program:
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -140,9 +140,12 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
     with exit_on_mistake(is_program=is_one_run):
         validated = config.validate_cfg(cfg, (import_modules, *ALGORITHM_RULES))
         if is_one_run and os.environ.get("SKYRL_DRY_RUN") == "1":
-            from skyrl_train.entrypoints.plan import describe_plan, plan_run
+            from skyrl_train.config.problems import raise_problems
+            from skyrl_train.entrypoints.plan import print_plan
+            from skyrl_train.entrypoints.preflight import find_missing
 
-            print(describe_plan(plan_run(validated)))
+            raise_problems(find_missing(validated, trains=True))
+            print_plan(validated, is_stock=False)
             sys.exit()
     return validated
 

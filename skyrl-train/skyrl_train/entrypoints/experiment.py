@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -66,8 +66,7 @@ class _AllocatedMemory(Callback):
 class RLExperiment(Experiment):
     """One training run, assembled from its configuration."""
 
-    is_stock: ClassVar[bool] = True
-    """Set on classes that create every part as configured. A part that another class overrides has fewer checks."""
+    is_stock = True
 
     trainer_class: type[Trainer] = Trainer
     """Set this to a subclass of `Trainer` to change a stage of the training step."""
@@ -251,8 +250,3 @@ class RLExperiment(Experiment):
         if self.replaces("get_generator"):
             return
         check_dataset_rows(self.cfg, datasets, is_checked=self._data_is_checked)
-
-    def replaces(self, *methods: str) -> bool:
-        """Return True if a class that is not `is_stock` overrides one of these methods."""
-        owners = (next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in methods)
-        return not all(vars(cls).get("is_stock", False) for cls in owners)

@@ -1,4 +1,4 @@
-"""The parts of a run that its trainer is made of, as the configuration asks for them."""
+"""Factories for the components of a trainer: prompt order, rollout source, callbacks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """What a run has opened when it creates its trainer."""
+    """Components that exist before the trainer: launcher, learner, engine, generator, tracker, prompts."""
 
     launcher: Launcher
     learner: Learner

@@ -315,12 +315,30 @@ def _describe_sources(sources: list[str], max_checked_rows: int | None = None) -
     return ", ".join(parts)
 
 
+def print_plan(cfg: SkyRLConfig, *, is_stock: bool) -> None:
+    """Print the plan of a run. Raise an error if memory or disk is too small, or all prompts are too long.
+
+    An experiment that is not `is_stock` may load other models and read other data, so only the disk is checked.
+    """
+    plan = plan_run(cfg)
+    print(describe_plan(plan))
+    check_disk(cfg.trainer, plan.models)
+    if is_stock:
+        from skyrl_train.entrypoints.prompts import check_prompts
+
+        check_memory(cfg.trainer, plan.forecast_memory())
+        check_prompts(cfg)
+
+
 def check_memory(trainer: TrainerConfig | SFTTrainerConfig, memory: MemoryForecast | None) -> None:
-    """Raise ConfigError if the models do not fit into the free memory; log a warning with `trainer.preflight=warn`."""
+    """Raise ConfigError if the models certainly do not fit into the free memory.
+
+    Log a warning if they may not fit, or with `trainer.preflight=warn`.
+    """
     if memory is None or memory.shortage is None:
         return
-    if trainer.preflight == "error":
-        raise ConfigError(f"{memory.shortage}. trainer.preflight=warn tries it all the same")
+    if trainer.preflight == "error" and memory.is_certain:
+        raise ConfigError(f"{memory.shortage}. Set trainer.preflight=warn to run anyway")
     logger.warning("Out of memory is likely: %s", memory.shortage)
 
 

@@ -25,6 +25,8 @@ from skyrl_train.workers.group import WorkerGroup
 class DPOExp(SupervisedExp):
     """A DPO run."""
 
+    is_stock = True
+
     schema = DPO
 
     @property
@@ -52,6 +54,8 @@ class DPOExp(SupervisedExp):
 
 class RewardExp(SupervisedExp):
     """A run that trains a reward model."""
+
+    is_stock = True
 
     schema = REWARD
     role = "reward"

@@ -36,6 +36,8 @@ from skyrl_train.workers.group import WorkerGroup
 class SupervisedExp(Experiment):
     """Base class for runs on fixed data."""
 
+    is_stock = True
+
     schema: ClassVar[Schema[Any]]
     """The configuration schema of this kind of run."""
 
@@ -128,7 +130,8 @@ class SupervisedExp(Experiment):
         val_dataset = self.get_dataset(data.val_data) if cfg.eval_interval > 0 and data.val_data else None
         total_steps = limit_steps(cfg, rows.batches_per_epoch)
         optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", total_steps)
-        check_memory(self.cfg.trainer, forecast_memory(self.cfg.trainer, plan_supervised_models(self.cfg)))
+        if not self.replaces("get_model"):
+            check_memory(cfg, forecast_memory(cfg, plan_supervised_models(self.cfg)))
         async with started(self.new_model_launcher(self.roles)) as launcher:
             models = await self.load_models(launcher, optimizer)
             with self.open_tracker() as tracker:
@@ -181,6 +184,8 @@ class SupervisedExp(Experiment):
 
 class SFTExp(SupervisedExp):
     """A supervised fine-tuning run."""
+
+    is_stock = True
 
     schema = SFT
 

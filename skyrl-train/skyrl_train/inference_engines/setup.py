@@ -1,4 +1,4 @@
-"""What an engine is created from."""
+"""Inputs for starting an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skyrl_train.config import SkyRLConfig
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """The configuration of a run, and what it leaves to an engine on this machine."""
+    """Configuration, tokenizer, model and memory budget for an engine."""
 
     cfg: SkyRLConfig
     tokenizer: PreTrainedTokenizerBase

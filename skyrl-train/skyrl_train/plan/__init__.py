@@ -1,4 +1,7 @@
-"""What runs where: derived from the configuration before anything is loaded, and without PyTorch."""
+"""What runs where, derived from the configuration before anything is loaded.
+
+Only the forecast of memory imports PyTorch, when it is asked for.
+"""
 
 from skyrl_train.plan.forecast import limit_steps
 from skyrl_train.plan.run_plan import EnginePlan, RunPlan

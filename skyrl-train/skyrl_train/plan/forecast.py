@@ -226,6 +226,8 @@ class MemoryForecast:
     needed_bytes: float
     free_bytes: float
     uses_lora: bool
+    is_certain: bool
+    """The models are in this process. A cluster may have more memory than this machine, and ranks may divide them."""
 
     @property
     def shortage(self) -> str | None:
@@ -258,14 +260,16 @@ def forecast_memory(
     is_on_host = bool(ranks) and trainer.strategy != "megatron" and trainer.policy.fsdp_config.cpu_offload
     uses_lora = models[0].lora is not None
     n_processes = max((n_per_node for _, n_per_node in ranks.values()), default=1)
+    is_certain = not ranks and os.environ.get("WORLD_SIZE", "1") == "1"  # torchrun may have started several processes
     if torch.cuda.is_available() and not is_on_host:
         try:
             free = _free_bytes_of_other_processes(n_processes) if ranks else torch.cuda.mem_get_info()[0]
         except RuntimeError as error:
             logger.info("The free memory of the GPUs is unknown, so the forecast is left out: %s", error)
             return None
-        return MemoryForecast("each GPU" if ranks else "the GPU", needed, free, uses_lora)
-    return MemoryForecast("this machine", needed * n_processes, psutil.virtual_memory().available, uses_lora)
+        return MemoryForecast("each GPU" if ranks else "the GPU", needed, free, uses_lora, is_certain)
+    available = psutil.virtual_memory().available
+    return MemoryForecast("this machine", needed * n_processes, available, uses_lora, is_certain)
 
 
 def _free_bytes_of_other_processes(n_gpus: int) -> int:

@@ -40,7 +40,7 @@ class EnginePlan:
     has_process: bool
     """Without Ray, the engine runs in a separate process, so it can generate while the policy is updated."""
     has_copy: bool
-    """They hold copies of the policy's weights, and do not generate with its tensors."""
+    """The engines keep their own copy of the policy's weights."""
 
     @property
     def needs_model(self) -> bool:
@@ -55,7 +55,7 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a reinforcement learning run. Everybody who needs one of its facts asks it here.
+    """The plan of a reinforcement learning run. It is the single source for these facts.
 
     The sizes of models are read from their files at the first use, and None if they are not on this machine.
     """

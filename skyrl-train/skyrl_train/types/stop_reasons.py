@@ -8,8 +8,8 @@ from enum import StrEnum
 class StopReason(StrEnum):
     """Why a turn or a trajectory ended, with a sentence to display. Agents may add their own reasons as plain text.
 
-    The first three are reasons of valid trajectories. The other ones make a trajectory invalid, and its error says what
-    happened.
+    The first three belong to valid trajectories. All other reasons mark the trajectory invalid, and
+    `Trajectory.error` has the details.
 
     >>> StopReason("length") is StopReason.LENGTH, StopReason.LENGTH == "length"
     (True, True)
@@ -37,6 +37,6 @@ class StopReason(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long", "The prompt is longer than the maximum input length."
     TRAJECTORY_TIMEOUT = "trajectory_timeout", "It took longer than generator.trajectory_timeout_seconds."
     EMPTY_RESPONSE = "empty_response", "The response has no token that could carry a reward."
-    AGENT_ERROR = "agent_error", "The agent raised an error, or returned something else than a reward."
+    AGENT_ERROR = "agent_error", "The agent raised an error, or did not return a reward."
     AGENT_TIMEOUT = "agent_timeout", "The agent exceeded its time limit."
-    AGENT_SILENT = "agent_silent", "The agent returned without a reply of the model."
+    AGENT_SILENT = "agent_silent", "The agent returned without calling the model."

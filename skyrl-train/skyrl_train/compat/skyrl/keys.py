@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyrl_train.config.aliases import Alias
+from skyrl_train.aliases import Alias
 
 MODELS = ("policy", "critic", "ref")
 ROPE = ("rope_scaling", "rope_theta")

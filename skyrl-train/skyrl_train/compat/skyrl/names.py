@@ -55,11 +55,11 @@ def install() -> None:
 
 def find_name(module: str, name: str) -> Any:
     """Return SkyRL's `name` in a module. If it does not exist here, raise ImportError with a suggestion."""
-    from skyrl_train.entrypoints.command import importing_torch
-
     home = HOMES.get(module, {}).get(name)
     if home is None:
         refuse_name(module, name)
+    from skyrl_train.entrypoints.command import importing_torch
+
     with importing_torch():
         return getattr(import_module(f"skyrl_train.{home}"), name)
 
@@ -94,4 +94,6 @@ class _WithNames(Loader):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped loader. `python -m` calls its `get_code`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self._loader, name)

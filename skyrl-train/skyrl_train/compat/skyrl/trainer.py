@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from skyrl_train.callbacks import Callback, Evaluation, Run, StepReport
+from skyrl_train.callbacks import Callback, Evaluation, Run
 from skyrl_train.compat.skyrl.absent import TRAINER_ATTRIBUTES, TRAINER_METHODS, describe_missing, refuse_overrides
 from skyrl_train.compat.skyrl.batch import TrainingInputBatch
 from skyrl_train.compat.skyrl.generator import (
@@ -70,10 +70,16 @@ class RayPPOTrainer(Trainer):
 
     def attach(self, *, callbacks: Sequence[Callback], **parts: Any) -> None:
         """Complete the trainer with the remaining arguments of `Trainer`."""
-        self._evaluation = next((callback for callback in callbacks if isinstance(callback, Evaluation)), None)
-        if self._overrides("eval"):
-            callbacks = [EvaluationByTrainer(c, self) if isinstance(c, Evaluation) else c for c in callbacks]
+        for callback in callbacks:
+            if isinstance(callback, Evaluation):
+                self._evaluation = callback
+                if self._overrides("eval"):
+                    callback.evaluator = self._evaluate
         super().__init__(self.cfg, callbacks=callbacks, **parts)
+
+    async def _evaluate(self, run: Run) -> dict[str, float]:
+        """Return the metrics of an overridden `eval`."""
+        return await self.eval()
 
     @property
     def postprocesses(self) -> bool:
@@ -132,10 +138,8 @@ class RayPPOTrainer(Trainer):
             )
 
     async def score(self, step: Step, batch: TrainingBatch) -> TrainingBatch:
-        batch = await super().score(step, batch)
-        if batch.old_logprobs is None and self._overrides("compute_advantages_and_returns"):
-            return await self.learner.score_policy(batch)  # the hook may read them
-        return batch
+        with step.timer("fwd_logprobs_values_reward"):
+            return await self.learner.score(batch, reads_old_logprobs=self._overrides("compute_advantages_and_returns"))
 
     def advantages(self, step: Step, batch: TrainingBatch) -> TrainingBatch:
         if not (self._overrides("apply_reward_kl_penalty") or self._overrides("compute_advantages_and_returns")):
@@ -190,16 +194,3 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     It turns on `trainer.fully_async.enabled`. The engines must run in other processes.
     """
-
-
-class EvaluationByTrainer(Callback):
-    """A callback that evaluates with `trainer.eval`, at the steps when `evaluation` is due."""
-
-    def __init__(self, evaluation: Evaluation, trainer: RayPPOTrainer) -> None:
-        self._evaluation = evaluation
-        self._trainer = trainer
-
-    async def on_step_end(self, run: Run, report: StepReport) -> None:
-        if self._evaluation.is_due(run, report):
-            with report.timer("eval"):
-                report.metrics |= await self._trainer.eval()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_train.config.aliases import Alias
-
-MODELS = ("policy", "critic", "ref")
-ROPE = ("rope_scaling", "rope_theta")
-ENGINE_SECTIONS = ("generator", "generator.inference_engine")
+from skyrl_train.aliases import Alias
 
 KL_IN_REWARD = "trainer.algorithm.use_kl_in_reward"
 VERL_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}

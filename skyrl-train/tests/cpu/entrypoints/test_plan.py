@@ -69,7 +69,7 @@ def test_a_run_that_does_not_fit_is_planned_and_refused_before_it_loads(
     for option in ([], ["--dry-run"]):
         message = expect_error(*catch_run, *option)
         assert message.startswith(f"error: {shortage}")
-        assert "trainer.preflight=warn tries it all the same" in message
+        assert "Set trainer.preflight=warn to run anyway" in message
     assert "Loaded the policy" not in caplog.text
     train(*tried)
     assert caplog.text.index(shortage) < caplog.text.index("Loaded the policy")

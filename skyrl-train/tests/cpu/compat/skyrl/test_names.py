@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -77,3 +79,16 @@ def test_names_and_methods_without_a_counterpart_are_in_the_guide() -> None:
         assert f"`{module}`" in guide
     for name in CLIENT_METHODS | EXPERIMENT_METHODS | TRAINER_METHODS:
         assert f"`{name}`" in guide
+
+
+def test_modules_can_be_the_first_import_of_a_process() -> None:
+    names = [
+        "compat.skyrl.keys",
+        "compat.verl.keys",
+        "compat.verl.command",
+        "compat.skyrl.experiment",
+        "config",
+        "plan",
+    ]
+    for name in names:
+        subprocess.run([sys.executable, "-c", f"import skyrl_train.{name}"], check=True, timeout=100)
