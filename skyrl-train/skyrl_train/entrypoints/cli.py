@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -334,7 +334,13 @@ def _train_on_data(command: str, cfg: SupervisedConfig) -> None:
 
 
 COMMANDS = ("skyrl_train.compat.verl.cli",)
-"""Modules that add commands to `app`."""
+"""Modules whose `add_to` adds a command."""
+
+
+@cache
+def _add_commands() -> None:
+    for module in COMMANDS:
+        import_module(module).add_to(app)
 
 
 def main(argv: Sequence[str] | None = None, program: Program | None = None) -> int:
@@ -342,8 +348,7 @@ def main(argv: Sequence[str] | None = None, program: Program | None = None) -> i
 
     `program` replaces the experiment and parser of `skyrl train`.
     """
-    for module in COMMANDS:
-        import_module(module)
+    _add_commands()
     if "" not in sys.path:
         sys.path.insert(0, "")  # a configuration may name modules in the current folder, as with python -m
     try:
@@ -359,6 +364,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    from skyrl_train.entrypoints import cli  # `COMMANDS` add theirs to the app of the imported module
-
-    cli.run()
+    run()

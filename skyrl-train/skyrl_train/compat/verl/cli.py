@@ -6,11 +6,15 @@ from typing import Annotated
 
 import typer
 
-from skyrl_train.entrypoints.cli import RUN_SETTINGS, DryRun, PrintConfig, app, start_rl, start_supervised
+from skyrl_train.entrypoints.cli import RUN_SETTINGS, DryRun, PrintConfig, start_rl, start_supervised
 from skyrl_train.entrypoints.command import as_command
 
 
-@app.command(context_settings=RUN_SETTINGS)
+def add_to(app: typer.Typer) -> None:
+    """Add the command to `skyrl`."""
+    app.command(context_settings=RUN_SETTINGS)(verl)
+
+
 @as_command
 def verl(
     command: Annotated[

@@ -14,10 +14,11 @@ import pytest
 from train_kit.processes import TRAIN_FOLDER, find_descendants, kill_descendant, python, wait_until
 from train_kit.runs import AtStepEnd, Run, run_of, train, train_with
 
+from skyrl_train.compat.skyrl.experiment import BasePPOExp
+from skyrl_train.compat.skyrl.trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.config.cli import parse_cli
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import ConfigError
-from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_function
 from skyrl_train.trainer import Step, Trainer
@@ -146,7 +147,7 @@ def test_a_reward_function_of_batches_is_refused_before_models_load(
         del REWARD_FUNCTIONS["compare"]
 
 
-class Script(RLExperiment):
+class Script(BasePPOExp):
     """A script of SkyRL."""
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> FullyAsyncRayPPOTrainer:
