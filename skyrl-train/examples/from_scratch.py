@@ -1,6 +1,6 @@
 """GRPO on Catch, from top to bottom in one file: `python -m examples.from_scratch`.
 
-A tiny language model learns to catch a falling ball, in about two minutes on two CPU cores. A training step is
+A tiny language model learns to catch a falling ball, in about a minute on two CPU cores. A training step is
 prompts → rollouts → advantages → update → sync, as in `Trainer.train`. Trainer, generator, learner, worker, reference
 model, checkpoints and report are left out. From the same rollouts, the update produces the weights of the real trainer.
 Shapes: B rollouts in a step, b in a mini-batch, L tokens in the longest, n trained tokens, V tokens in the vocabulary.
@@ -56,12 +56,10 @@ class Rollout:
         self.rewards += [0.0] * (len(tokens) - 1) + [reward]
 
 
-async def play(
-    engine: HFEngine, tokenizer: PreTrainedTokenizerBase, row: Row, group: str, seed: int, temperature: float
-) -> Rollout:
+async def play(engine: HFEngine, tokenizer: PreTrainedTokenizerBase, row: Row, group: str, seed: int) -> Rollout:
     """Play one game. The trainer's agent loop adds timeouts, retries and limits on length."""
     env, rollout, session = CatchEnv({}, row), Rollout(group), f"{group}-{seed}"
-    sampling = SamplingParams(max_new_tokens=1, temperature=temperature)
+    sampling = SamplingParams(max_new_tokens=1)  # at temperature 1
     (messages, _), end_of_turn, done = env.init(row["prompt"]), "", False
     while not done:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -114,14 +112,14 @@ async def train(run: CatchRun, n_steps: int) -> tuple[float, float]:
             model, tokenizer, max_num_seqs=512, max_num_batched_tokens=8192, max_cache_bytes=1 << 30, executor=thread
         )
 
-        async def play_all(rows: Sequence[Row], n_samples: int, temperature: float) -> list[Rollout]:
+        async def play_all(rows: Sequence[Row], n_samples: int = 1) -> list[Rollout]:
             jobs = [(row, str(draw)) for draw, row in enumerate(rows) for _ in range(n_samples)]
-            games = (play(engine, tokenizer, *job, rng.getrandbits(63), temperature) for job in jobs)
+            games = (play(engine, tokenizer, *job, rng.getrandbits(63)) for job in jobs)
             return await asyncio.gather(*games)  # the engine batches the requests of all games
 
-        before = fmean(game.caught for game in await play_all(val_rows, n_samples=1, temperature=0.0))
+        before = fmean(game.caught for game in await play_all(val_rows))
         for step in range(1, n_steps + 1):
-            rollouts = await play_all(rng.sample(train_rows, N_PROMPTS), GROUP_SIZE, temperature=1.0)
+            rollouts = await play_all(rng.sample(train_rows, N_PROMPTS), GROUP_SIZE)
             await asyncio.wrap_future(thread.submit(update, model, optimizer, rollouts))
             # The engine has the policy's own tensors, so the sync sends nothing. It makes the engine drop the keys and
             # values of the old weights. To an engine in another process, a plan with another transport sends them.
@@ -129,7 +127,7 @@ async def train(run: CatchRun, n_steps: int) -> tuple[float, float]:
             send(plan, model.named_parameters())
             await engine.receive_weights(plan)
             print(f"step {step:3}: catch rate {fmean(game.caught for game in rollouts):6.1%}", flush=True)
-        after = fmean(game.caught for game in await play_all(val_rows, n_samples=1, temperature=0.0))
+        after = fmean(game.caught for game in await play_all(val_rows))
         await engine.close()
     return before, after
 
