@@ -189,7 +189,7 @@ class _Workers:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """What metrics need to know about a trajectory."""
+    """The facts about a trajectory that metrics are computed from."""
 
     group: int
     stop_reason: str

@@ -24,7 +24,7 @@ MAX_RETRY_AFTER_S = 30.0
 SERVICE_STATUSES = frozenset({401, 402, 403, 407, 408, 421, 425, 429})
 """Client errors that are not about the request: no key, no credit, too many requests, …"""
 ENDPOINT_STATUSES = SERVICE_STATUSES | {404, 405, 410}
-"""The same for a configured address: if it does not exist, the configuration is wrong, not the request."""
+"""Statuses that are not about the request at a configured address: if it does not exist, the configuration is wrong."""
 
 QUERY = text_parameters(query="What to search for.")
 

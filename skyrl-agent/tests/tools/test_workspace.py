@@ -60,7 +60,7 @@ def test_the_shell_reports_output_and_exit_status(tools: Tools) -> None:
 
 
 def test_the_shell_says_that_a_command_was_killed(tools: Tools, local_workspace: LocalWorkspace) -> None:
-    """The time limit of a command ends before that of the call."""
+    """A command always times out before its tool call does."""
     result = tools.bash("echo a; sleep 60", timeout="1")
     assert result == "a\n[The command was killed because it took longer than 1 seconds.]"
     result = Tools(local_workspace, tool_timeout=1).bash("sleep 60", timeout=1000)

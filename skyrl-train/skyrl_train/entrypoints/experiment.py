@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property
@@ -45,8 +44,6 @@ from skyrl_train.plan import RunPlan, limit_steps
 from skyrl_train.tracking import Tracking
 from skyrl_train.trainer import Trainer
 from skyrl_train.types.specs import Role
-
-logger = logging.getLogger(__name__)
 
 
 class _AllocatedMemory(Callback):
@@ -112,7 +109,7 @@ class RLExperiment(Experiment):
 
     @property
     def plan(self) -> RunPlan:
-        """What runs where."""
+        """The plan of the run: which models and engines run on which devices."""
         return RunPlan(self.cfg, torch.cuda.is_available())
 
     @cached_property

@@ -72,7 +72,7 @@ class RunPlan:
 
     @cached_property
     def models(self) -> list[PlannedModel]:
-        """The same models with their sizes; ConfigError if an adapter does not fit."""
+        """The models with their sizes; ConfigError if an adapter does not fit."""
         return plan_models(self.cfg)
 
     @property
@@ -121,7 +121,7 @@ class RunPlan:
 
     @property
     def sync_kind(self) -> SyncKind:
-        """What a weight sync sends: the embedded engine computes with the adapter itself, others merge it."""
+        """Kind of weight sync: the embedded engine computes with the adapter itself, others merge it."""
         if not self.cfg.trainer.policy.model.lora.is_used:
             return "full"
         return "adapter" if self.engine.needs_model else "factors"

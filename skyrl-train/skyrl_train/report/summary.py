@@ -58,7 +58,7 @@ class Method(NamedTuple):
 
     title: str
     unit: str
-    """What a batch consists of."""
+    """Items that a batch consists of, e.g. rows or pairs."""
 
 
 @dataclass(frozen=True)
