@@ -1,7 +1,5 @@
 """Workspaces in containers: how mini-swe-agent starts them, and starts that fail, hang or are cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trajectories that fail, hang or end early: they are retried, then invalid, and close their runtimes."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import sys

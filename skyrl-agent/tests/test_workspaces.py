@@ -1,7 +1,5 @@
 """What every kind of workspace does with commands and files, and the processes that it must not leave behind."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Shared fixtures: a tiny language model with a tokenizer trained on games of Catch, and a short run."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command blocks of the documentation, with `--dry-run` where they train, and with 50 tasks in place of 1,000."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

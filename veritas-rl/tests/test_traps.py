@@ -16,8 +16,6 @@
 T8, T10 and T14 are here.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from agent_kit.engines import TOKENIZER, tool_call
 from agent_kit.trajectories import FINISH, play_one

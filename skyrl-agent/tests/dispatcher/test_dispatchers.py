@@ -1,7 +1,5 @@
 """Limits of dispatchers, and runtimes that cancellations and failures must not leave open."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

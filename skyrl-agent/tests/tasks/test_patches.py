@@ -1,7 +1,5 @@
 """Patches: what is collected, what applies, and what a patch cannot change."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """SWE-bench: images, evaluation scripts, and grading with the installed version of swebench."""
 
-from __future__ import annotations
-
 import difflib
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Search engines and the browser, with local servers in place of the services."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The shell and the editor of agents, in a real folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium
@@ -20,7 +18,7 @@ class Recorder(gymnasium.Env[Any, Any]):
     """Records actions, and is done after `n_steps` steps."""
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012, as in Gymnasium
-    last: Recorder | None = None
+    last: "Recorder | None" = None
 
     def __init__(self, action_space: Any, n_steps: int = 100, render_mode: str | None = None) -> None:
         self.action_space = action_space

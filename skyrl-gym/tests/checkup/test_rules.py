@@ -1,7 +1,5 @@
 """Each test has environments that break one rule, beside the finding that must report it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import random

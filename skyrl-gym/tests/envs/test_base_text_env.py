@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, ConversationType

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from skyrl_gym.envs.exact_match import is_match, normalize_answer, parse_targets

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from gym_kit.messages import call, message_text, user
 

@@ -3,8 +3,6 @@
 Each YAML file has the answers to one grader, in groups: the ground truth, the score, the reason, the answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

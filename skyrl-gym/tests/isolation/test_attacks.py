@@ -3,8 +3,6 @@
 TEST_PROGRAMS=1000 grades a thousand programs at every level, as root and as a user (`make test-isolation`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 from functools import cache

@@ -1,7 +1,5 @@
 """Landlock at every version of its interface, in processes of their own, since nothing lifts a restriction."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Well-behaved programs, and programs that look around. `test_attacks.py` has the hostile ones."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 r"""Extraction and comparison of answers. `graders/math_verify.yaml` has answers that are, and are not, equivalent."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Environments served by the package openenv: `serve.py echo|tools PORT CAPACITY`."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 from uuid import uuid4

@@ -1,7 +1,5 @@
 """The contract with servers of the package openenv."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Printing to a console that is closed, full or gone costs what is printed, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import pty
 import socket

@@ -1,7 +1,5 @@
 """Text and facts of environments become safe for tokenizers, files and trackers."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """A worker runs an environment for another process and does not outlive its parent."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import select

@@ -1,7 +1,5 @@
 """The task families: reproducible tasks, right and wrong answers, and replies that tempt a verifier."""
 
-from __future__ import annotations
-
 import json
 from hashlib import blake2b
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Repairs: right diffs, wrong ones, and those that attack the tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from skyrl_gym.tasks import Task, task_family

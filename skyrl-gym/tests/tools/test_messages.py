@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from skyrl_gym.tools.messages import append_text, append_to_system

@@ -1,7 +1,5 @@
 """Models for several rooms, and the chat template of the tiny tokenizer."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Names, links and paths in the documentation exist."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ A Python block that starts with a comment such as `# my_env.py` is written to th
 `<!-- needs a download -->` are only parsed. `TEST_BIN=FOLDER` runs them with the programs in FOLDER (`make wheels`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

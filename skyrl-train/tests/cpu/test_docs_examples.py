@@ -1,7 +1,5 @@
 """The code of the guides runs."""
 
-from __future__ import annotations
-
 import asyncio
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """Examples in docstrings print what they show."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """The extras of skyrl-train install what the commands of the documentation need."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

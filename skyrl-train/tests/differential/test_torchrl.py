@@ -1,7 +1,5 @@
 """Our functions against those of TorchRL, which receive only the sampled tokens, because TorchRL ignores gaps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

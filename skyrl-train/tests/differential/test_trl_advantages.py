@@ -4,8 +4,6 @@ Rewards are in the thousands, as are the weights of GDPO, so that the epsilons a
 1e-4, ours: 1e-6) are smaller than rounding errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -7,8 +7,6 @@ Our KL and entropy are means over trajectories; those of TRL are reduced like th
 agree if all rows have the same length.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Supervised and preference training here and in TRL: equal models, rows and optimizers give equal losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

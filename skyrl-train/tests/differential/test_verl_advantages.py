@@ -1,7 +1,5 @@
 """Our advantage estimators against those of verl, in float64, on sampled tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The agent loop that verl runs for each sample, with verl's own classes."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

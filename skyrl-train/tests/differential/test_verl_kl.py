@@ -1,7 +1,5 @@
 """Our KL estimates and KL controller against those of verl."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Our policy losses against those of verl: value over the batch and gradient in the log-probs, in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ verl's rejection uses k1 = log(π_rollout / π_old), so its thresholds are bound
 [1/high, 1/low] there.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ Its tools run on an MCP server of this machine. Only the calls of the Fleet SDK 
 the software, running the verifier, and stopping the software.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

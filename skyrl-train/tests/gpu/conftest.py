@@ -1,7 +1,5 @@
 """Tests that need a GPU; `make test` does not collect them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The tiny model on one GPU: scores, the engine contract, and whole runs."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Every strategy on one GPU, with NCCL where it has a process group: updates and checkpoints equal those of a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Weights between processes on GPUs: through CUDA IPC on one GPU, and through NCCL between two."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Iterator

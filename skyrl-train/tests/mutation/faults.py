@@ -1,7 +1,5 @@
 """Faults of a source file: its syntax tree with one node changed."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

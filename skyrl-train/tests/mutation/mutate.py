@@ -5,8 +5,6 @@ the tests of its module run, then the gradient specification, until one fails. S
 are listed with their reason in `equivalent.json`. The exit status is 1 if less than 95% of the other faults are caught.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

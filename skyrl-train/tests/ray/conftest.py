@@ -1,7 +1,5 @@
 """Ray clusters on this machine, and runs of five steps that do not depend on where they run."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The engine contract for an engine in an actor that Ray has placed."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable, Iterator

@@ -1,7 +1,5 @@
 """Five steps on one rank and on two FSDP2 ranks have the losses and the weights of one process, for every algorithm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args

@@ -1,7 +1,5 @@
 """Devices of engines: which GPUs the process of an engine sees. Ray books GPUs that need not exist."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

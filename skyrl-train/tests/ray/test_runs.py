@@ -1,7 +1,5 @@
 """Runs on a Ray cluster equal those of one process, and end with their cause."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Training on fixed data on a Ray cluster equals that of one process, and ends with its cause."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Scripts in the form of SkyRL's example mains run unchanged, with their launch lines in sizes for a CPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights from a sharded policy to an engine in another process, and a sync that is broken on purpose."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

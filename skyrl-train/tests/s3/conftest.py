@@ -1,7 +1,5 @@
 """An S3 server, moto's, which runs in `.venv-s3` (`make test-s3`), behind a proxy that injects faults."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import time

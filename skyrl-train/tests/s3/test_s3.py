@@ -1,7 +1,5 @@
 """Runs whose checkpoints and evaluations are uploaded to S3, through a network with faults."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

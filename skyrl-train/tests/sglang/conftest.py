@@ -1,7 +1,5 @@
 """Servers of SGLang on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

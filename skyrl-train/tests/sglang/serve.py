@@ -9,8 +9,6 @@ three exceptions, which work:
 - `torch_memory_saver`, which keeps the memory and checks that each part is released and resumed in turn.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """SGLang's own server, on a CPU, meets the engine contract."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import AsyncIterator
 from pathlib import Path

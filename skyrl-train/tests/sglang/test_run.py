@@ -1,7 +1,5 @@
 """Runs with rollouts sampled by SGLang."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parts of SGLang that `serve.py` supplies."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -1,7 +1,5 @@
 """The task files, read by SkyPilot itself (make test-skypilot)."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

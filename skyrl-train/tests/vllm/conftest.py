@@ -1,7 +1,5 @@
 """vLLM engines of the tiny model."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import AsyncIterator, Callable

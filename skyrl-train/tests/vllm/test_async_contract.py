@@ -1,7 +1,5 @@
 """vLLM in processes of its own meets the engine contract."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import subprocess

@@ -1,7 +1,5 @@
 """The vLLM engine meets the engine contract."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

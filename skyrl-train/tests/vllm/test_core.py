@@ -1,7 +1,5 @@
 """Starting and closing vLLM."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """The vLLM engine beyond the engine contract: failures in vLLM, low memory, equal tokens to the embedded engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Catch is learned with two FSDP2 ranks and vLLM, each on devices of its own, as it is in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

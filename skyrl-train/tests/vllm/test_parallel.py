@@ -1,7 +1,5 @@
 """Engines of vLLM that span several devices: tensor, pipeline and data parallelism."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

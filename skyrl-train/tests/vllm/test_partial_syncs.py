@@ -1,7 +1,5 @@
 """Syncs that send vLLM only an adapter, or only the values that changed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

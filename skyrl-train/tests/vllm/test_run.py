@@ -1,7 +1,5 @@
 """Runs with rollouts sampled by vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Choices survive the transfer through vLLM."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """A server of vLLM in another process, called over HTTP, meets the engine contract."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """Weights that vLLM can and cannot receive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

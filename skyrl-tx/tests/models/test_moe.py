@@ -1,7 +1,5 @@
 """Both implementations of a mixture of experts compute the same function."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Run real SDKs against real servers. `make test-tinker` creates an environment for each SDK."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Unmodified recipes of the cookbook, with the newest SDK."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Run the tests in `client` with each SDK in its own environment, and compare the results with `compatibility.md`."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """The server as a process, and the requests that it refuses."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Run by `make test-vllm`: a real vLLM server, in its own environment, samples from what JAX trains here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Scripts in their `--tiny` form, with other settings than `make test` has: `make test-recipes`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The container of the recipes: docker_run_verl.sh and its Dockerfile."""
 
-from __future__ import annotations
-
 import getpass
 import os
 from itertools import pairwise

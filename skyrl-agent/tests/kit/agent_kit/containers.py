@@ -1,7 +1,5 @@
 """Containers: real ones of Podman where it works, and a stand-in for Docker's command line everywhere."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ An image is a folder; a container is a copy of it below FOLDER. Commands run on 
 scripts, /testbed is replaced by the path of the copy; commands of an agent are encoded there and stay as they are.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

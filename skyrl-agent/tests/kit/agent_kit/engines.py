@@ -1,7 +1,5 @@
 """An engine that replies as a script says, with the tokens of a real tokenizer."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace

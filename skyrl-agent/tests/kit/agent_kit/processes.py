@@ -1,7 +1,5 @@
 """Processes and threads that workspaces must not leave behind."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

@@ -1,7 +1,5 @@
 """Task files, and runs of a trainer with a tiny model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

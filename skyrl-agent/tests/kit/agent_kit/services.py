@@ -1,7 +1,5 @@
 """Services on the Internet that tools and graders call."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

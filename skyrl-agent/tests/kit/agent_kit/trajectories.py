@@ -1,7 +1,5 @@
 """Trajectories of agents with scripted replies."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

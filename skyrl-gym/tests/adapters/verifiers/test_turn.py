@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from gym_kit.texts import TAGGED_TEXTS
 from hypothesis import given
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from gym_kit.texts import linear_time, long_text
 from hypothesis import given

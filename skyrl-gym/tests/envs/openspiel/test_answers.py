@@ -1,7 +1,5 @@
 """Parsing of moves. `graders/openspiel.yaml` has replies with and without a move."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from skyrl_gym.envs.search.grading import compute_score, extract_solution
 
 

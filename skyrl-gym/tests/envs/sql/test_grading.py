@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from skyrl_gym.envs.sql.grading import has_order, verify_format_and_extract
 
 EXPLORE = "<think>Let me see.</think><sql>SELECT count(*) AS n FROM goods</sql>"

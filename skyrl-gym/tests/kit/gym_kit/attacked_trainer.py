@@ -6,8 +6,6 @@ python -m gym_kit.attacked_trainer hostile LEVEL 0     every hostile program
 python -m gym_kit.attacked_trainer many LEVEL COUNT    many programs with tests, a quarter of them hostile
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -224,7 +222,7 @@ class _Peak:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
-    def __enter__(self) -> _Peak:
+    def __enter__(self) -> "_Peak":
         self._thread.start()
         return self
 

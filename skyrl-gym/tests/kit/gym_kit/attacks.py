@@ -3,8 +3,6 @@
 The targets are a process that exists only for the attack, so that an attack that succeeds harms nothing else.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal

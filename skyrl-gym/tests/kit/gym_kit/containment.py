@@ -5,8 +5,6 @@ limit; with a temporary folder of limited size; and, as `user`, as a user withou
 few. None of this is code under test, except the cgroup.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

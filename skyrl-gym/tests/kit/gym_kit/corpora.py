@@ -1,7 +1,5 @@
 """A corpus of three documents, as the lines of a file."""
 
-from __future__ import annotations
-
 import json
 
 LINES = "\n".join(

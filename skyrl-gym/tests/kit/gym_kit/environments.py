@@ -1,7 +1,5 @@
 """Environments that keep every rule of `skyrl env check`, and rows for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from gym_kit.messages import user

@@ -1,7 +1,5 @@
 """Positions of OpenSpiel games, and models that play them."""
 
-from __future__ import annotations
-
 import random
 
 from skyrl_gym.envs.base_text_env import ConversationType

@@ -1,7 +1,5 @@
 """An MCP server that keeps notes per session: `mcp_server.py` serves over pipes, `mcp_server.py PORT` over HTTP."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

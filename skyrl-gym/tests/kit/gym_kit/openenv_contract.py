@@ -5,8 +5,6 @@ A test module subclasses `OpenEnvContract` and has a fixture `server`: an object
 reward and ``{"echoed_message": str}``, and is never done.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A server of OpenEnv's `/ws` protocol in a separate thread, which misbehaves on demand (see `_step`)."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -70,7 +68,7 @@ class Fields(Echo):
         return {"observation": {"got": action.model_dump(exclude={"metadata"})}, "reward": 1.0, "done": False}
 
     @classmethod
-    def of(cls, **fields: Any) -> type[Fields]:
+    def of(cls, **fields: Any) -> "type[Fields]":
         """Return an environment whose actions have these fields."""
         return type("FieldsEnv", (cls,), {"action": create_model("FieldsAction", __base__=Action, **fields)})
 
@@ -144,7 +142,7 @@ class ProtocolServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def __enter__(self) -> ProtocolServer:
+    def __enter__(self) -> "ProtocolServer":
         schema._schemas.clear()  # another server may have had the same port
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)

@@ -1,7 +1,5 @@
 """A worker that evaluates expressions: `Pool("gym_kit.probe_worker", size=1).ask(["6 * 7", 5.0], 5.0)`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Processes that tests start, workers that the package starts, and what both may leave behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """Values and texts that tempt parsers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

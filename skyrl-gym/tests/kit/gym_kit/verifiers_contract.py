@@ -1,7 +1,5 @@
 """The contract of both generations of verifiers environments, tested with `verifiers_packages`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

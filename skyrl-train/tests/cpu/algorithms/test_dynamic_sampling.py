@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from itertools import count
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """KL estimates, values and gradients: by hand, and by summing over every outcome of a small distribution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import get_args

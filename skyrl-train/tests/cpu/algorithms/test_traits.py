@@ -1,7 +1,5 @@
 """Declared traits of estimators and losses against their behavior."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A save interrupted at any operating-system call leaves a complete checkpoint to resume from."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Remote storage without a server: local files and memory behind fsspec. `tests/s3` has the same with S3."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

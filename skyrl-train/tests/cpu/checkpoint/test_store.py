@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -200,7 +198,7 @@ def test_without_a_complete_checkpoint_a_new_start_is_offered(store: CheckpointS
         verify(store, 10)
 
 
-def test_a_checkpoint_resumed_by_path_is_kept_until_the_next_is_saved(store: CheckpointStore, disk: Disk) -> None:
+def test_a_checkpoint_resumed_by_path_is_kept_until_the_next_is_saved(store: CheckpointStore, disk: "Disk") -> None:
     """The pointer still names the damaged checkpoint, which cannot be resumed from."""
     save_all(store, 10, 20, 30)
     store = resuming_from(store, 20)

@@ -1,7 +1,5 @@
 """Aliases: other spellings are read and logged."""
 
-from __future__ import annotations
-
 import logging
 from copy import deepcopy
 from typing import Any

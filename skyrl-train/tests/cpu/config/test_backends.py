@@ -1,7 +1,5 @@
 """A new engine is a module and a row of the table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Generated files are up to date with the configuration sections."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The configuration package imports without training libraries."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configuration sections: immutability, descriptions, and the defaults of SkyRL."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Pairs of answers: the formats that rows come in, and their tokens."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rank processes and models that the tests of this folder share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Low-rank adapters of models that ranks divide; `test_strategy.py` compares their training with one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

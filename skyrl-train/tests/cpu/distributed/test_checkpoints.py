@@ -1,7 +1,5 @@
 """Checkpoints and exports of ranks: they are the same for every layout and for one process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Loading on several ranks: each reads its shards alone, and models that cannot be read so are loaded whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

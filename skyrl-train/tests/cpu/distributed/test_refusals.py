@@ -1,7 +1,5 @@
 """Models and adapters that ranks cannot divide are refused, with the reason."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Stages for agents that call the endpoint."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 

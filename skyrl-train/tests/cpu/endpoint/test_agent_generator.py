@@ -1,7 +1,5 @@
 """Agents that use only OpenAI's interface produce the same trajectories as any other generator."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

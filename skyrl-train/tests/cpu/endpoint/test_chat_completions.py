@@ -1,7 +1,5 @@
 """POST /v1/chat/completions through OpenAI's client."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """POST /v1/completions through OpenAI's client."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

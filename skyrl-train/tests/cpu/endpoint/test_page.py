@@ -1,7 +1,5 @@
 """The examples of docs/guides/endpoint.md work, and the names it mentions exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The endpoint in another process: the same trajectories, a free event loop, and a process that crashes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Recordings of sessions: requests that repeat the history continue with the sampled tokens."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

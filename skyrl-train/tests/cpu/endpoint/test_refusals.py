@@ -1,7 +1,5 @@
 """Client errors are reported in OpenAI's format with status 4xx and never as server errors."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

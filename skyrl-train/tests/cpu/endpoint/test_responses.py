@@ -1,7 +1,5 @@
 """Streamed pieces of text add up to the whole reply, for any tokens and stop strings."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

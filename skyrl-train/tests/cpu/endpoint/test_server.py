@@ -1,7 +1,5 @@
 """Sessions over HTTP: recording, cancellation, shutdown, and no leaks."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

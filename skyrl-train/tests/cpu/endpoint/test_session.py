@@ -1,7 +1,5 @@
 """Sessions: the trainer determines sampling parameters and seeds."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Streams: joined chunks equal the response without streaming."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Training runs through the endpoint, with agents that use only OpenAI's interface."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

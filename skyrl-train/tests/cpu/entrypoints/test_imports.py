@@ -1,7 +1,5 @@
 """A training run imports no package that it may not need, and the number of its modules stays bounded."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

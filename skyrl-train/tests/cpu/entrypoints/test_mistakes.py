@@ -1,7 +1,5 @@
 """Mistakes of the configuration: each is answered with the value and the fix, before PyTorch is imported."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Wallets of GPU clouds, asked from a local server that answers as their documentation says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path

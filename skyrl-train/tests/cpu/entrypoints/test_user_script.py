@@ -1,7 +1,5 @@
 """A user script in the style of SkyRL: `@hydra.main`, and a custom experiment class, estimator and scalar loss."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The files that start runs on clusters: their commands, and the devices that they ask for."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

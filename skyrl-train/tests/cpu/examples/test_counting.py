@@ -1,7 +1,5 @@
 """The commands of the READMEs of `sft` and `dpo`, which teach models to count, or to prefer counts."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engine that the scripts `run_*.sh` choose: vLLM on a GPU where it is installed, else the embedded one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

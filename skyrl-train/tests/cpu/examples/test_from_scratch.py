@@ -1,7 +1,5 @@
 """The example in one file: it is short, it learns, and its update is the trainer's."""
 
-from __future__ import annotations
-
 import copy
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """The common part of the learning examples, with a budget too small to learn anything."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The commands, keys and links in the READMEs of the examples; those of the algorithms have further tests."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import os

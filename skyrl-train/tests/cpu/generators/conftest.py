@@ -1,7 +1,5 @@
 """Stages for rollouts with the real engine, and for agents that call its endpoint."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests and seeds of rollouts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from skyrl_train.generators.base import request_seed, rollout_requests

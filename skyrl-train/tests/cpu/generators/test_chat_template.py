@@ -1,7 +1,5 @@
 """Conversations joined turn by turn equal the chat template applied to the whole, token for token."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors of an environment make its own rollout invalid, with the reason, and affect no other."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Sampling parameters under the names of SkyRL and vLLM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every key of placement, engines and weight sync changes what a run starts or sends, or is refused."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """An engine and models that leave shared devices while they are idle."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import AsyncIterator

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from train_kit.models import CPU, SMALL, create_model

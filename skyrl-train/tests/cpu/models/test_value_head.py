@@ -1,7 +1,5 @@
 """Critics loaded from language models and from exported critics."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

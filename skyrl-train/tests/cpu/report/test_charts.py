@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 from skyrl_train.report.charts import Chart, Line, sparkline

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from skyrl_train.report.series import Series, distinct, format_value, read_series

@@ -1,7 +1,5 @@
 """Runs with components that only some algorithms need: what they train on and log, and that they resume exactly."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints of a run: written while it trains, refused if they are damaged, and complete after an interrupt."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

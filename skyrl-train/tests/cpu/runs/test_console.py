@@ -1,7 +1,5 @@
 """A run that loses its console still reaches its last step and writes all checkpoints."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

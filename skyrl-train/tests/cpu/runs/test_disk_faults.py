@@ -1,7 +1,5 @@
 """A disk that fails for a while in the middle of a run costs checkpoints of that time, and nothing else."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

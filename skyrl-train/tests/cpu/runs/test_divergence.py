@@ -1,7 +1,5 @@
 """A run whose weights diverge ends with its reason, and keeps what it saved before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every environment of skyrl-gym, played by an untrained model in the real agent loop."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import sys

@@ -1,7 +1,5 @@
 """Full disks: a run ends with one message or continues without the file, and leaves no incomplete folders."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """Asynchronous runs, with an engine in a separate process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Runs with a low-rank adapter: metrics, outputs, resuming, continuing from an adapter, and evaluation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

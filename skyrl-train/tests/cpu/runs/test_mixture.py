@@ -1,7 +1,5 @@
 """A run with two environments and a curriculum: its metrics, and resuming bit for bit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@
 train, save, upload, remove checkpoints and end.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Runs that check after each weight sync that the engine computes with the policy's weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Configurations that scripts of SkyRL's new layout parse and extend."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules of SkyRL's new layout have the names of `skyrl_train`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Trainers with the signatures of SkyRL's new layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer

@@ -1,7 +1,5 @@
 """A script for SkyRL's new layout trains, without Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from train_kit.datasets import prompt_row

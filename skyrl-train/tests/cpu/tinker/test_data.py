@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from skyrl_train.tinker.data import apply_overlong_filtering, training_data

@@ -1,7 +1,5 @@
 """Stop reasons are strings, and the pages explain each of them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights, and transports of GPUs that run on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from train_kit.weight_sync import Tensors, random_tensors

@@ -1,7 +1,5 @@
 """A fresh copy of the policy for each test, because workers update it in place."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

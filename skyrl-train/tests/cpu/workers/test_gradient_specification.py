@@ -3,8 +3,6 @@
 Models are in float64; log-probs and losses are in float32, so gradients agree up to 1e-5 of the largest entry.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """The critic against a naive loop; micro-batches and checkpoints."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

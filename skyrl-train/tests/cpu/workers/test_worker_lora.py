@@ -1,7 +1,5 @@
 """A worker with a low-rank adapter: updates, the reference, checkpoints and exports."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Terms of the mini-batch loss: none depends on micro-batches, for any loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A worker whose model moves to host memory and back."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from pathlib import Path

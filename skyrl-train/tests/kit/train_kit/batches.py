@@ -1,7 +1,5 @@
 """Mini-batches of ragged conversations, with the scores that an update reads."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

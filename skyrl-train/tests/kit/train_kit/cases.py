@@ -1,7 +1,5 @@
 """Tables of test cases."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product

@@ -1,7 +1,5 @@
 """Small checkpoints whose files contain the name of the save that wrote them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small datasets of prompts, answers and preferences."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

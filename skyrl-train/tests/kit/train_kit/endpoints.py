@@ -1,7 +1,5 @@
 """The HTTP endpoint under test, its clients, and agents that use it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
@@ -111,7 +109,7 @@ class EndpointStage:
             while len(self.engine._unfinished()) != n:
                 await asyncio.sleep(0.001)
 
-    async def __aenter__(self) -> EndpointStage:
+    async def __aenter__(self) -> "EndpointStage":
         await self.endpoint.start()
         return self
 

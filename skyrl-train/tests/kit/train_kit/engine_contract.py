@@ -5,8 +5,6 @@ the test module of the backend. A wrapper of engines that cannot break a part of
 distribution of sampled tokens, runs the other parts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """Inference engines under test, and what tests compare them with."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import functools

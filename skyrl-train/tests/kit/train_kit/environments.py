@@ -1,7 +1,5 @@
 """Environments that record their calls, and environments that fail as their dataset row specifies."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os
@@ -29,12 +27,12 @@ RELEASED = threading.Event()
 class Journal:
     """A record of the environments of a test."""
 
-    made: list[StoryEnv] = field(default_factory=list)
-    closed: list[StoryEnv] = field(default_factory=list)
+    made: list["StoryEnv"] = field(default_factory=list)
+    closed: list["StoryEnv"] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     do: dict[str, Callable[[], object]] = field(default_factory=dict)  # hooks by method, called first
 
-    def open_environments(self) -> list[StoryEnv]:
+    def open_environments(self) -> list["StoryEnv"]:
         return [env for env in self.made if self.closed.count(env) != 1]
 
 

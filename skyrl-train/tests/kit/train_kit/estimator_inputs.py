@@ -1,7 +1,5 @@
 """Random batches with every input that an advantage estimator can read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

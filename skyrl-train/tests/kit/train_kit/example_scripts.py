@@ -1,7 +1,5 @@
 """The example scripts `run_*.sh` up to the start of training, on a machine with or without a GPU and vLLM."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ cases of a file at once. `pytest --update` rewrites the file, and the diff of th
         trainer.policy_mini_batch_size=48 must divide trainer.train_batch_size=64; try 32 or 64
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from difflib import unified_diff
 from pathlib import Path

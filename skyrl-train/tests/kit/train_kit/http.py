@@ -1,7 +1,5 @@
 """HTTP servers in place of services on the Internet; the test chooses the answers."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping

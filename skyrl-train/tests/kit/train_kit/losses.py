@@ -1,7 +1,5 @@
 """Policy losses of a few tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Small models, adapters and checkpoints to merge, and their logits."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages of conversations, and their tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models small enough to create in a test: the tiny Qwen3 with its tokenizer, and other architectures."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

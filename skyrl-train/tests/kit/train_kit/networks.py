@@ -1,7 +1,5 @@
 """A TCP proxy that cuts, delays or refuses connections."""
 
-from __future__ import annotations
-
 import random
 import socket
 import threading

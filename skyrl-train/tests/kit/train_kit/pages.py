@@ -1,7 +1,5 @@
 """HTML pages of reports."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 

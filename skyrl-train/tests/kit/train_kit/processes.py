@@ -1,7 +1,5 @@
 """Processes that tests start and kill."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import functools

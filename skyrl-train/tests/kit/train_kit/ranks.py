@@ -1,7 +1,5 @@
 """Groups of rank processes, and one rank in this process to compare them with."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Rollouts of the story environment with the embedded engine, and prompts and generators without any model."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Rules of the configuration, and the tests that every module of rules passes."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Training runs in this process, and what they leave in their folder."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The engine contract, less what SGLang cannot report. The stand-in and SGLang itself meet it."""
 
-from __future__ import annotations
-
 import pytest
 
 from skyrl_train.errors import EngineError

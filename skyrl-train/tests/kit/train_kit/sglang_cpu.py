@@ -1,7 +1,5 @@
 """How the tests start servers of SGLang, which run in `.venv-sglang` (`make test-sglang`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

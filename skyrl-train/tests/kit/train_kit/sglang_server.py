@@ -5,8 +5,6 @@ the same of SGLang itself. As a program, it takes the options `--model-path` and
 SGLang.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

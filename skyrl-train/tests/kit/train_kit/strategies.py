@@ -1,7 +1,5 @@
 """Small models that ranks compute in every layout of FSDP2 and Megatron-Core, and the comparison with one process."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -134,7 +132,7 @@ class Strategies:
         self._borrowed: dict[tuple[bool, int], list[ProcessRank]] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> Strategies:
+    def __enter__(self) -> "Strategies":
         return self
 
     def __exit__(self, *_: object) -> None:

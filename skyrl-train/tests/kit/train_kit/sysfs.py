@@ -1,7 +1,5 @@
 """A description of a machine with NUMA nodes, as the kernel gives it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

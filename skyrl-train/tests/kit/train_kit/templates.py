@@ -3,8 +3,6 @@
 They are written anew and left at what places turns: headers, ends, thoughts, trimmed contents, and rewritten histories.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

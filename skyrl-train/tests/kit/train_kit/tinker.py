@@ -1,7 +1,5 @@
 """A Tinker server for runs that train through it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Trajectories made without rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The properties of turns that every tokenizer with a chat template has: RL and SFT agree on their tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

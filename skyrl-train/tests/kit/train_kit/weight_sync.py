@@ -1,7 +1,5 @@
 """Senders and receivers of weight syncs in this process, and transfers between threads."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor

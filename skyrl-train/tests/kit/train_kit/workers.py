@@ -1,7 +1,5 @@
 """Workers of one rank in this process, with synchronous methods."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import threading

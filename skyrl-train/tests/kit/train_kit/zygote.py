@@ -20,8 +20,6 @@ A program differs from a real one in three ways: it is a child of the zygote, th
 imports, process trees) start a real Python, and so do all tests with TEST_REAL_PYTHON=1, as every night.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import fcntl

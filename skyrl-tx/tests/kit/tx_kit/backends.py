@@ -1,7 +1,5 @@
 """Load backends, and run passes and samples on them with small data."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

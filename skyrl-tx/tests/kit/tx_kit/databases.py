@@ -4,8 +4,6 @@ TX_TEST_DATABASE_URL names a PostgreSQL server to use instead, whose user may cr
 keep their state there.
 """
 
-from __future__ import annotations
-
 import getpass
 import hashlib
 import os

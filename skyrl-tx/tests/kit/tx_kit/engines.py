@@ -1,7 +1,5 @@
 """Real engines with the minimal model: in a thread beside a server, or in the test's own thread."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A stand-in for the engine: it answers pending requests on the real database, without computing."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

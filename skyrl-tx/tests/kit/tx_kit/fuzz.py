@@ -3,8 +3,6 @@
 Regular tests send a few hundred. TX_FUZZ_EXAMPLES=10000 sends that many, different in every run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -273,7 +271,7 @@ class Surface:
     paths: list[tuple[str, str]]
 
     @classmethod
-    def of(cls, description: dict[str, Any]) -> Surface:
+    def of(cls, description: dict[str, Any]) -> "Surface":
         known, bodies, paths = dict(description["components"]["schemas"]), {}, []
         for path, methods in description["paths"].items():
             for method, one in methods.items():

@@ -1,7 +1,5 @@
 """Tiny random models in folders of Hugging Face: one for each family, and a minimal one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

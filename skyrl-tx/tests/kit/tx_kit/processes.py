@@ -1,7 +1,5 @@
 """Processes that tests start and kill: Python programs, and the server as users run it."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -1,7 +1,5 @@
 """Rows of the database, with defaults, and shorthands to add and change them."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from sqlalchemy import Engine as Database

@@ -1,7 +1,5 @@
 """Run programs with real SDKs, in the environments that `make test-tinker` creates."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

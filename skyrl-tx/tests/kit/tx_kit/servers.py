@@ -1,7 +1,5 @@
 """A real server on a free port, and a thread that plays the engine on the real database."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The contract of backends in training. A test module provides the fixture `backend`, without models, and inherits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

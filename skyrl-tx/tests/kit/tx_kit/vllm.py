@@ -1,7 +1,5 @@
 """A stand-in for a vLLM server. `tests/vllm_server` tests a real one."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

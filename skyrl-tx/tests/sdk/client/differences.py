@@ -1,7 +1,5 @@
 """API differences between the SDKs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

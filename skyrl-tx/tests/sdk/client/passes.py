@@ -1,7 +1,5 @@
 """The server under test, and shorthands for passes and steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

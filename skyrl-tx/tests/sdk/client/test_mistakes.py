@@ -1,7 +1,5 @@
 """User mistakes are reported at once, with the server's message."""
 
-from __future__ import annotations
-
 import inspect
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A reinforcement learning loop: sample, score, train, repeat."""
 
-from __future__ import annotations
-
 import numpy as np
 import tinker
 from differences import client_of

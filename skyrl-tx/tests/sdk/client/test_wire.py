@@ -1,7 +1,5 @@
 """Record the traffic between the SDK and the server for the compatibility table."""
 
-from __future__ import annotations
-
 import http.client
 import threading
 from collections.abc import Callable, Iterator

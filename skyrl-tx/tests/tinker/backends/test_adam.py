@@ -1,7 +1,5 @@
 """The optimizer step of each backend equals that of `torch.optim.AdamW`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The backends agree with each other and with peft, and read each other's files."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

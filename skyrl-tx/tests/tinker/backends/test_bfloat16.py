@@ -1,7 +1,5 @@
 """bfloat16 models are trained in float32."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Failures of a server that does not respond. `tests/vllm_server` tests a real vLLM."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """No accepted request harms the engine: all are answered, and another user's model trains as if alone."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

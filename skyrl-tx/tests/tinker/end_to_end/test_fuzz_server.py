@@ -3,8 +3,6 @@
 Nothing causes a server error, a hang or memory growth, and other users' data stay as they were.
 """
 
-from __future__ import annotations
-
 import http.client
 import logging
 import socket

@@ -1,7 +1,5 @@
 """The engine or the server is killed while it runs requests; after the restart, results are as without a kill."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

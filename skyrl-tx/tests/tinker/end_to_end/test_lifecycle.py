@@ -1,7 +1,5 @@
 """Unused models, files and engine time are released."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 `make test-tinker` runs them with every SDK, on JAX, and with more models.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The engine's loop: all accepted requests are answered, and none costs others their turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Errors of a backend: they fail single requests, and end neither the engine nor other requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

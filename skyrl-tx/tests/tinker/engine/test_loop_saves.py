@@ -1,7 +1,5 @@
 """Files are written in the background: slow and full disks delay or fail only what needs them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

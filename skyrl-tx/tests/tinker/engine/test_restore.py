@@ -1,7 +1,5 @@
 """After a restart, a model is bitwise the same, whatever happened before."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Weights to sample from are immutable, loaded on demand, and evicted when they are deleted."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A separate process is stopped while its main thread computes in C."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import textwrap

@@ -1,7 +1,5 @@
 """Promises over HTTP: repetitions, polls, and the replies to older clients."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """Request bodies, without a network: an ASGI server passes on a few messages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the cleaner ends and deletes. The tests set its clock."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Samples on an external server do not wait for the engine. No engine runs in these tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any

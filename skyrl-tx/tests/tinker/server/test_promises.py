@@ -1,7 +1,5 @@
 """Waiting clients in one event loop; the test plays the database."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

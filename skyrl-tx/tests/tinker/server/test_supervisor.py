@@ -1,7 +1,5 @@
 """Real child processes that stand in for an engine that works, dies, or never responds."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

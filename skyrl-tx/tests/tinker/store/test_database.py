@@ -1,7 +1,5 @@
 """All tests run on both databases, except for those of SQLite's settings."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 from collections.abc import Iterator

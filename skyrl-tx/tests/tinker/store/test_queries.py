@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from sqlalchemy import Engine as Database
 from tx_kit.rows import request_row

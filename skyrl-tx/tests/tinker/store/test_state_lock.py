@@ -1,7 +1,5 @@
 """One server and one engine own the state, on both databases."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import signal

@@ -1,7 +1,5 @@
 """Compare messages with the encoders and decoders of the real client."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 from data_processing import generate_dataset

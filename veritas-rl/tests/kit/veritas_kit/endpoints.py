@@ -1,7 +1,5 @@
 """A model behind an OpenAI-compatible endpoint, whose replies the test chooses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

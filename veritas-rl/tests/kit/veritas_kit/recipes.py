@@ -1,7 +1,5 @@
 """The recipes of `veritas-rl/`, run from a copy as a user runs them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Settings, names and options that all recipes share: common.sh."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What merge.sh and merge-ppo.sh merge, and where; `test_tiny.py` merges a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

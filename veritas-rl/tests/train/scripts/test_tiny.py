@@ -1,7 +1,5 @@
 """The recipes in their `--tiny` form, from data to a merged model; `tests/recipes/` has the other scripts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recipes in their full form, up to the checks before a run."""
 
-from __future__ import annotations
-
 import shutil
 import stat
 import sys

@@ -1,7 +1,5 @@
 """GRPO on tasks that are generated while it trains, with the tools of the recipes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

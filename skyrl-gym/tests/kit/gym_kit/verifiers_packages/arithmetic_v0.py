@@ -1,7 +1,5 @@
 """Sums: one reply each, a rubric with weights."""
 
-from __future__ import annotations
-
 import verifiers as vf
 from datasets import Dataset
 

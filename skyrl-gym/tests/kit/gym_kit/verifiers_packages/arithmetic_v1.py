@@ -1,7 +1,5 @@
 """A taskset of sums: one reply each, rewards with weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import verifiers.v1 as vf

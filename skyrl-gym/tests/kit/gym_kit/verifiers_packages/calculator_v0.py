@@ -1,7 +1,5 @@
 """An environment with tools that are plain functions, one of which has a hidden argument."""
 
-from __future__ import annotations
-
 import verifiers as vf
 from datasets import Dataset
 

@@ -1,7 +1,5 @@
 """A game of several turns with its own end."""
 
-from __future__ import annotations
-
 import verifiers as vf
 from datasets import Dataset
 

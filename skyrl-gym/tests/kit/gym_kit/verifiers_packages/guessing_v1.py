@@ -1,7 +1,5 @@
 """A taskset with a custom environment, which answers every guess as the user."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A taskset with tools, which run in a separate process and share state with the task."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import verifiers.v1 as vf

@@ -1,7 +1,5 @@
 """A group of two groups with an environment each, so that routes have two steps."""
 
-from __future__ import annotations
-
 import arithmetic_v0
 import guessing_v0
 import verifiers as vf

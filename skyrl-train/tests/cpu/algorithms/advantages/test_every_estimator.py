@@ -1,7 +1,5 @@
 """Properties of every built-in advantage estimator."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

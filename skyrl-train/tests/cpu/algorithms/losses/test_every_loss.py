@@ -1,7 +1,5 @@
 """Properties of every built-in policy loss."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
@@ -39,7 +37,7 @@ class LossInputs:
     mask: torch.Tensor
     rollout: torch.Tensor
 
-    def each(self, function: object) -> LossInputs:
+    def each(self, function: object) -> "LossInputs":
         """Return a copy with the function applied to every tensor."""
         assert callable(function)
         return LossInputs(*(function(tensor) for tensor in self.tensors))

@@ -1,7 +1,5 @@
 """Sequence-level losses against a loop in plain Python, and VESPO against values computed by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters and checkpoints of critics and reward models, merged with their heads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Memory that merges take."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Imports of SkyRL's scripts that are refused, with what to do instead."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 

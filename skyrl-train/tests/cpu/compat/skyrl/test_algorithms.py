@@ -1,7 +1,5 @@
 """Names and calling conventions of SkyRL that scripts rely on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The conversion of token lists to tensors under SkyRL's name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase

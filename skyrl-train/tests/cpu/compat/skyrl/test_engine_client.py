@@ -1,7 +1,5 @@
 """The engine as generators of SkyRL call it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SkyRL's parallel lists, in both directions, and generators that implement `generate` or `rollout`."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Functions for generators that are written for SkyRL."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

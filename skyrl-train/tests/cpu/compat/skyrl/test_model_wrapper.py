@@ -1,7 +1,5 @@
 """The model under SkyRL's name: its constructor, and log-probs against those of all positions."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

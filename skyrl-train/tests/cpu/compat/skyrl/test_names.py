@@ -1,7 +1,5 @@
 """The modules and names that SkyRL's scripts import: those that exist here, and those that do not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Metrics backends with the constructor of SkyRL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trainers that are written for SkyRL: subclasses of `RayPPOTrainer` that override its hooks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Functions around a training step of SkyRL."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Command lines of verl, read as overrides."""
 
-from __future__ import annotations
-
 import pytest
 from train_kit import golden
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from train_kit.rules import (
     CORRECTION_SWITCHES,

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from train_kit.rules import RuleContract
 
 from skyrl_train.config.rules import data

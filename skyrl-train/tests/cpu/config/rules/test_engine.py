@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from train_kit.rules import SERVER, RuleContract, load
 
 from skyrl_train.config.rules import engine

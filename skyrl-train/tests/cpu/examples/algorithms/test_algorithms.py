@@ -1,7 +1,5 @@
 """The scripts and READMEs of `examples/algorithms`: valid settings with and without a GPU, and a step of training."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """`make catch` end to end, with a budget too small to learn anything."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """`run_catch.sh`: its data and its engine, and a run with the overrides of the Catch guide."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The warm start trains the tiny model on random play, and writes it completely or not at all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`run_gsm8k.sh`: its data, its engine and its placement."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from train_kit.example_scripts import Recording, record

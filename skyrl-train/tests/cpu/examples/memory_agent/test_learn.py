@@ -1,7 +1,5 @@
 """The memory agent: its data, its random attempts, and a run too short to learn anything."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Self-play against a frozen copy: small runs of the example, with the real engine, endpoint and environment."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

@@ -1,7 +1,5 @@
 """The embedded engine meets the engine contract."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import AsyncIterator

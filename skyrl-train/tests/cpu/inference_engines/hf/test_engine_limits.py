@@ -1,7 +1,5 @@
 """Limits of the engine: memory, failures, cancellation and close affect only the callers concerned."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator

@@ -1,7 +1,5 @@
 """The language-model head with preallocated memory."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

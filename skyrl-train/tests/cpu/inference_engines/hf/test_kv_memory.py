@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 
 from skyrl_train.inference_engines.hf.kv_memory import Copy, KVMemory

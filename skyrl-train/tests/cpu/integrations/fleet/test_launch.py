@@ -1,7 +1,5 @@
 """The task files of SkyPilot, the workflow, and their scripts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

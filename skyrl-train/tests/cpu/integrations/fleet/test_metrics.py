@@ -1,7 +1,5 @@
 """Metrics of Fleet runs: rewards are compared within a draw of a task, not within the task."""
 
-from __future__ import annotations
-
 import pytest
 from train_kit.trajectories import make_trajectory
 

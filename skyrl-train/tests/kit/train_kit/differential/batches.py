@@ -1,7 +1,5 @@
 """Random trajectories as tensors, for comparing our functions with those of other packages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ Only public interfaces are used: `compute_loss` as declared by transformers.Trai
 tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Inputs for the functions of verl."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

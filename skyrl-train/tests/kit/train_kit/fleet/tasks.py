@@ -1,7 +1,5 @@
 """Task lists with the environments and counts of Fleet's export, and datasets made from them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Advantages and returns of the sampled tokens, estimator by estimator."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Losses of the sampled tokens, and their reduction to the loss of the mini-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

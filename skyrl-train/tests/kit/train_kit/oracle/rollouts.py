@@ -1,7 +1,5 @@
 """Rollouts as lists of tokens."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Scores of the sampled tokens by each model, and the gradients of what is computed from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

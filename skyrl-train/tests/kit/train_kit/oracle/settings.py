@@ -1,7 +1,5 @@
 """Settings of one update."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The losses of one update on one mini-batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

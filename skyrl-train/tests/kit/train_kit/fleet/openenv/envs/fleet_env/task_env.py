@@ -4,8 +4,6 @@ A grade is 0.5 or 1.0 in turn and never 0, so that a reward of 0 reveals a lost 
 FLEET_STAND_IN_FAULTS is the probability of a provisioning failure, of an unknown grade, and of a verifier that raises.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from types import SimpleNamespace
@@ -36,7 +34,7 @@ class Software:
 class FleetTaskEnv:
     """A task about notes."""
 
-    created: ClassVar[list[FleetTaskEnv]] = []
+    created: ClassVar[list["FleetTaskEnv"]] = []
     """Every instance of this process."""
     faults: ClassVar[random.Random] = random.Random(0)
 
