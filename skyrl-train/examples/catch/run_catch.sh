@@ -5,6 +5,7 @@
 #
 # With a GPU the model is Qwen3-1.7B-Base, and vLLM samples if it is installed. Without a GPU it is a tiny Qwen3,
 # created on the first run, whose heads are too small for vLLM: the embedded engine samples.
+# Metrics go to Weights & Biases if WANDB_API_KEY is set, and to TensorBoard otherwise.
 # Missing data is generated. Variables: DATA_DIR, REWARD_MODE (shaped or episodic, for generated data),
 # MODEL_DIR (of the tiny model), MAIN_MODULE (the training module), PYTHON.
 set -euo pipefail
@@ -20,6 +21,12 @@ if [[ "$*" != *data.train_data=* && ! -f $DATA_DIR/train.parquet ]]; then
   "$PYTHON" -m examples.catch.catch_dataset --output_dir "$DATA_DIR" --reward_mode "$REWARD_MODE"
 fi
 
+LOGGER=tensorboard
+has() { "$PYTHON" -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec(sys.argv[1]) is None)' "$1"; }
+if [[ -n ${WANDB_API_KEY:-} ]] && has wandb; then
+  LOGGER=wandb
+fi
+
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   MODEL=(
     trainer.policy.model.path=Qwen/Qwen3-1.7B-Base
@@ -32,7 +39,7 @@ if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
   )
   if [[ "$*" == *generator.backend=* ]]; then
     : # the caller has chosen
-  elif "$PYTHON" -c 'import sys; from importlib.util import find_spec; sys.exit(find_spec("vllm") is None)'; then
+  elif has vllm; then
     echo "Sampling with vLLM"
     MODEL+=(generator.backend=vllm)
   else
@@ -50,6 +57,7 @@ else
     trainer.critic_mini_batch_size=4 # a critic, if configured, makes more and smaller updates than the policy
     trainer.critic.optimizer_config.lr=5e-4
     environment.skyrl_gym.max_env_workers=0
+    generator.batched=true # one forward pass for a turn of all games; vLLM batches games at different turns by itself
   )
 fi
 
@@ -67,8 +75,9 @@ exec "$PYTHON" -m "$MAIN_MODULE" \
   trainer.max_ckpts_to_keep=2 \
   trainer.max_prompt_length=256 \
   generator.max_turns=5 \
-  generator.batched=true \
+  generator.batched=false \
   generator.sampling_params.max_generate_length=1 \
+  "trainer.logger=$LOGGER" \
   trainer.project_name=catch \
   trainer.run_name=catch_shaped \
   "${MODEL[@]}" \

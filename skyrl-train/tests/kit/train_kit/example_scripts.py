@@ -13,6 +13,7 @@ RECORDER = """#!/usr/bin/env bash
 case "$*" in
   -c*cuda*) exit $((1 - HAS_GPU)) ;;
   -c*vllm*) exit $((1 - HAS_VLLM)) ;;
+  -c*wandb*) exit 0 ;;
   "-m examples.catch.recipe") printf '%s\\n' "$RECIPE" ;;
   *) printf '%s\\n' "$@" >>"$RECORD" ;;
 esac

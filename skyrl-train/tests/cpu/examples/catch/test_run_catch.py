@@ -77,6 +77,23 @@ def test_each_reward_mode_has_its_own_folder(mode: str, folder: str, tmp_path: P
     assert f"data.train_data=['{tmp_path}/data/{folder}/train.parquet']" in overrides
 
 
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_the_logger_and_the_agent_loop_by_default(has_gpu: bool, tmp_path: Path) -> None:
+    """With a GPU, as in SkyRL, games are not batched by turn. A key of W&B selects it, and an override comes last."""
+    data = {"DATA_DIR": str(tmp_path), "MODEL_DIR": str(tmp_path)}
+    _, overrides = record(
+        [*SCRIPT, "trainer.logger=console"], tmp_path, has_gpu=has_gpu, WANDB_API_KEY="x", **data
+    ).training
+    assert [item for item in overrides if item.startswith("trainer.logger")] == [
+        "trainer.logger=wandb",
+        "trainer.logger=console",
+    ]
+    batched = [item.rpartition("=")[2] for item in overrides if item.startswith("generator.batched")]
+    assert batched[-1] == ("false" if has_gpu else "true")
+    _, overrides = record(SCRIPT, tmp_path, has_gpu=has_gpu, WANDB_API_KEY="", **data).training
+    assert "trainer.logger=tensorboard" in overrides
+
+
 def test_the_plan_is_printed(
     catch_run: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
