@@ -178,8 +178,11 @@ DPO = Schema(
 
 def reward_models_are_sharded(cfg: RewardConfig) -> Iterator[str]:
     """Reject Megatron-Core: it has no reward head."""
-    if cfg.trainer.strategy == "megatron":
-        yield "trainer.strategy=megatron trains language models only; set trainer.strategy=fsdp2 for a reward model"
+    if not cfg.trainer.strategy_traits.has_scalar_heads:
+        yield (
+            f"trainer.strategy={cfg.trainer.strategy} trains language models only; set trainer.strategy=fsdp2 for a "
+            "reward model"
+        )
 
 
 REWARD = Schema(

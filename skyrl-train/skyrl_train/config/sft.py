@@ -22,28 +22,7 @@ from skyrl_train.config.base import (
 from skyrl_train.config.dialects import MEMORY_WITHOUT_EFFECT, VERL_SFT
 from skyrl_train.config.loading import RUN_SOURCES, Schema
 from skyrl_train.config.policy import Betas, DividedModelConfig, OptimizerConfig, PolicyModelConfig, SchedulerName
-from skyrl_train.config.rules.data import training_data_is_read_once, training_has_rows, validation_data_is_read_once
-from skyrl_train.config.rules.placement import (
-    launcher_starts_every_process,
-    megatron_has_its_models,
-    megatron_has_ranks,
-    megatron_is_installed,
-    ray_is_installed,
-    sharding_fits_ranks,
-    strategy_has_its_settings,
-)
-from skyrl_train.config.rules.run import (
-    adapters_are_on,
-    adapters_are_possible,
-    checkpoints_are_uploaded,
-    names_are_folders,
-    resume_path_is_a_checkpoint,
-    resume_path_is_read,
-    wandb_can_start,
-    wandb_settings_have_a_run,
-    warmup_is_set_once,
-    weight_decay_shrinks_weights,
-)
+from skyrl_train.config.rules import data, placement, run
 from skyrl_train.config.run import RunConfig
 
 MAX_LENGTH = 2048
@@ -203,28 +182,33 @@ SUPERVISED_PATHS = (
 )
 
 SUPERVISED_RULES = (
-    training_has_rows,
-    warmup_is_set_once,
-    weight_decay_shrinks_weights,
-    adapters_are_possible,
-    launcher_starts_every_process,
-    strategy_has_its_settings,
-    megatron_has_its_models,
-    names_are_folders,
-    validation_data_is_read_once,
-    resume_path_is_a_checkpoint,
-    checkpoints_are_uploaded,
-    wandb_settings_have_a_run,
+    data.training_has_rows,
+    run.warmup_is_set_once,
+    run.weight_decay_shrinks_weights,
+    run.adapters_are_possible,
+    placement.launcher_starts_every_process,
+    placement.strategy_has_its_settings,
+    placement.megatron_has_its_models,
+    run.names_are_folders,
+    data.validation_data_is_read_once,
+    run.resume_path_is_a_checkpoint,
+    run.checkpoints_are_uploaded,
+    run.wandb_settings_have_a_run,
 )
 
-SUPERVISED_MACHINE_RULES = (ray_is_installed, megatron_is_installed, sharding_fits_ranks, wandb_can_start)
+SUPERVISED_MACHINE_RULES = (
+    placement.ray_is_installed,
+    placement.megatron_is_installed,
+    placement.sharding_fits_ranks,
+    run.wandb_can_start,
+)
 
 SUPERVISED_WARNINGS = (
-    adapters_are_on,
-    resume_path_is_read,
-    training_data_is_read_once,
+    run.adapters_are_on,
+    run.resume_path_is_read,
+    data.training_data_is_read_once,
     validation_is_held_out,
-    megatron_has_ranks,
+    placement.megatron_has_ranks,
 )
 
 SFT = Schema(

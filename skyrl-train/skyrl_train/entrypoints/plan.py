@@ -110,7 +110,7 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
 
 def _check_megatron(trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel]) -> None:
     """Raise ConfigError if Megatron-Core cannot compute a model that is on this machine, or its adapter."""
-    if trainer.strategy != "megatron":
+    if not trainer.strategy_traits.is_model_parallel:
         return
     from skyrl_train.distributed.megatron.strategy import configure  # imports torch, as `_describe_device`
     from skyrl_train.models.loading import create_empty

@@ -257,7 +257,9 @@ def forecast_memory(
         return None
     sizes = [model.training_bytes / (count_shards(trainer, model, ranks) if ranks else 1) for model in models]
     needed = max(sizes) if ranks or offloads_idle else sum(sizes)
-    is_on_host = bool(ranks) and trainer.strategy != "megatron" and trainer.policy.fsdp_config.cpu_offload
+    is_on_host = (
+        bool(ranks) and not trainer.strategy_traits.is_model_parallel and trainer.policy.fsdp_config.cpu_offload
+    )
     uses_lora = models[0].lora is not None
     n_processes = max((n_per_node for _, n_per_node in ranks.values()), default=1)
     is_certain = not ranks and os.environ.get("WORLD_SIZE", "1") == "1"  # torchrun may have started several processes
@@ -309,7 +311,7 @@ def plan_ranks(placement: RunPlacementConfig, models: Sequence[PlannedModel]) ->
 def count_shards(trainer: TrainerConfig | SFTTrainerConfig, model: PlannedModel, ranks: Ranks) -> int:
     """Return the number of ranks that hold a model together; others hold copies."""
     section = getattr(trainer, ROLES[model.role], trainer.policy)  # `skyrl reward` trains trainer.policy
-    if trainer.strategy == "megatron":
+    if trainer.strategy_traits.is_model_parallel:
         megatron: MegatronConfig = section.megatron_config
         return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
     fsdp: FSDPConfig = section.fsdp_config
