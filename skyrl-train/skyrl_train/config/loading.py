@@ -24,10 +24,9 @@ from skyrl_train.config.problems import (
     FIELDS,
     Fields,
     Rule,
-    from_validation_error,
     nearest_keys,
     raise_problems,
-    refused_locations,
+    read_validation_error,
     show,
 )
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
@@ -67,20 +66,19 @@ def _max_seq_len(cfg: SkyRLConfig) -> int | None:
     return None if n_input is None else n_input + cfg.generator.sampling_params.max_generate_length
 
 
-def _from_wandb(cfg: Any, variable: str) -> str | None:
-    return os.environ.get(variable) if "wandb" in cfg.trainer.logger else None
-
-
-def _generate_run_name(cfg: Any) -> str:
-    return f"{cfg.trainer.project_name}-{datetime.now():%Y%m%d-%H%M%S}"
+def _from_wandb(cfg: Any, variable: str, default: str) -> str:
+    return os.environ.get(variable) or default if "wandb" in cfg.trainer.logger else default
 
 
 Sources = tuple[tuple[str, Callable[[Any], object]], ...]
 """Keys that default to a function of other keys. A function may read keys that earlier rows filled in."""
 
 RUN_SOURCES: Sources = (
-    ("trainer.project_name", lambda cfg: _from_wandb(cfg, "WANDB_PROJECT") or "skyrl"),
-    ("trainer.run_name", lambda cfg: _from_wandb(cfg, "WANDB_NAME") or _generate_run_name(cfg)),
+    ("trainer.project_name", lambda cfg: _from_wandb(cfg, "WANDB_PROJECT", "skyrl")),
+    (
+        "trainer.run_name",
+        lambda cfg: _from_wandb(cfg, "WANDB_NAME", f"{cfg.trainer.project_name}-{datetime.now():%Y%m%d-%H%M%S}"),
+    ),
     ("trainer.ckpt_path", lambda cfg: f"{cfg.trainer.run_dir}/ckpts"),
     ("trainer.export_path", lambda cfg: f"{cfg.trainer.run_dir}/export"),
 )
@@ -216,7 +214,16 @@ def resolve(cfg: C, schema: Schema[C]) -> C:
 def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C], positions: Positions | None) -> C:
     tree = _as_tree(source)
     problems = apply_aliases(tree, schema.aliases, schema.without_effect, schema.fields, positions)
-    cfg, refused = _validate_values(tree, schema)
+    refused: dict[str, str] = {}
+    try:
+        cfg = schema.root.model_validate(tree)
+    except ValidationError as error:
+        # The rejected keys get their defaults, so that the rules can report mistakes in all other keys together with
+        # them.
+        refused, paths = read_validation_error(error, tree, schema.fields)
+        for *sections, name in paths:
+            reduce(getitem, sections, tree).pop(name, None)  # two errors may reject the same value
+        cfg = schema.root.model_validate(tree)
     cfg = resolve(cfg, schema)
     if not refused.keys() <= schema.fields.keys():  # the keys that were meant have their defaults: look nothing up yet
         rules = schema.rules
@@ -229,22 +236,6 @@ def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C], posi
     return cfg
 
 
-def _validate_values(tree: dict[str, Any], schema: Schema[C]) -> tuple[C, dict[str, str]]:
-    """Return the configuration of a tree, and a sentence for each key whose value is rejected.
-
-    The rejected keys have their defaults, so that the rules can report mistakes in all other keys together with them.
-    """
-    try:
-        return schema.root.model_validate(tree), {}
-    except ValidationError as error:
-        refused = from_validation_error(error, tree, schema.fields)
-        for location in refused_locations(error, schema.fields):
-            *sections, name = location
-            section = reduce(getitem, sections, tree)
-            section.pop(name, None)  # two errors may reject the same value
-        return schema.root.model_validate(tree), refused
-
-
 def _as_tree(source: ConfigSource) -> dict[str, Any]:
     """Convert to nested dicts and lists. Resolve interpolations and drop Hydra's own sections."""
     if isinstance(source, DictConfig):
@@ -255,13 +246,10 @@ def _as_tree(source: ConfigSource) -> dict[str, Any]:
             raise ConfigError(f"{error.full_key}: {reason}; set {error.full_key}=<value>") from None
     if not isinstance(source, Mapping | None):
         raise ConfigError(f"the configuration is {show(source)}; it must be a mapping of sections")
-    tree: dict[str, Any] = _plain(source or {})
-    return {name: value for name, value in tree.items() if name not in ("hydra", "defaults")}
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(name): plain(inner) for name, inner in value.items()}
+        return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value
+    return {name: plain(value) for name, value in (source or {}).items() if name not in ("hydra", "defaults")}
