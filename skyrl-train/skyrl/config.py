@@ -24,7 +24,7 @@ from skyrl_train import config
 from skyrl_train.compat.skyrl.absent import refuse_name
 from skyrl_train.compat.skyrl.keys import ALIASES
 from skyrl_train.config import to_yaml as get_config_as_yaml_str
-from skyrl_train.config.base import Section, as_section, iter_fields, value_at
+from skyrl_train.config.base import Section, as_section, value_at
 from skyrl_train.config.cli import parse
 from skyrl_train.config.loading import RL
 from skyrl_train.config.problems import show
@@ -96,7 +96,7 @@ class SkyRLTrainConfig:
         additions = {"": cls, **cls.sections}
         defaults = [line for key, added in additions.items() for line in _new_defaults(key, added)]
         root = _extend(_Root, "", additions)
-        schema = replace(RL, root=root, fields=dict(iter_fields(root)))
+        schema = replace(RL, root=root)
         with exit_on_mistake(is_program=given == sys.argv[1:]):
             return parse([*defaults, *map(_without_json, given)], schema)
 

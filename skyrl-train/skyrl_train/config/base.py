@@ -1,7 +1,7 @@
 """Base class of all config sections (frozen, strict, no unknown keys), and helpers that describe their fields.
 
-A default is written once, on the field. The docstring below the field is its help text. `generate.py` turns both into
-the YAML file that Hydra reads and the reference page.
+A default is written once, on the field. The docstring below the field is its help text, also for subclasses that change
+only the default. `generate.py` turns both into the YAML file that Hydra reads and the reference page.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Put each help text on one line. A field without one inherits the text of the field that it overrides."""
+        for name, field in cls.model_fields.items():
+            inherited = [base.model_fields[name] for base in cls.__mro__ if name in getattr(base, "model_fields", {})]
+            text = next((text for base in inherited if (text := base.description)), "")
+            field.description = " ".join(text.split())
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,6 @@ def _null_as_empty(value: object) -> object:
     return [] if value is None else as_list(value)
 
 
-def _not_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError("0 is neither a limit nor -1")
-    return value
-
-
 def _is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(type(name) is str and _is_plain(inner) for name, inner in value.items())
@@ -89,7 +91,7 @@ def _check_plain(value: object) -> object:
 
 Count = Annotated[int, Ge(1)]
 OptionalCount = Annotated[int, Ge(1)] | None
-CountOrMinusOne = Annotated[int, Ge(-1), AfterValidator(_not_zero), Allowed("-1 or an integer >= 1")]
+CountOrMinusOne = Annotated[Literal[-1] | Count, Allowed("-1 or an integer >= 1")]
 Text = Annotated[str, MinLen(1)]
 StringList = Annotated[list[Text], BeforeValidator(_null_as_empty), Allowed("a string or a list of strings")]
 OptionalStringList = Annotated[
@@ -147,13 +149,9 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         return "a section"
     text = "a non-empty string" if MinLen(1) in metadata else "a string"
     names = {bool: "true or false", int: "an integer", float: "a number", str: text}
-    return names[annotation] + _bounds(metadata)
-
-
-def _bounds(metadata: list[Any]) -> str:
     signs = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
-    words = [f"{sign} {getattr(item, name)}" for item in metadata for kind, name, sign in signs if type(item) is kind]
-    return " " + " and ".join(words) if words else ""
+    bounds = [f"{sign} {getattr(item, name)}" for item in metadata for kind, name, sign in signs if type(item) is kind]
+    return f"{names[annotation]} {' and '.join(bounds)}".rstrip()
 
 
 def value_at(tree: object, key: str) -> Any:

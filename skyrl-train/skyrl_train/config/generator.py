@@ -80,7 +80,6 @@ class EvalSamplingConfig(SamplingConfig):
     """Maximum number of new tokens per turn. Defaults to `generator.sampling_params.max_generate_length`."""
 
     temperature: Temperature = 0.0
-    """Sampling temperature. 0 is greedy."""
 
 
 class ChatTemplateConfig(Section):

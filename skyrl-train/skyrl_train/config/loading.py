@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import reduce
+from functools import cached_property, reduce
 from operator import getitem
 from typing import Any, Generic, TypeVar
 
@@ -17,11 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from skyrl_train.aliases import Alias
-from skyrl_train.config.base import Section, value_at, with_value
+from skyrl_train.config.base import Section, iter_fields, value_at, with_value
 from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT
 from skyrl_train.config.precedence import Positions, apply_aliases
 from skyrl_train.config.problems import (
-    FIELDS,
     Fields,
     Rule,
     nearest_keys,
@@ -118,7 +117,6 @@ class Schema(Generic[C]):
 
     root: type[C]
     config_name: str  # Hydra's YAML file of defaults, without suffix
-    fields: Fields
     aliases: Mapping[str, Alias]
     without_effect: Mapping[str, str]
     paths: tuple[str, ...]
@@ -128,11 +126,15 @@ class Schema(Generic[C]):
     warnings: tuple[Rule, ...]
     derive: Callable[[C], C] | None = None  # sets keys that depend on several others
 
+    @cached_property
+    def fields(self) -> Fields:
+        """Every key of the configuration, sections included."""
+        return dict(iter_fields(self.root))
+
 
 RL = Schema(
     root=SkyRLConfig,
     config_name="ppo_base_config",
-    fields=FIELDS,
     aliases=ALIASES,
     without_effect=SKYRL_WITHOUT_EFFECT,
     paths=PATHS,

@@ -30,6 +30,7 @@ SchedulerName = Literal[
     "inverse_sqrt",
     "wsd",
 ]
+LearningRate = Annotated[float, Ge(0), Le(1000)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple), Allowed("a list of 2 numbers >= 0 and < 1")]
 
@@ -92,7 +93,7 @@ class PolicyModelConfig(Section):
 class OptimizerConfig(Section):
     """AdamW, one step per mini-batch."""
 
-    lr: Annotated[float, Ge(0), Le(1000)] = 1e-6
+    lr: LearningRate = 1e-6
     """Learning rate after warm-up."""
 
     adam_betas: Betas = (0.9, 0.999)
@@ -105,14 +106,14 @@ class OptimizerConfig(Section):
     """Gradients with a larger norm are scaled down to this norm."""
 
     num_warmup_steps: Annotated[int, Ge(0)] = 0
-    """Number of optimizer steps (mini-batches) of linear warm-up from 0."""
+    """Number of optimizer steps of linear warm-up from 0."""
 
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Warm-up as a fraction of all optimizer steps. Use this or `num_warmup_steps`, not both."""
 
     scheduler: SchedulerName = "constant_with_warmup"
     """Learning-rate schedule after warm-up, by its transformers name. `wsd` (warm-up, stable, decay) stays constant and
-    decays to 0 at the end. No other schedules with settings beyond the number of steps are supported."""
+    decays to 0 at the end. Schedules that need other settings are not supported."""
 
     wsd_decay_ratio: Annotated[float, Gt(0), Le(1)] = 0.1
     """Fraction of the steps after warm-up that `scheduler=wsd` spends on its cosine decay."""
@@ -242,8 +243,7 @@ class CriticModelConfig(Section):
 class CriticOptimizerConfig(OptimizerConfig):
     """AdamW, one step per mini-batch."""
 
-    lr: Annotated[float, Ge(0), Le(1000)] = 5e-6
-    """Learning rate after warm-up."""
+    lr: LearningRate = 5e-6
 
 
 class CriticConfig(ShardedModelConfig):

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 
-from skyrl_train.config.base import Section, Text, iter_fields
-from skyrl_train.config.dialects import MEMORY_WITHOUT_EFFECT
-from skyrl_train.config.loading import RUN_SOURCES, Schema
-from skyrl_train.config.policy import Betas, RefConfig
+from skyrl_train.config.base import Section, Text
+from skyrl_train.config.policy import Betas, LearningRate, RefConfig
 from skyrl_train.config.sft import (
-    SUPERVISED_MACHINE_RULES,
-    SUPERVISED_PATHS,
-    SUPERVISED_RULES,
-    SUPERVISED_WARNINGS,
+    SFT,
     SFTOptimizerConfig,
     SFTPolicyConfig,
     SFTTrainerConfig,
     SupervisedConfig,
     SupervisedDataConfig,
+    supervised_schema,
 )
 
 
@@ -42,21 +39,17 @@ class PreferenceDataConfig(SupervisedDataConfig):
 class PreferenceOptimizerConfig(SFTOptimizerConfig):
     """AdamW, one step per batch."""
 
-    lr: Annotated[float, Ge(0), Le(1000)] = 1e-6
-    """Learning rate after warm-up."""
+    lr: LearningRate = 1e-6
 
     adam_betas: Betas = (0.9, 0.999)
-    """AdamW's β₁ and β₂: decay rates of the running means of the gradient and of its square."""
 
     weight_decay: Annotated[float, Ge(0)] = 0.0
-    """Decoupled weight decay coefficient."""
 
 
 class PreferencePolicyConfig(SFTPolicyConfig):
     """The trained model."""
 
     optimizer_config: PreferenceOptimizerConfig = PreferenceOptimizerConfig()
-    """The optimizer and its schedule."""
 
 
 class DPOLossConfig(Section):
@@ -77,7 +70,6 @@ class DPOTrainerConfig(SFTTrainerConfig):
     """The training run."""
 
     policy: PreferencePolicyConfig = PreferencePolicyConfig()
-    """The trained model."""
 
     ref: RefConfig = RefConfig()
     """The frozen reference model."""
@@ -98,7 +90,6 @@ class DPOConfig(SupervisedConfig):
     """Preferences: rows with a prompt, a chosen and a rejected answer."""
 
     trainer: DPOTrainerConfig = DPOTrainerConfig()
-    """The training run."""
 
 
 class RewardDataConfig(PreferenceDataConfig):
@@ -113,15 +104,13 @@ class RewardDataConfig(PreferenceDataConfig):
 class RewardOptimizerConfig(PreferenceOptimizerConfig):
     """AdamW, one step per batch."""
 
-    lr: Annotated[float, Ge(0), Le(1000)] = 1e-5
-    """Learning rate after warm-up."""
+    lr: LearningRate = 1e-5
 
 
 class RewardPolicyConfig(SFTPolicyConfig):
     """The trained model: a reward model, or a language model that gets a new reward head."""
 
     optimizer_config: RewardOptimizerConfig = RewardOptimizerConfig()
-    """The optimizer and its schedule."""
 
 
 class RewardTrainerConfig(SFTTrainerConfig):
@@ -138,7 +127,6 @@ class RewardConfig(SupervisedConfig):
     """Preferences: rows with a prompt, a chosen and a rejected answer."""
 
     trainer: RewardTrainerConfig = RewardTrainerConfig()
-    """The training run."""
 
 
 def smoothing_has_a_sigmoid(cfg: DPOConfig) -> Iterator[str]:
@@ -161,17 +149,10 @@ def answers_are_scored_equally(cfg: SupervisedConfig) -> Iterator[str]:
         )
 
 
-DPO = Schema(
-    root=DPOConfig,
-    config_name="dpo_config",
-    fields=dict(iter_fields(DPOConfig)),
-    aliases={},
-    without_effect=MEMORY_WITHOUT_EFFECT,
-    paths=(*SUPERVISED_PATHS, "trainer.ref.model.path"),
-    sources=(*RUN_SOURCES, ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path)),
-    rules=(*SUPERVISED_RULES, answers_are_scored_equally, smoothing_has_a_sigmoid),
-    machine_rules=SUPERVISED_MACHINE_RULES,
-    warnings=SUPERVISED_WARNINGS,
+DPO = replace(
+    supervised_schema(DPOConfig, "dpo_config", answers_are_scored_equally, smoothing_has_a_sigmoid),
+    paths=(*SFT.paths, "trainer.ref.model.path"),
+    sources=(*SFT.sources, ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path)),
 )
 """The configuration of direct preference optimization."""
 
@@ -185,16 +166,5 @@ def reward_models_are_sharded(cfg: RewardConfig) -> Iterator[str]:
         )
 
 
-REWARD = Schema(
-    root=RewardConfig,
-    config_name="reward_config",
-    fields=dict(iter_fields(RewardConfig)),
-    aliases={},
-    without_effect=MEMORY_WITHOUT_EFFECT,
-    paths=SUPERVISED_PATHS,
-    sources=RUN_SOURCES,
-    rules=(*SUPERVISED_RULES, answers_are_scored_equally, reward_models_are_sharded),
-    machine_rules=SUPERVISED_MACHINE_RULES,
-    warnings=SUPERVISED_WARNINGS,
-)
+REWARD = supervised_schema(RewardConfig, "reward_config", answers_are_scored_equally, reward_models_are_sharded)
 """The configuration of training a reward model."""
