@@ -29,10 +29,10 @@ class Section(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Put each help text on one line. A field without one inherits the text of the field that it overrides."""
+        sections = [base for base in cls.__mro__ if issubclass(base, Section)]
         for name, field in cls.model_fields.items():
-            inherited = [base.model_fields[name] for base in cls.__mro__ if name in getattr(base, "model_fields", {})]
-            text = next((text for base in inherited if (text := base.description)), "")
-            field.description = " ".join(text.split())
+            fields = [base.model_fields[name] for base in sections if name in base.model_fields]
+            field.description = " ".join(next((base.description for base in fields if base.description), "").split())
 
 
 @dataclass(frozen=True)
