@@ -55,16 +55,13 @@ def test_a_source_that_is_not_a_mapping_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("???", "trainer.run_name: Missing mandatory value: run_name; set trainer.run_name=<value>"),
-        ("${nope}", "trainer.run_name: Interpolation key 'nope' not found; set trainer.run_name=<value>"),
-    ],
+    ("value", "reason"),
+    [("???", "Missing mandatory value: run_name"), ("${nope}", "Interpolation key 'nope' not found")],
 )
-def test_a_failed_interpolation_names_its_key(value: str, expected: str) -> None:
+def test_a_failed_interpolation_names_its_key(value: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(OmegaConf.create(nested(("trainer.run_name", value))))
-    assert str(caught.value) == expected
+    assert str(caught.value) == f"trainer.run_name: {reason}; set trainer.run_name=<value>"
 
 
 def test_the_source_is_not_changed() -> None:
@@ -141,17 +138,14 @@ def test_any_configuration_survives_a_yaml_round_trip(
 
 
 def test_validate_cfg_accepts_hydra_and_typed_configurations() -> None:
-    composed = get_default_config()
-    composed.trainer.run_name = "r"  # the default contains the time
-    assert validate_cfg(composed) == load_config(composed) == validate_cfg(load_config(composed))
+    composed, named = get_default_config(), nested(("trainer.run_name", "r"))  # the default contains the time
+    composed.trainer.run_name = "r"
+    loaded = load_config(named)
+    assert validate_cfg(composed) == load_config(composed) == validate_cfg(loaded) == loaded
+    assert validate_cfg(SkyRLConfig.model_validate(named)) == loaded
     composed.trainer.policy_mini_batch_size = 48
     with pytest.raises(ConfigError, match="must divide"):
         validate_cfg(composed)
-
-
-def test_validate_cfg_fills_in_a_typed_configuration() -> None:
-    named = nested(("trainer.run_name", "run"))
-    assert validate_cfg(SkyRLConfig.model_validate(named)) == load_config(named)
 
 
 def test_likely_mistakes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -168,15 +162,16 @@ def test_the_default_configuration_logs_no_warnings(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize(
-    ("source", "sentence"),
+    ("source", "key", "fix"),
     [
-        ({"trainer.total_epochs": 3}, "trainer.total_epochs=3: .* nest the sections: trainer: {total_epochs: 3}"),
+        ({"trainer.total_epochs": 3}, "trainer.total_epochs=3", "trainer: {total_epochs: 3}"),
         (
             {"trainer": {"algorithm.eps_clip_low": 0.3}},
-            "trainer.algorithm.eps_clip_low=0.3: .*: trainer: {algorithm: {eps_clip_low: 0.3}}",
+            "trainer.algorithm.eps_clip_low=0.3",
+            "trainer: {algorithm: {eps_clip_low: 0.3}}",
         ),
     ],
 )
-def test_names_with_dots_are_refused(source: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{sentence}$"):
+def test_names_with_dots_are_refused(source: dict[str, Any], key: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: .* nest the sections: {fix}$"):
         load_config(source)

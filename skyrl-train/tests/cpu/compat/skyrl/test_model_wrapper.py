@@ -33,8 +33,10 @@ def test_a_path_and_a_model_have_the_log_probs_of_the_last_tokens(
         distribution = (tiny_model(sequences).logits[:, -N_ACTIONS - 1 : -1] / 0.5).log_softmax(dim=-1)
         expected = distribution.gather(-1, sequences[:, -N_ACTIONS:, None])[..., 0] * attention_mask[:, -N_ACTIONS:]
         entropy = -(distribution.exp() * distribution).sum(dim=-1) * attention_mask[:, -N_ACTIONS:]
+    assert HFModelWrapper(str(tiny_model_path)).model.dtype == torch.bfloat16
     for source in (str(tiny_model_path), tiny_model):
         wrapper = HFModelWrapper(source, bf16=False, temperature=0.5)
+        assert wrapper.model.dtype == torch.float32
         logprobs, output = wrapper(sequences, N_ACTIONS, attention_mask, return_output=True, compute_entropy=True)
         torch.testing.assert_close(logprobs, expected)
         torch.testing.assert_close(output["entropy"], entropy)
@@ -44,11 +46,6 @@ def test_a_path_and_a_model_have_the_log_probs_of_the_last_tokens(
             *(sequences, N_ACTIONS), return_output=True, compute_entropy=True, entropy_requires_grad=False
         )
         assert not detached["entropy"].requires_grad
-
-
-@pytest.mark.parametrize(("bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_weights_have_the_type_that_is_asked_for(bf16: bool, dtype: torch.dtype, tiny_model_path: Path) -> None:
-    assert HFModelWrapper(str(tiny_model_path), bf16=bf16).model.dtype == dtype
 
 
 def test_an_adapter_changes_nothing_at_first_and_is_trained_alone(
