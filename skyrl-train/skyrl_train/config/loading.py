@@ -20,14 +20,7 @@ from skyrl_train.aliases import Alias
 from skyrl_train.config.base import Section, iter_fields, value_at, with_value
 from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT
 from skyrl_train.config.precedence import Positions, apply_aliases
-from skyrl_train.config.problems import (
-    Fields,
-    Rule,
-    nearest_keys,
-    raise_problems,
-    read_validation_error,
-    show,
-)
+from skyrl_train.config.problems import Fields, Rule, nearest_keys, raise_problems, read_validation_error, show
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 from skyrl_train.config.validation import MACHINE_RULES, RULES, WARNINGS, find_problems
 from skyrl_train.errors import ConfigError
@@ -254,4 +247,5 @@ def _as_tree(source: ConfigSource) -> dict[str, Any]:
             return {str(name): plain(inner) for name, inner in value.items()}
         return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
-    return {name: plain(value) for name, value in (source or {}).items() if name not in ("hydra", "defaults")}
+    tree: dict[str, Any] = plain(source or {})
+    return {name: value for name, value in tree.items() if name not in ("hydra", "defaults")}

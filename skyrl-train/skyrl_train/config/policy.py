@@ -21,14 +21,7 @@ from skyrl_train.config.base import (
 )
 
 SchedulerName = Literal[
-    "constant_with_warmup",
-    "constant",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-    "wsd",
+    "constant_with_warmup", "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"
 ]
 LearningRate = Annotated[float, Ge(0), Le(1000)]
 Beta = Annotated[float, Ge(0), Lt(1)]

@@ -9,16 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from pydantic import Field
 
-from skyrl_train.config.base import (
-    Allowed,
-    Count,
-    CountOrMinusOne,
-    FreeValue,
-    OptionalCount,
-    Section,
-    StringList,
-    Text,
-)
+from skyrl_train.config.base import Allowed, Count, CountOrMinusOne, FreeValue, OptionalCount, Section, StringList, Text
 from skyrl_train.config.dialects import MEMORY_WITHOUT_EFFECT, VERL_SFT
 from skyrl_train.config.loading import RUN_SOURCES, C, Schema
 from skyrl_train.config.policy import Betas, LearningRate, OptimizerConfig, PolicyConfig, SchedulerName

@@ -63,7 +63,7 @@ def _prepare_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         raise DataError(f"message {index} has {medium}, which models here do not read; remove it")
     content = prepared.get("content")
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         for part, text in zip(content, texts, strict=True):
             if not isinstance(text, str):
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__

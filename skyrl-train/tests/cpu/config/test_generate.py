@@ -18,6 +18,7 @@ def test_the_generated_files_are_up_to_date() -> None:
 
 def test_the_yaml_file_loads_as_the_default_configuration() -> None:
     defaults = yaml.safe_load(generate.render_yaml())
+    assert {"hydra", "defaults"} <= defaults.keys()
     defaults["trainer"]["run_name"] = "run"  # the default contains the time
     assert load_config(defaults) == load_config({"trainer": {"run_name": "run"}})
 

@@ -1,5 +1,4 @@
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from train_kit.rules import show_values
 from skyrl_train.config import (
     SkyRLConfig,
     changed_settings,
-    config_dir,
     get_default_config,
     load_config,
     to_yaml,
@@ -68,12 +66,6 @@ def test_the_source_is_not_changed() -> None:
     tree = nested(("trainer.total_epochs", 3))
     load_config(tree)
     assert tree == nested(("trainer.total_epochs", 3))
-
-
-def test_the_yaml_file_for_hydra_can_be_read_without_hydra() -> None:
-    tree = yaml.safe_load((Path(config_dir) / "ppo_base_config.yaml").read_text(encoding="utf-8"))
-    assert {"hydra", "defaults"} <= tree.keys()
-    assert load_config(tree) == load_config()
 
 
 def test_a_yaml_round_trip_is_equal_and_includes_derived_values() -> None:
