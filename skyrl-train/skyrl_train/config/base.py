@@ -1,7 +1,8 @@
 """Base class of all config sections (frozen, strict, no unknown keys), and helpers that describe their fields.
 
 A default is written once, on the field. The docstring below the field is its help text, also for subclasses that change
-only the default. `generate.py` turns both into the YAML file that Hydra reads and the reference page.
+only the default. A section takes the docstring of its class. `generate.py` turns defaults and help texts into the YAML
+file that Hydra reads and the reference page.
 """
 
 from __future__ import annotations
@@ -28,11 +29,21 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Put each help text on one line. A field without one inherits the text of the field that it overrides."""
+        """Put each help text on one line.
+
+        A section without one has the docstring of its class. A value inherits the help text of the field that it
+        overrides.
+        """
         sections = [base for base in cls.__mro__ if issubclass(base, Section)]
         for name, field in cls.model_fields.items():
             fields = [base.model_fields[name] for base in sections if name in base.model_fields]
-            field.description = " ".join(next((base.description for base in fields if base.description), "").split())
+            inner = as_section(field.annotation)
+            texts = [
+                field.description,
+                None if inner is None else inner.__doc__,
+                *(base.description for base in fields),
+            ]
+            field.description = " ".join(next(filter(None, texts), "").split())
 
 
 @dataclass(frozen=True)

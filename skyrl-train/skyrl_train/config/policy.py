@@ -80,7 +80,6 @@ class PolicyModelConfig(Section):
     bfloat16 number. The dtype of the forward pass is set by `trainer.bf16`."""
 
     lora: LoraConfig = LoraConfig()
-    """LoRA adapter, trained instead of the weights."""
 
 
 class OptimizerConfig(Section):
@@ -194,7 +193,6 @@ class ShardedModelConfig(Section):
     """A model on several ranks."""
 
     fsdp_config: FSDPConfig = FSDPConfig()
-    """Sharding of the weights."""
 
     sequence_parallel_size: Count = 1
     """Number of ranks that split the tokens of each row (Ulysses), for long rows. Divides the activation memory per
@@ -205,17 +203,13 @@ class DividedModelConfig(ShardedModelConfig):
     """A model on several ranks, sharded with FSDP2 or split with Megatron-Core."""
 
     megatron_config: MegatronConfig = MegatronConfig()
-    """Model parallelism with Megatron-Core."""
 
 
 class PolicyConfig(DividedModelConfig):
     """The trained model."""
 
     model: PolicyModelConfig = PolicyModelConfig()
-    """Source and dtype of the weights."""
-
     optimizer_config: OptimizerConfig = OptimizerConfig()
-    """The optimizer and its schedule."""
 
 
 class CriticModelConfig(Section):
@@ -243,10 +237,7 @@ class CriticConfig(ShardedModelConfig):
     """The value model, for `advantage_estimator=gae`."""
 
     model: CriticModelConfig = CriticModelConfig()
-    """Source and dtype of the weights."""
-
     optimizer_config: CriticOptimizerConfig = CriticOptimizerConfig()
-    """The optimizer and its schedule."""
 
 
 class RefModelConfig(Section):
@@ -260,7 +251,6 @@ class RefConfig(DividedModelConfig):
     """The frozen reference for the KL terms, or the teacher in distillation. Only loaded if its log-probs are used."""
 
     model: RefModelConfig = RefModelConfig()
-    """Source of the weights."""
 
     def is_base_of(self, policy: PolicyModelConfig) -> bool:
         """Return True if the reference is the policy without its new adapter."""

@@ -75,7 +75,6 @@ class DPOTrainerConfig(SFTTrainerConfig):
     """The frozen reference model."""
 
     dpo: DPOLossConfig = DPOLossConfig()
-    """The loss."""
 
     @property
     def policy_is_reference(self) -> bool:
@@ -87,8 +86,6 @@ class DPOConfig(SupervisedConfig):
     """The typed configuration of direct preference optimization."""
 
     data: PreferenceDataConfig = PreferenceDataConfig()
-    """Preferences: rows with a prompt, a chosen and a rejected answer."""
-
     trainer: DPOTrainerConfig = DPOTrainerConfig()
 
 
@@ -117,15 +114,12 @@ class RewardTrainerConfig(SFTTrainerConfig):
     """The training run."""
 
     policy: RewardPolicyConfig = RewardPolicyConfig()
-    """The trained model: a reward model, or a language model that gets a new reward head."""
 
 
 class RewardConfig(SupervisedConfig):
     """The typed configuration of training a reward model."""
 
     data: RewardDataConfig = RewardDataConfig()
-    """Preferences: rows with a prompt, a chosen and a rejected answer."""
-
     trainer: RewardTrainerConfig = RewardTrainerConfig()
 
 

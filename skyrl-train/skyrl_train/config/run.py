@@ -84,7 +84,6 @@ class RunConfig(Section):
     """The training run."""
 
     placement: RunPlacementConfig = RunPlacementConfig()
-    """Processes of the run."""
 
     strategy: StrategyName = "fsdp2"
     """How a model is split over its ranks. `fsdp2` and `fsdp` both mean PyTorch's FSDP2. `megatron` is tensor, pipeline

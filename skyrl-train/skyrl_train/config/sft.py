@@ -102,7 +102,6 @@ class SFTTrainerConfig(RunConfig):
     """The training run."""
 
     policy: SFTPolicyConfig = SFTPolicyConfig()
-    """The trained model."""
 
     train_batch_size: Count = 32
     """Number of rows per training step."""
@@ -124,17 +123,13 @@ class SupervisedConfig(Section):
     """Configuration shared by supervised fine-tuning and training on preferences."""
 
     data: SupervisedDataConfig = SupervisedDataConfig()
-    """Training and validation data, and how rows are tokenized."""
-
     trainer: SFTTrainerConfig = SFTTrainerConfig()
-    """The training run."""
 
 
 class SFTConfig(SupervisedConfig):
     """The typed configuration of supervised fine-tuning."""
 
     data: SFTDataConfig = SFTDataConfig()
-    """Demonstrations: rows with a prompt and a response, or with a conversation."""
 
 
 def validation_is_held_out(cfg: SupervisedConfig) -> Iterator[str]:
