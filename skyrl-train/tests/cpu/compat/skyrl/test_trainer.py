@@ -52,11 +52,7 @@ def train(tiny_model_path: Path, tmp_path: Path) -> Train:
     """Train for a step, without a trainer class with the default one, and return the logged metrics."""
     data = tmp_path / "rows.jsonl"
     write_jsonl(data, [prompt_row("say something", "length", data_source="words")] * 4)
-    settings = [
-        "trainer.ckpt_interval=-1",
-        "trainer.algorithm.use_kl_loss=false",
-        "generator.n_samples_per_prompt=4",
-    ]
+    settings = ["trainer.ckpt_interval=-1", "trainer.algorithm.use_kl_loss=false", "generator.n_samples_per_prompt=4"]
 
     def run(trainer_class: type[RayPPOTrainer] | None, *overrides: str, name: str = "test_run") -> list[dict[str, Any]]:
         class Experiment(BasePPOExp):
@@ -101,9 +97,7 @@ def test_a_dapo_trainer_punishes_long_responses_once(train: Train, caplog: pytes
     assert "overlong_buffer_len=2 is left to DAPOTrainer.postprocess_generator_output" in caplog.text
 
 
-def test_a_hook_gets_a_reward_for_each_token_unless_rollouts_are_batched(
-    train: Train,
-) -> None:
+def test_a_hook_gets_a_reward_for_each_token_unless_rollouts_are_batched(train: Train) -> None:
     calls: list[Any] = []
     n_trained: list[float] = []
 
