@@ -24,7 +24,7 @@ from skyrl_train import config
 from skyrl_train.compat.skyrl.absent import refuse_name
 from skyrl_train.compat.skyrl.keys import ALIASES
 from skyrl_train.config import to_yaml as get_config_as_yaml_str
-from skyrl_train.config.base import Section, as_section, iter_fields, value_at
+from skyrl_train.config.base import Section, as_section, value_at
 from skyrl_train.config.cli import parse
 from skyrl_train.config.loading import RL
 from skyrl_train.config.problems import show
@@ -94,9 +94,14 @@ class SkyRLTrainConfig:
         """
         given = [f"{key}={show(value)}" for key, value in args.items()] if isinstance(args, Mapping) else list(args)
         additions = {"": cls, **cls.sections}
-        defaults = [line for key, added in additions.items() for line in _new_defaults(key, added)]
+        defaults = []  # of existing keys that a dataclass changes
+        for section, added in additions.items():
+            for field in _declared(added):
+                key = f"{section}.{field.name}".removeprefix(".")
+                if key in RL.fields and field.default is not MISSING:
+                    defaults.append(f"{key}={show(field.default)}")
         root = _extend(_Root, "", additions)
-        schema = replace(RL, root=root, fields=dict(iter_fields(root)))
+        schema = replace(RL, root=root)
         with exit_on_mistake(is_program=given == sys.argv[1:]):
             return parse([*defaults, *map(_without_json, given)], schema)
 
@@ -123,14 +128,6 @@ def _without_json(text: str) -> str:
 def _declared(added: type) -> Iterator[Field[Any]]:
     """Yield the fields of a dataclass, or nothing for other classes."""
     yield from fields(added) if is_dataclass(added) else ()
-
-
-def _new_defaults(section: str, added: type) -> Iterator[str]:
-    """Yield an override for each existing key whose default a dataclass changes."""
-    for field in _declared(added):
-        key = f"{section}.{field.name}".removeprefix(".")
-        if key in RL.fields and field.default is not MISSING:
-            yield f"{key}={show(field.default)}"
 
 
 def _extend(section: type[Section], key: str, additions: Mapping[str, type]) -> Any:

@@ -1,7 +1,7 @@
 """Aliases of keys.
 
-Only keys of the same meaning are listed. A value map translates values with another spelling; it passes other values
-unchanged, and a value that it maps to None does not set the key.
+Only keys with the same meaning are listed. A value map translates values that are spelled differently, and passes all
+others unchanged. A value that it maps to None does not set the key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The exceptions of `skyrl_train`: one class for each boundary at which something fails, and who raises it.
+"""The exceptions of `skyrl_train`: one class for each boundary where something fails, and who raises it.
 
     SkyRLError                  base class; raised itself only by `skyrl doctor`, when a check fails
     ├── ConfigError             loading and checking the configuration, and components that refuse a setting
@@ -61,7 +61,7 @@ class EngineError(SkyRLError):
 
 
 class EngineLostError(EngineError):
-    """The process of an inference engine ended, or does not answer any more."""
+    """The process of an inference engine ended or stopped responding."""
 
 
 class CheckpointError(SkyRLError):

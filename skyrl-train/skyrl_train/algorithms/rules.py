@@ -28,8 +28,10 @@ from skyrl_train.errors import ConfigError
 
 @dataclass(slots=True)
 class Functions:
-    """Properties of the configured functions. The defaults pass every rule."""
+    """The configured estimator and loss, resolved once. The defaults of their traits pass every rule."""
 
+    estimator_setting: str  # e.g. trainer.algorithm.advantage_estimator=grpo
+    loss_setting: str
     estimator: EstimatorTraits = field(default_factory=EstimatorTraits)
     loss: LossTraits = field(default_factory=LossTraits)
     required: frozenset[str] = frozenset()  # inputs that the estimator needs
@@ -38,11 +40,14 @@ class Functions:
 
 def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
     """Return the properties of the configured functions, and one sentence for each that breaks its contract."""
-    functions, problems = Functions(), []
-    if config.advantage_estimator in ADVANTAGE_ESTIMATORS.list_available():
-        estimator = ADVANTAGE_ESTIMATORS.get(config.advantage_estimator)
+    name, problems = config.advantage_estimator, []
+    functions = Functions(
+        f"trainer.algorithm.advantage_estimator={name}", f"trainer.algorithm.policy_loss_type={config.policy_loss_type}"
+    )
+    if name in ADVANTAGE_ESTIMATORS.list_available():
+        estimator = ADVANTAGE_ESTIMATORS.get(name)
         functions.required, functions.readable = required_inputs(estimator), readable_inputs(estimator)
-        functions.estimator = ADVANTAGE_ESTIMATORS.traits(config.advantage_estimator)
+        functions.estimator = ADVANTAGE_ESTIMATORS.traits(name)
         try:
             if not is_built_in(estimator):  # tests cover built-in ones, and checking would load PyTorch
                 check_advantage_estimator(estimator, config)
@@ -62,9 +67,10 @@ def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
 def reads_reference(config: AlgorithmConfig) -> bool:
     """Return True if a KL term or the estimator needs reference log-probs."""
     name = config.advantage_estimator
-    if config.compares_with_reference or name not in ADVANTAGE_ESTIMATORS.list_available():
-        return config.compares_with_reference
-    return "ref_log_probs" in required_inputs(ADVANTAGE_ESTIMATORS.get(name))
+    if config.compares_with_reference:
+        return True
+    is_known = name in ADVANTAGE_ESTIMATORS.list_available()
+    return is_known and "ref_log_probs" in required_inputs(ADVANTAGE_ESTIMATORS.get(name))
 
 
 def loads_reference(cfg: SkyRLConfig) -> bool:
@@ -82,8 +88,7 @@ def functions_fit_the_run(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def _inputs_are_provided(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
-    algorithm = cfg.trainer.algorithm
-    estimator = f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
+    algorithm, estimator = cfg.trainer.algorithm, functions.estimator_setting
     if "values" in functions.required and cfg.trainer.critic.model.path is None:
         yield (
             f"{estimator} reads the values of a critic, and trainer.critic.model.path=null trains none; set "
@@ -105,10 +110,11 @@ def _inputs_are_provided(cfg: SkyRLConfig, functions: Functions) -> Iterator[str
 
 
 def _rewards_suit_the_estimator(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
-    name, traits = cfg.trainer.algorithm.advantage_estimator, functions.estimator
-    estimator = f"trainer.algorithm.advantage_estimator={name}"
-    is_alone = cfg.generator.n_samples_per_prompt == 1
-    if is_alone and traits.compares_samples and name != "grpo":  # SkyRL's scripts run grpo with one sample: a warning
+    traits, estimator = functions.estimator, functions.estimator_setting
+    is_grpo = cfg.trainer.algorithm.advantage_estimator == "grpo"
+    if (
+        cfg.generator.n_samples_per_prompt == 1 and traits.compares_samples and not is_grpo
+    ):  # SkyRL's scripts run grpo with one sample: a warning
         yield (
             f"{estimator} compares the samples of one prompt, but generator.n_samples_per_prompt=1 leaves nothing to "
             "compare; try generator.n_samples_per_prompt=5, or trainer.algorithm.advantage_estimator=reinforce++"
@@ -122,38 +128,36 @@ def _rewards_suit_the_estimator(cfg: SkyRLConfig, functions: Functions) -> Itera
 
 
 def _advantages_suit_the_loss(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
-    algorithm = cfg.trainer.algorithm
-    loss = f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}"
+    algorithm, loss = cfg.trainer.algorithm, functions.loss_setting
     if functions.loss.per_sequence and functions.estimator.per_token:
         yield (
-            f"{loss} takes one advantage for each trajectory, and "
-            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} gives each token its own; try "
-            "trainer.algorithm.policy_loss_type=gspo or dual_clip, or trainer.algorithm.advantage_estimator=grpo"
+            f"{loss} takes one advantage for each trajectory, and {functions.estimator_setting} gives each token its "
+            "own; try trainer.algorithm.policy_loss_type=gspo or dual_clip, or "
+            "trainer.algorithm.advantage_estimator=grpo"
         )
-    conflicts = {  # reason → True if it applies to the loss
-        "chooses tokens by comparing them all, corrected or not": functions.loss.whole_batch,
-        "reads the engine's log-probs itself, so that they would count twice": functions.loss.reads_rollout_logprobs,
-    }
-    reasons = [reason for reason, is_one in conflicts.items() if is_one]
+    if functions.loss.whole_batch:
+        reason = "chooses tokens by comparing them all, corrected or not"
+    elif functions.loss.reads_rollout_logprobs:
+        reason = "reads the engine's log-probs itself, so that they would count twice"
+    else:
+        return
     for name, value in algorithm.off_policy_correction.switches.items():
-        if reasons:
-            key = f"trainer.algorithm.off_policy_correction.{name}"
-            yield (
-                f"{key}={show(value)} cannot go with {loss}, which {reasons[0]}; set {key}=null, or "
-                "trainer.algorithm.policy_loss_type=dual_clip"
-            )
+        key = f"trainer.algorithm.off_policy_correction.{name}"
+        yield (
+            f"{key}={show(value)} cannot go with {loss}, which {reason}; set {key}=null, or "
+            "trainer.algorithm.policy_loss_type=dual_clip"
+        )
 
 
 def functions_are_used_as_intended(cfg: SkyRLConfig) -> Iterator[str]:
     """Warn of settings that probably do not suit the estimator or the loss."""
     functions, _problems = inspect_functions(cfg.trainer.algorithm)
     yield from _estimator_is_used_as_intended(cfg, functions)
-    yield from _loss_is_used_as_intended(cfg, functions.loss)
+    yield from _loss_is_used_as_intended(cfg, functions)
 
 
 def _estimator_is_used_as_intended(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
-    algorithm, critic = cfg.trainer.algorithm, cfg.trainer.critic.model.path
-    estimator = f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
+    critic, estimator = cfg.trainer.critic.model.path, functions.estimator_setting
     for key, value, off in group_filters(cfg):
         if functions.estimator.compares in ("parts", "baseline"):
             yield (
@@ -165,16 +169,16 @@ def _estimator_is_used_as_intended(cfg: SkyRLConfig, functions: Functions) -> It
             f"trainer.critic.model.path={show(critic)} trains a critic whose values {estimator} does not read; set "
             "trainer.critic.model.path=null, or trainer.algorithm.advantage_estimator=gae"
         )
-    if algorithm.advantage_batch_normalize and functions.estimator.whitens:
+    if cfg.trainer.algorithm.advantage_batch_normalize and functions.estimator.whitens:
         yield (
             f"trainer.algorithm.advantage_batch_normalize=true does what {estimator} has done already; set "
             "trainer.algorithm.advantage_batch_normalize=false"
         )
 
 
-def _loss_is_used_as_intended(cfg: SkyRLConfig, traits: LossTraits) -> Iterator[str]:
-    algorithm, published = cfg.trainer.algorithm, traits.loss_reduction
-    loss = f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}"
+def _loss_is_used_as_intended(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
+    algorithm, traits, loss = cfg.trainer.algorithm, functions.loss, functions.loss_setting
+    published = traits.loss_reduction
     if published is not None and algorithm.loss_reduction != published:
         mean = "a mean over trajectories" if published == "sequence_mean" else published
         yield (
@@ -216,8 +220,8 @@ def reference_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
 
 def reference_is_placed_if_there_is_one(cfg: SkyRLConfig) -> Iterator[str]:
     """Warn of GPUs for a reference that is not loaded."""
-    if not loads_reference(cfg):
-        is_read = reads_reference(cfg.trainer.algorithm)
+    is_read = reads_reference(cfg.trainer.algorithm)
+    if not is_read or cfg.trainer.policy_is_reference:
         reason = "the reference is the policy without its adapter" if is_read else "the run has no reference"
         yield from find_unused_size(cfg.trainer.placement, "ref", reason)
 

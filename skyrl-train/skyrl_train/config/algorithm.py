@@ -54,7 +54,7 @@ class KLControllerConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Replace groups whose rewards are all equal. Their advantages are 0, so they teach nothing."""
+    """Resample or replace groups whose rewards are all equal. Their advantages are 0, so they teach nothing."""
 
     type: Literal["filter", "replace"] | None = None
     """`filter` keeps sampling prompts until `trainer.train_batch_size` of them have groups with unequal rewards (DAPO).
@@ -98,7 +98,6 @@ class AlgorithmConfig(Section):
     """Divide GRPO's advantages by the standard deviation of the group's rewards. `false` is Dr. GRPO."""
 
     gdpo: GdpoConfig = GdpoConfig()
-    """Settings of `advantage_estimator=gdpo`."""
 
     advantage_batch_normalize: bool = False
     """Normalize advantages over all sampled tokens of a batch to mean 0 and variance 1."""
@@ -125,31 +124,14 @@ class AlgorithmConfig(Section):
     """Upper bound of the ratio on tokens with negative advantage, for `policy_loss_type=dual_clip`."""
 
     cispo: CispoConfig = CispoConfig()
-    """Settings of `policy_loss_type=cispo`."""
-
     sapo: SapoConfig = SapoConfig()
-    """Settings of `policy_loss_type=sapo`."""
-
     gmpo: GmpoConfig = GmpoConfig()
-    """Settings of `policy_loss_type=gmpo`."""
-
     clip_cov: ClipCovConfig = ClipCovConfig()
-    """Settings of `policy_loss_type=clip_cov`."""
-
     kl_cov: KLCovConfig = KLCovConfig()
-    """Settings of `policy_loss_type=kl_cov`."""
-
     dppo: DppoConfig = DppoConfig()
-    """Settings of `policy_loss_type=dppo`."""
-
     vespo: VespoConfig = VespoConfig()
-    """Settings of `policy_loss_type=vespo`."""
-
     dro: DroConfig = DroConfig()
-    """Settings of `policy_loss_type=dro`."""
-
     rollout_is: RolloutIsConfig = RolloutIsConfig()
-    """Settings of `policy_loss_type=rollout_is`."""
 
     value_clip: Annotated[float, Gt(0)] | None = 0.2
     """Clip range of the critic's loss: maximum change of a value within one update. null disables clipping."""
@@ -171,7 +153,6 @@ class AlgorithmConfig(Section):
     """Weight each token's KL loss by its probability ratio, to keep the gradient unbiased off policy."""
 
     kl_ctrl: KLControllerConfig = KLControllerConfig()
-    """Schedule of the KL penalty's weight in the reward."""
 
     use_entropy_loss: bool = False
     """Subtract the policy's entropy from the loss, to encourage exploration."""
@@ -183,14 +164,12 @@ class AlgorithmConfig(Section):
     """Train only on this fraction of a mini-batch's tokens, picked by highest entropy. 1 trains on all tokens."""
 
     off_policy_correction: OffPolicyCorrectionConfig = OffPolicyCorrectionConfig()
-    """Corrections for the mismatch between the engine's and the trainer's probabilities."""
 
     off_policy_sequence_mask_threshold: Annotated[float, Gt(0)] | None = None
     """Mask trajectories with negative advantage whose log-probs fell by more than this many nats per token since
     sampling, on average. null masks none. Each row of a step-wise trajectory is checked separately."""
 
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Resample or replace groups whose rewards are all equal."""
 
     zero_variance_filter: bool = False
     """Exclude groups of equal rewards from the loss and from its divisor."""

@@ -1,11 +1,13 @@
-"""Capabilities of engines, one row per engine.
+"""Traits of engines and training strategies, one row each.
 
-Other code checks a trait, not the name of an engine. A new engine is a folder in `inference_engines/` and a row here.
+Other code checks a trait, not a name. A new engine is a folder in `inference_engines/` and a row here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class EngineTraits:
     """Package that an engine on this machine needs; None for the embedded engine."""
 
     reads_files: bool = False
-    """It reads new weights from files, also if the run has started it. Others receive tensors."""
+    """It loads new weights from files, even if the run has started it. Other engines receive tensors."""
 
     needs_ray_for_several_devices: bool = True
 
@@ -70,7 +72,32 @@ ENGINES = {
 
 
 def check_engine(name: str) -> str:
-    """Return the name of an engine, or `auto`; ValueError for any other."""
+    """Return `name` if it is an engine or `auto`. Raise ValueError otherwise."""
     if name != "auto" and name not in ENGINES:
         raise ValueError(f"{name} is no engine")
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyTraits:
+    """Traits of a training strategy, i.e. of a way to split a model over its ranks."""
+
+    is_model_parallel: bool = False
+    """Ranks share matrices, layers and rows (`megatron_config`). Otherwise they shard the weights (`fsdp_config`)."""
+
+    package: str | None = None
+    """Package that it needs in addition to PyTorch."""
+
+    has_scalar_heads: bool = True
+    """It trains critics and reward models, not only language models."""
+
+
+StrategyName = Literal["fsdp2", "fsdp", "megatron"]
+
+FSDP2 = StrategyTraits()
+STRATEGIES: Mapping[StrategyName, StrategyTraits] = {
+    "fsdp2": FSDP2,
+    "fsdp": FSDP2,
+    "megatron": StrategyTraits(is_model_parallel=True, package="megatron", has_scalar_heads=False),
+}
+"""Strategies by the value of `trainer.strategy`."""

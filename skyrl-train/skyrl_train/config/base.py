@@ -1,7 +1,8 @@
 """Base class of all config sections (frozen, strict, no unknown keys), and helpers that describe their fields.
 
-A default is written once, on the field. The docstring below the field is its help text. `generate.py` turns both into
-the YAML file that Hydra reads and the reference page.
+A default is written once, on the field. The docstring below the field is its help text, also for subclasses that change
+only the default. A section takes the docstring of its class. `generate.py` turns defaults and help texts into the YAML
+file that Hydra reads and the reference page.
 """
 
 from __future__ import annotations
@@ -25,6 +26,24 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Put each help text on one line.
+
+        A section without one has the docstring of its class. A value inherits the help text of the field that it
+        overrides.
+        """
+        sections = [base for base in cls.__mro__ if issubclass(base, Section)]
+        for name, field in cls.model_fields.items():
+            fields = [base.model_fields[name] for base in sections if name in base.model_fields]
+            inner = as_section(field.annotation)
+            texts = [
+                field.description,
+                None if inner is None else inner.__doc__,
+                *(base.description for base in fields),
+            ]
+            field.description = " ".join(next(filter(None, texts), "").split())
 
 
 @dataclass(frozen=True)
@@ -66,12 +85,6 @@ def _null_as_empty(value: object) -> object:
     return [] if value is None else as_list(value)
 
 
-def _not_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError("0 is neither a limit nor -1")
-    return value
-
-
 def _is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(type(name) is str and _is_plain(inner) for name, inner in value.items())
@@ -89,7 +102,7 @@ def _check_plain(value: object) -> object:
 
 Count = Annotated[int, Ge(1)]
 OptionalCount = Annotated[int, Ge(1)] | None
-CountOrMinusOne = Annotated[int, Ge(-1), AfterValidator(_not_zero), Allowed("-1 or an integer >= 1")]
+CountOrMinusOne = Annotated[Literal[-1] | Count, Allowed("-1 or an integer >= 1")]
 Text = Annotated[str, MinLen(1)]
 StringList = Annotated[list[Text], BeforeValidator(_null_as_empty), Allowed("a string or a list of strings")]
 OptionalStringList = Annotated[
@@ -147,13 +160,9 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         return "a section"
     text = "a non-empty string" if MinLen(1) in metadata else "a string"
     names = {bool: "true or false", int: "an integer", float: "a number", str: text}
-    return names[annotation] + _bounds(metadata)
-
-
-def _bounds(metadata: list[Any]) -> str:
     signs = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
-    words = [f"{sign} {getattr(item, name)}" for item in metadata for kind, name, sign in signs if type(item) is kind]
-    return " " + " and ".join(words) if words else ""
+    bounds = [f"{sign} {getattr(item, name)}" for item in metadata for kind, name, sign in signs if type(item) is kind]
+    return f"{names[annotation]} {' and '.join(bounds)}".rstrip()
 
 
 def value_at(tree: object, key: str) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -59,11 +58,11 @@ def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] 
     of_hydra = [text for text in argv if _is_of_hydra(parse_override(text))]
     overrides = [parse_override(text) for text in argv if text not in of_hydra]
     from_file = {} if file is None else _read_yaml(file)
-    defaults = OmegaConf.to_container(compose_config(of_hydra, schema.config_name))
-    raise_problems(_find_replaced_sections(defaults, from_file))
-    settings = OmegaConf.create(_merge(defaults, from_file))
-    positions = dict.fromkeys((key for name, value in from_file.items() for key in _keys(str(name), value)), 0)
     problems: list[str] = []
+    defaults = OmegaConf.to_container(compose_config(of_hydra, schema.config_name))
+    settings = OmegaConf.create(_merge(defaults, from_file, "", problems))
+    raise_problems(problems)
+    positions = dict.fromkeys((key for name, value in from_file.items() for key in _keys(str(name), value)), 0)
     for position, override in enumerate(overrides, start=1):
         positions |= dict.fromkeys(changed_keys(override, schema.fields), position)
         problems += _apply(override, settings, schema.fields)
@@ -82,20 +81,16 @@ def _read_yaml(file: Path) -> dict[Any, Any]:
     return settings
 
 
-def _find_replaced_sections(defaults: Any, settings: Any, key: str = "") -> Iterator[str]:
-    """Yield a sentence for each section of the defaults that `settings` replaces with a list or scalar."""
+def _merge(defaults: Any, settings: Any, key: str, problems: list[str]) -> Any:
+    """Return the nested defaults, overridden by `settings`. Report each section that a list or scalar would replace."""
     if isinstance(defaults, dict) and isinstance(settings, dict):
-        for name, value in settings.items():
-            yield from _find_replaced_sections(defaults.get(name), value, f"{key}.{name}".removeprefix("."))
-    elif defaults and isinstance(defaults, dict) and settings is not None:
-        yield f"{key}={show(settings)} must be a section; set its keys one by one: {key}.<name>=<value>"
-
-
-def _merge(defaults: Any, settings: Any) -> Any:
-    """Return the nested defaults, overridden by `settings`."""
-    if not isinstance(defaults, dict) or not isinstance(settings, dict):
-        return settings
-    return defaults | {name: _merge(defaults.get(name), value) for name, value in settings.items()}
+        return defaults | {
+            name: _merge(defaults.get(name), value, f"{key}.{name}".removeprefix("."), problems)
+            for name, value in settings.items()
+        }
+    if defaults and isinstance(defaults, dict) and settings is not None:
+        problems.append(f"{key}={show(settings)} must be a section; set its keys one by one: {key}.<name>=<value>")
+    return settings
 
 
 def _apply(override: Override, settings: DictConfig, fields: Fields) -> Iterator[str]:
@@ -141,22 +136,15 @@ def get_default_config() -> DictConfig:
 
 
 def compose_config(overrides: Sequence[str], config_name: str = RL.config_name) -> DictConfig:
-    """Return the configuration that `@hydra.main` composes for these overrides. ConfigError if Hydra rejects them."""
+    """Compose these overrides as `@hydra.main` does. Raise ConfigError if Hydra rejects them."""
+    running = GlobalHydra.instance().hydra  # of an `@hydra.main` function that may be running
+    GlobalHydra.instance().clear()
     try:
-        with _without_running_hydra(), initialize_config_dir(config_dir=config_dir, version_base=None):
+        with initialize_config_dir(config_dir=config_dir, version_base=None):
             return compose(config_name=config_name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"these overrides cannot be applied: {' '.join(overrides)} ({reason})") from error
-
-
-@contextmanager
-def _without_running_hydra() -> Iterator[None]:
-    """Clear Hydra's global state and restore it afterwards. An `@hydra.main` function may be running."""
-    running = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
     finally:
         GlobalHydra.instance().hydra = running
 
@@ -170,30 +158,37 @@ def rewrite_overrides(argv: Sequence[str], fields: Fields = FIELDS) -> list[str]
         ConfigError: lists all overrides that cannot be parsed.
     """
     overrides, problems = [], []
-    for text in argv:
+    for text in (_quote_home(word) if is_override(word) else word for word in argv):
         try:
-            overrides.append(_rewrite(text, fields) if is_override(text) else text)
+            override = parse_override(text) if is_override(text) else None
         except ConfigError as error:
             problems.append(str(error))
+            continue
+        if override is None or override.is_delete() or _is_of_hydra(override):
+            overrides.append(text)
+        elif override.key_or_group in fields and not isinstance(override.value(), dict):
+            overrides.append(text.lstrip("+"))
+        else:  # unknown to Hydra, or a section that may contain user-defined keys
+            overrides.append("++" + text.lstrip("+"))
     raise_problems(problems)
     return overrides
 
 
-def _rewrite(text: str, fields: Fields) -> str:
-    text = _quote_home(text)
-    override = parse_override(text)
-    if override.is_delete() or _is_of_hydra(override):
-        return text
-    has_keys = isinstance(override.value(), dict)  # may contain user-defined keys
-    return text.lstrip("+") if override.key_or_group in fields and not has_keys else "++" + text.lstrip("+")
-
-
 def parse_override(text: str) -> Override:
-    """Parse an override. ConfigError if it cannot be parsed."""
+    """Parse an override. Raise ConfigError if that fails.
+
+    A value that looks like a number is quoted if its key takes a string, e.g. trainer.run_name=2026_11_28.
+    """
+    key, _, value = text.partition("=")
+    field = FIELDS.get(key.lstrip("+"))
+    options = () if field is None else (field.annotation, *get_args(field.annotation))
+    kinds = {get_args(option)[0] if get_origin(option) is Annotated else option for option in options}
+    is_text = str in kinds and not kinds & {int, float, bool}
+    if is_text and re.fullmatch(r"[-+]?[\d._]+(?:e[-+]?\d+)?", value, re.I):
+        text = f"{key}='{value}'"
     try:
-        return OverridesParser.create().parse_override(_quote_text(_quote_home(text)))
+        return OverridesParser.create().parse_override(_quote_home(text))
     except HydraException as error:
-        key, _, value = text.partition("=")
         reason = " ".join(str(error).split())
         raise ConfigError(f"{text} cannot be read ({reason}); quote the value: \"{key}='{value}'\"") from error
 
@@ -201,16 +196,6 @@ def parse_override(text: str) -> Override:
 def _quote_home(text: str) -> str:
     """Quote paths such as `~/models`: in Hydra's grammar, `~` deletes a key."""
     return text if {"'", '"'} & set(text) else re.sub(r"(?<=[=\[,])(~[\w./-]*)", r"'\1'", text)
-
-
-def _quote_text(text: str) -> str:
-    """Quote a value that looks like a number if its key takes a string, e.g. trainer.run_name=2026_11_28."""
-    key, _, value = text.partition("=")
-    field = FIELDS.get(key.lstrip("+"))
-    options = () if field is None else (field.annotation, *get_args(field.annotation))
-    kinds = {get_args(option)[0] if get_origin(option) is Annotated else option for option in options}
-    is_text = str in kinds and not kinds & {int, float, bool}
-    return f"{key}='{value}'" if is_text and re.fullmatch(r"[-+]?[\d._]+(?:e[-+]?\d+)?", value, re.I) else text
 
 
 def _is_of_hydra(override: Override) -> bool:

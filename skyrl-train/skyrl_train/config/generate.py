@@ -1,7 +1,7 @@
 """Generate the YAML files of defaults for Hydra and the reference page from the sections.
 
-`python -m skyrl_train.config.generate` writes all of them; with `--check` it writes nothing and fails if one is out of
-date.
+`python -m skyrl_train.config.generate` writes all of them. With `--check`, it writes nothing and fails if one is
+outdated.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def _yaml_lines(section: type[Section], indent: str) -> Iterator[str]:
         if n and (inner or follows_section):
             yield ""
         follows_section = inner is not None
-        for line in _wrap(field.description or "", WIDTH - len(indent) - 2):
+        width = WIDTH - len(indent) - 2
+        for line in textwrap.wrap(f"{field.description}", width, break_long_words=False, break_on_hyphens=False):
             yield f"{indent}# {line}"
         yield f"{indent}{name}:" if inner else f"{indent}{name}: {_yaml_value(field)}"
         if inner:
@@ -113,50 +114,50 @@ def _yaml_value(field: FieldInfo) -> str:
     return str(yaml.safe_dump(plain, default_flow_style=True, width=WIDTH)).removesuffix("...\n").strip()
 
 
-def _wrap(text: str, width: int) -> list[str]:
-    return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
-
-
 def render_page() -> str:
     """Return the text of the reference page: a table per section, then the aliases and the rejected keys."""
-    aliases = [
+    refused = [
+        f"| `{key}` | {', '.join(f'`{show(value)}`' for value in accepted)} | {reason} |"
+        for key, (accepted, reason) in UNSUPPORTED.items()
+    ]
+    parts = [
+        PAGE_HEAD,
+        *_page_sections({command: schema.root for command, schema in COMMANDS.items()}),
+        ALIAS_HEAD,
         *_alias_table("SkyRL, other versions", SKYRL, SKYRL_WITHOUT_EFFECT),
         *_alias_table("verl", VERL, {}),
         *_alias_table("verl, for `skyrl sft`", SFT.aliases, {}),
-        *_refused_table(),
+        "### Refused keys\n\n| key | accepted | otherwise an error |\n|---|---|---|",
+        *refused,
+        "",
     ]
-    roots = {command: schema.root for command, schema in COMMANDS.items()}
-    return "\n".join([PAGE_HEAD, *_page_sections(roots, ""), ALIAS_HEAD, *aliases])
+    return "\n".join(parts)
 
 
-def _page_sections(sections: Mapping[str, type[Section]], prefix: str) -> Iterator[str]:
-    """Yield the sections below `prefix`, each merged over the commands that have it."""
-    fields: dict[str, dict[str, FieldInfo]] = {}
-    for command, section in sections.items():
-        for name, field in section.model_fields.items():
-            fields.setdefault(name, {})[command] = field
-    for name, by_command in fields.items():
-        inner = {command: s for command, field in by_command.items() if (s := as_section(field.annotation))}
-        if inner:
-            yield from _page_section(inner, f"{prefix}{name}")
-            yield from _page_sections(inner, f"{prefix}{name}.")
+def _page_sections(sections: Mapping[str, type[Section]], key: str = "") -> Iterator[str]:
+    """Yield heading, meaning and table of a section, then those of its subsections.
 
-
-def _page_section(sections: Mapping[str, type[Section]], key: str) -> Iterator[str]:
-    """Yield heading, meaning and table of a section. The table names commands only if its keys differ in them."""
+    A section is merged over the commands that have it. A table names commands only if its keys differ among them.
+    """
     rows: dict[str, dict[str, FieldInfo]] = {}
+    subsections: dict[str, dict[str, type[Section]]] = {}
     for command, section in sections.items():
         for name, field in section.model_fields.items():
-            if as_section(field.annotation) is None:
+            if (inner := as_section(field.annotation)) is None:
                 rows.setdefault(name, {})[command] = field
-    is_mixed = any(by_command.keys() != sections.keys() for by_command in rows.values())
-    meaning = _per_command({command: _one_line(section.__doc__ or "") for command, section in sections.items()})
-    commands = "" if is_mixed else f"\n\nCommands: {_names(sections)}."
-    yield f"## `{key}`\n\n{meaning}{commands}\n"
+            else:
+                subsections.setdefault(name, {})[command] = inner
+    if key:
+        is_mixed = any(by_command.keys() != sections.keys() for by_command in rows.values())
+        texts = {command: " ".join(f"{section.__doc__}".split()) for command, section in sections.items()}
+        commands = "" if is_mixed else f"\n\nCommands: {_names(sections)}."
+        yield f"## `{key}`\n\n{_per_command(texts)}{commands}\n"
     if rows:
         yield "| key |" + " commands |" * is_mixed + " default | allowed | meaning |\n|---|" + "---|" * (3 + is_mixed)
         yield from (_row(f"{key}.{name}", by_command, is_mixed) for name, by_command in rows.items())
         yield ""
+    for name, by_command in subsections.items():
+        yield from _page_sections(by_command, f"{key}.{name}".removeprefix("."))
 
 
 def _row(key: str, fields: Mapping[str, FieldInfo], with_commands: bool) -> str:
@@ -165,7 +166,7 @@ def _row(key: str, fields: Mapping[str, FieldInfo], with_commands: bool) -> str:
         *([_names(fields)] if with_commands else []),
         _per_command({command: f"`{_yaml_value(field)}`" for command, field in fields.items()}),
         _per_command({command: describe_field(field) for command, field in fields.items()}),
-        _per_command({command: _one_line(field.description or "") for command, field in fields.items()}),
+        _per_command({command: f"{field.description}" for command, field in fields.items()}),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -185,38 +186,23 @@ def _per_command(texts: Mapping[str, str]) -> str:
     return "<br>".join(f"{', '.join(names)}: {text}" for text, names in commands.items())
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
 def _alias_table(title: str, aliases: Mapping[str, Alias], without_effect: Mapping[str, str]) -> Iterator[str]:
     yield f"### {title}\n\n| other spelling | key here | values |\n|---|---|---|"
     for old, alias in aliases.items():
-        yield f"| `{old}` | `{alias.key}` | {_value_map(alias)} |"
+        notes = [f"`{show(value)}` → `{show(new)}`" for value, new in alias.values.items() if new is not None]
+        notes += [f"decides `{key}` too" for key in alias.also]
+        notes += [f"read if `{alias.only_if}`"] if alias.only_if else []
+        yield f"| `{old}` | `{alias.key}` | {', '.join(notes)} |"
     for old, reason in without_effect.items():
         yield f"| `{old}` | none | no effect: {reason} |"
     yield ""
 
 
-def _refused_table() -> Iterator[str]:
-    yield "### Refused keys\n\n| key | accepted | otherwise an error |\n|---|---|---|"
-    for key, (accepted, reason) in UNSUPPORTED.items():
-        yield f"| `{key}` | {', '.join(f'`{show(value)}`' for value in accepted)} | {reason} |"
-    yield ""
-
-
-def _value_map(alias: Alias) -> str:
-    words = [f"`{show(old)}` → `{show(new)}`" for old, new in alias.values.items() if new is not None]
-    words += [f"decides `{key}` too" for key in alias.also]
-    words += [f"read if `{alias.only_if}`"] if alias.only_if else []
-    return ", ".join(words)
-
-
 def describe_sections(fields: Fields, command: str) -> str:
     """Return one line for each section of the configuration."""
-    sections = [(key, field) for key, field in fields.items() if as_section(field.annotation)]
-    width = max(len(key) for key, _ in sections) + 2
-    lines = [f"  {key:<{width}}{_first_sentence(field.description or '')}" for key, field in sections]
+    sections = {key: field for key, field in fields.items() if as_section(field.annotation)}
+    width = max(map(len, sections)) + 2
+    lines = [f"  {key:<{width}}{f'{field.description}'.split('. ')[0].rstrip('.')}" for key, field in sections.items()]
     return "\n".join([f"Sections (skyrl {command} --help SECTION lists the keys of one):", *lines])
 
 
@@ -224,34 +210,25 @@ def describe_keys(names: Sequence[str], fields: Fields) -> str:
     """Return default, allowed values and meaning of keys, and of all keys of sections.
 
     Raises:
-        ConfigError: there is no such key or section; the nearest ones are named.
+        ConfigError: there is no such key or section. The message suggests the nearest ones.
     """
     names = [name.partition("=")[0].rstrip(".") for name in names]
     raise_problems(
         f"there is no key or section {name}; {did_you_mean(name, fields)}" for name in names if name not in fields
     )
-    return "\n\n".join(_describe(key, fields[key]) for name in names for key in _keys_of(name, fields))
-
-
-def _keys_of(name: str, fields: Fields) -> list[str]:
-    if as_section(fields[name].annotation) is None:
-        return [name]
-    return [key for key in fields if key.rpartition(".")[0] == name]
-
-
-def _describe(key: str, field: FieldInfo) -> str:
-    is_section = as_section(field.annotation) is not None
-    head = f"{key}  (section)" if is_section else f"{key}={show(field.get_default())}  {describe_field(field)}"
-    meaning = " ".join((field.description or "").split())
-    return f"{head}\n{textwrap.fill(meaning, HELP_WIDTH, initial_indent='    ', subsequent_indent='    ')}"
-
-
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split()).split(". ")[0].rstrip(".")
+    texts = []
+    for name in names:
+        is_section = as_section(fields[name].annotation) is not None
+        for key in [key for key in fields if key.rpartition(".")[0] == name] if is_section else [name]:
+            field = fields[key]
+            value = f"={show(field.get_default())}  {describe_field(field)}"
+            meaning = textwrap.indent(textwrap.fill(f"{field.description}", HELP_WIDTH - 4), "    ")
+            texts.append(f"{key}{'  (section)' if as_section(field.annotation) else value}\n{meaning}")
+    return "\n\n".join(texts)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the files, or with `--check` name those that are out of date; return the exit status."""
+    """Write the files, or with `--check` name the outdated ones. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
     is_check = parser.parse_args(argv).check

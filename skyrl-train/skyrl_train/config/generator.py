@@ -80,7 +80,6 @@ class EvalSamplingConfig(SamplingConfig):
     """Maximum number of new tokens per turn. Defaults to `generator.sampling_params.max_generate_length`."""
 
     temperature: Temperature = 0.0
-    """Sampling temperature. 0 is greedy."""
 
 
 class ChatTemplateConfig(Section):
@@ -206,7 +205,6 @@ class GeneratorConfig(Section):
     """Append the template's end-of-turn token to a turn that ended at a stop string. The token is not trained."""
 
     chat_template: ChatTemplateConfig = ChatTemplateConfig()
-    """Chat template to use instead of the tokenizer's."""
 
     chat_template_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of variables of the template")] = Field(
         default={}
@@ -227,7 +225,6 @@ class GeneratorConfig(Section):
     """Names of reward functions (`register_reward_function`) whose rewards are added to the environment's reward."""
 
     reward_model: RewardModelConfig = RewardModelConfig()
-    """Reward model that scores finished rollouts."""
 
     reward_weights: Annotated[dict[str, float], Allowed("a section of component=weight")] = Field(default={})
     """Weight of each named reward component. Defaults to 1 for each. If an environment reports components and any of
@@ -281,10 +278,7 @@ class GeneratorConfig(Section):
     the tokenizer's chat template."""
 
     sampling_params: SamplingConfig = SamplingConfig()
-    """Sampling of training rollouts."""
-
     eval_sampling_params: EvalSamplingConfig = EvalSamplingConfig()
-    """Sampling of evaluation rollouts."""
 
     @property
     def engine(self) -> EngineTraits:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import reduce
+from functools import cached_property, reduce
 from operator import getitem
 from typing import Any, Generic, TypeVar
 
@@ -17,19 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from skyrl_train.aliases import Alias
-from skyrl_train.config.base import Section, value_at, with_value
+from skyrl_train.config.base import Section, iter_fields, value_at, with_value
 from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT
 from skyrl_train.config.precedence import Positions, apply_aliases
-from skyrl_train.config.problems import (
-    FIELDS,
-    Fields,
-    Rule,
-    from_validation_error,
-    nearest_keys,
-    raise_problems,
-    refused_locations,
-    show,
-)
+from skyrl_train.config.problems import Fields, Rule, nearest_keys, raise_problems, read_validation_error, show
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 from skyrl_train.config.validation import MACHINE_RULES, RULES, WARNINGS, find_problems
 from skyrl_train.errors import ConfigError
@@ -67,20 +58,19 @@ def _max_seq_len(cfg: SkyRLConfig) -> int | None:
     return None if n_input is None else n_input + cfg.generator.sampling_params.max_generate_length
 
 
-def _from_wandb(cfg: Any, variable: str) -> str | None:
-    return os.environ.get(variable) if "wandb" in cfg.trainer.logger else None
-
-
-def _generate_run_name(cfg: Any) -> str:
-    return f"{cfg.trainer.project_name}-{datetime.now():%Y%m%d-%H%M%S}"
+def _from_wandb(cfg: Any, variable: str, default: str) -> str:
+    return os.environ.get(variable) or default if "wandb" in cfg.trainer.logger else default
 
 
 Sources = tuple[tuple[str, Callable[[Any], object]], ...]
 """Keys that default to a function of other keys. A function may read keys that earlier rows filled in."""
 
 RUN_SOURCES: Sources = (
-    ("trainer.project_name", lambda cfg: _from_wandb(cfg, "WANDB_PROJECT") or "skyrl"),
-    ("trainer.run_name", lambda cfg: _from_wandb(cfg, "WANDB_NAME") or _generate_run_name(cfg)),
+    ("trainer.project_name", lambda cfg: _from_wandb(cfg, "WANDB_PROJECT", "skyrl")),
+    (
+        "trainer.run_name",
+        lambda cfg: _from_wandb(cfg, "WANDB_NAME", f"{cfg.trainer.project_name}-{datetime.now():%Y%m%d-%H%M%S}"),
+    ),
     ("trainer.ckpt_path", lambda cfg: f"{cfg.trainer.run_dir}/ckpts"),
     ("trainer.export_path", lambda cfg: f"{cfg.trainer.run_dir}/export"),
 )
@@ -120,7 +110,6 @@ class Schema(Generic[C]):
 
     root: type[C]
     config_name: str  # Hydra's YAML file of defaults, without suffix
-    fields: Fields
     aliases: Mapping[str, Alias]
     without_effect: Mapping[str, str]
     paths: tuple[str, ...]
@@ -130,11 +119,15 @@ class Schema(Generic[C]):
     warnings: tuple[Rule, ...]
     derive: Callable[[C], C] | None = None  # sets keys that depend on several others
 
+    @cached_property
+    def fields(self) -> Fields:
+        """Every key of the configuration, sections included."""
+        return dict(iter_fields(self.root))
+
 
 RL = Schema(
     root=SkyRLConfig,
     config_name="ppo_base_config",
-    fields=FIELDS,
     aliases=ALIASES,
     without_effect=SKYRL_WITHOUT_EFFECT,
     paths=PATHS,
@@ -216,7 +209,16 @@ def resolve(cfg: C, schema: Schema[C]) -> C:
 def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C], positions: Positions | None) -> C:
     tree = _as_tree(source)
     problems = apply_aliases(tree, schema.aliases, schema.without_effect, schema.fields, positions)
-    cfg, refused = _validate_values(tree, schema)
+    refused: dict[str, str] = {}
+    try:
+        cfg = schema.root.model_validate(tree)
+    except ValidationError as error:
+        # The rejected keys get their defaults, so that the rules can report mistakes in all other keys together with
+        # them.
+        refused, paths = read_validation_error(error, tree, schema.fields)
+        for *sections, name in paths:
+            reduce(getitem, sections, tree).pop(name, None)  # two errors may reject the same value
+        cfg = schema.root.model_validate(tree)
     cfg = resolve(cfg, schema)
     if not refused.keys() <= schema.fields.keys():  # the keys that were meant have their defaults: look nothing up yet
         rules = schema.rules
@@ -229,22 +231,6 @@ def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C], posi
     return cfg
 
 
-def _validate_values(tree: dict[str, Any], schema: Schema[C]) -> tuple[C, dict[str, str]]:
-    """Return the configuration of a tree, and a sentence for each key whose value is rejected.
-
-    The rejected keys have their defaults, so that the rules can report mistakes in all other keys together with them.
-    """
-    try:
-        return schema.root.model_validate(tree), {}
-    except ValidationError as error:
-        refused = from_validation_error(error, tree, schema.fields)
-        for location in refused_locations(error, schema.fields):
-            *sections, name = location
-            section = reduce(getitem, sections, tree)
-            section.pop(name, None)  # two errors may reject the same value
-        return schema.root.model_validate(tree), refused
-
-
 def _as_tree(source: ConfigSource) -> dict[str, Any]:
     """Convert to nested dicts and lists. Resolve interpolations and drop Hydra's own sections."""
     if isinstance(source, DictConfig):
@@ -255,13 +241,11 @@ def _as_tree(source: ConfigSource) -> dict[str, Any]:
             raise ConfigError(f"{error.full_key}: {reason}; set {error.full_key}=<value>") from None
     if not isinstance(source, Mapping | None):
         raise ConfigError(f"the configuration is {show(source)}; it must be a mapping of sections")
-    tree: dict[str, Any] = _plain(source or {})
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(name): plain(inner) for name, inner in value.items()}
+        return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    tree: dict[str, Any] = plain(source or {})
     return {name: value for name, value in tree.items() if name not in ("hydra", "defaults")}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value

@@ -21,15 +21,9 @@ from skyrl_train.config.base import (
 )
 
 SchedulerName = Literal[
-    "constant_with_warmup",
-    "constant",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-    "wsd",
+    "constant_with_warmup", "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"
 ]
+LearningRate = Annotated[float, Ge(0), Le(1000)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple), Allowed("a list of 2 numbers >= 0 and < 1")]
 
@@ -86,13 +80,12 @@ class PolicyModelConfig(Section):
     bfloat16 number. The dtype of the forward pass is set by `trainer.bf16`."""
 
     lora: LoraConfig = LoraConfig()
-    """LoRA adapter, trained instead of the weights."""
 
 
 class OptimizerConfig(Section):
     """AdamW, one step per mini-batch."""
 
-    lr: Annotated[float, Ge(0), Le(1000)] = 1e-6
+    lr: LearningRate = 1e-6
     """Learning rate after warm-up."""
 
     adam_betas: Betas = (0.9, 0.999)
@@ -105,14 +98,14 @@ class OptimizerConfig(Section):
     """Gradients with a larger norm are scaled down to this norm."""
 
     num_warmup_steps: Annotated[int, Ge(0)] = 0
-    """Number of optimizer steps (mini-batches) of linear warm-up from 0."""
+    """Number of optimizer steps of linear warm-up from 0."""
 
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Warm-up as a fraction of all optimizer steps. Use this or `num_warmup_steps`, not both."""
 
     scheduler: SchedulerName = "constant_with_warmup"
     """Learning-rate schedule after warm-up, by its transformers name. `wsd` (warm-up, stable, decay) stays constant and
-    decays to 0 at the end. No other schedules with settings beyond the number of steps are supported."""
+    decays to 0 at the end. Schedules that need other settings are not supported."""
 
     wsd_decay_ratio: Annotated[float, Gt(0), Le(1)] = 0.1
     """Fraction of the steps after warm-up that `scheduler=wsd` spends on its cosine decay."""
@@ -200,7 +193,6 @@ class ShardedModelConfig(Section):
     """A model on several ranks."""
 
     fsdp_config: FSDPConfig = FSDPConfig()
-    """Sharding of the weights."""
 
     sequence_parallel_size: Count = 1
     """Number of ranks that split the tokens of each row (Ulysses), for long rows. Divides the activation memory per
@@ -211,17 +203,13 @@ class DividedModelConfig(ShardedModelConfig):
     """A model on several ranks, sharded with FSDP2 or split with Megatron-Core."""
 
     megatron_config: MegatronConfig = MegatronConfig()
-    """Model parallelism with Megatron-Core."""
 
 
 class PolicyConfig(DividedModelConfig):
     """The trained model."""
 
     model: PolicyModelConfig = PolicyModelConfig()
-    """Source and dtype of the weights."""
-
     optimizer_config: OptimizerConfig = OptimizerConfig()
-    """The optimizer and its schedule."""
 
 
 class CriticModelConfig(Section):
@@ -242,18 +230,14 @@ class CriticModelConfig(Section):
 class CriticOptimizerConfig(OptimizerConfig):
     """AdamW, one step per mini-batch."""
 
-    lr: Annotated[float, Ge(0), Le(1000)] = 5e-6
-    """Learning rate after warm-up."""
+    lr: LearningRate = 5e-6
 
 
 class CriticConfig(ShardedModelConfig):
     """The value model, for `advantage_estimator=gae`."""
 
     model: CriticModelConfig = CriticModelConfig()
-    """Source and dtype of the weights."""
-
     optimizer_config: CriticOptimizerConfig = CriticOptimizerConfig()
-    """The optimizer and its schedule."""
 
 
 class RefModelConfig(Section):
@@ -267,7 +251,6 @@ class RefConfig(DividedModelConfig):
     """The frozen reference for the KL terms, or the teacher in distillation. Only loaded if its log-probs are used."""
 
     model: RefModelConfig = RefModelConfig()
-    """Source of the weights."""
 
     def is_base_of(self, policy: PolicyModelConfig) -> bool:
         """Return True if the reference is the policy without its new adapter."""

@@ -58,7 +58,7 @@ def apply_aliases(
     fields: Fields = FIELDS,
     positions: Positions | None = None,
 ) -> list[str]:
-    """Replace aliases in a nested dict in place, log each one, and return a sentence for each problem.
+    """Replace aliases in a nested dict in place. Log each one, and return a sentence for each problem.
 
     With `positions`, the last of several spellings wins, and a key without a position has its default. Without
     `positions`, two spellings with different values are a problem. A key with its default value then counts as not set,
@@ -136,31 +136,28 @@ def _resolve(tree: dict[str, Any], key: str, settings: list[_Setting]) -> Iterat
         elif setting.alias is not None:
             logger.warning("%s is read as %s=%s", setting.text, key, show(setting.value))
     if winner.alias is not None:
-        _put(tree, key.split("."), winner.value)
+        *parents, name = key.split(".")
+        for parent in parents:
+            tree = tree.setdefault(parent, {})
+            if not isinstance(tree, dict):
+                return  # validation rejects the value of this section
+        tree[name] = winner.value
 
 
 def _pop_all(tree: dict[str, Any], table: Mapping[str, T]) -> Iterator[tuple[str, T, Any]]:
-    """Remove a table's keys from nested dicts. Yield (key, table entry, value) for each."""
+    """Remove a table's keys from nested dicts, and dicts that this leaves empty. Yield (key, table entry, value)."""
     for key, entry in table.items():
-        found, value = _pop(tree, key.split("."))
-        if found:
-            yield key, entry, value
-
-
-def _pop(tree: dict[str, Any], path: list[str]) -> tuple[bool, Any]:
-    """Remove a value and any dicts left empty. Return (True, value), or (False, None) if it is missing."""
-    name, *rest = path
-    if name not in tree:
-        return False, None
-    if not rest:
-        return True, tree.pop(name)
-    inner = tree[name]
-    if not isinstance(inner, dict):
-        return False, None
-    result = _pop(inner, rest)
-    if result[0] and not inner:
-        del tree[name]
-    return result
+        *parents, name = key.split(".")
+        sections: list[Any] = [tree]
+        for parent in parents:
+            sections.append(sections[-1].get(parent) if isinstance(sections[-1], dict) else None)
+        if not isinstance(sections[-1], dict) or name not in sections[-1]:
+            continue
+        value = sections[-1].pop(name)
+        for section, parent in zip(reversed(sections[:-1]), reversed(parents), strict=True):
+            if not section[parent]:
+                del section[parent]
+        yield key, entry, value
 
 
 def _get(tree: Any, key: str, fields: Fields) -> Any:
@@ -175,12 +172,3 @@ def _default(key: str, fields: Fields) -> Any:
     """Return the default of a key in YAML types, or None for user-defined keys."""
     default = fields[key].get_default() if key in fields else None
     return list(default) if isinstance(default, tuple) else default
-
-
-def _put(tree: dict[str, Any], path: list[str], value: object) -> None:
-    *parents, name = path
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            return  # validation rejects the value of this section
-    tree[name] = value

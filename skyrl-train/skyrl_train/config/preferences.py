@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 
-from skyrl_train.config.base import Section, Text, iter_fields
-from skyrl_train.config.dialects import MEMORY_WITHOUT_EFFECT
-from skyrl_train.config.loading import RUN_SOURCES, Schema
-from skyrl_train.config.policy import Betas, RefConfig
+from skyrl_train.config.base import Section, Text
+from skyrl_train.config.policy import Betas, LearningRate, RefConfig
 from skyrl_train.config.sft import (
-    SUPERVISED_MACHINE_RULES,
-    SUPERVISED_PATHS,
-    SUPERVISED_RULES,
-    SUPERVISED_WARNINGS,
+    SFT,
     SFTOptimizerConfig,
     SFTPolicyConfig,
     SFTTrainerConfig,
     SupervisedConfig,
     SupervisedDataConfig,
+    supervised_schema,
 )
 
 
@@ -42,21 +39,17 @@ class PreferenceDataConfig(SupervisedDataConfig):
 class PreferenceOptimizerConfig(SFTOptimizerConfig):
     """AdamW, one step per batch."""
 
-    lr: Annotated[float, Ge(0), Le(1000)] = 1e-6
-    """Learning rate after warm-up."""
+    lr: LearningRate = 1e-6
 
     adam_betas: Betas = (0.9, 0.999)
-    """AdamW's β₁ and β₂: decay rates of the running means of the gradient and of its square."""
 
     weight_decay: Annotated[float, Ge(0)] = 0.0
-    """Decoupled weight decay coefficient."""
 
 
 class PreferencePolicyConfig(SFTPolicyConfig):
     """The trained model."""
 
     optimizer_config: PreferenceOptimizerConfig = PreferenceOptimizerConfig()
-    """The optimizer and its schedule."""
 
 
 class DPOLossConfig(Section):
@@ -77,13 +70,11 @@ class DPOTrainerConfig(SFTTrainerConfig):
     """The training run."""
 
     policy: PreferencePolicyConfig = PreferencePolicyConfig()
-    """The trained model."""
 
     ref: RefConfig = RefConfig()
     """The frozen reference model."""
 
     dpo: DPOLossConfig = DPOLossConfig()
-    """The loss."""
 
     @property
     def policy_is_reference(self) -> bool:
@@ -95,10 +86,7 @@ class DPOConfig(SupervisedConfig):
     """The typed configuration of direct preference optimization."""
 
     data: PreferenceDataConfig = PreferenceDataConfig()
-    """Preferences: rows with a prompt, a chosen and a rejected answer."""
-
     trainer: DPOTrainerConfig = DPOTrainerConfig()
-    """The training run."""
 
 
 class RewardDataConfig(PreferenceDataConfig):
@@ -113,32 +101,26 @@ class RewardDataConfig(PreferenceDataConfig):
 class RewardOptimizerConfig(PreferenceOptimizerConfig):
     """AdamW, one step per batch."""
 
-    lr: Annotated[float, Ge(0), Le(1000)] = 1e-5
-    """Learning rate after warm-up."""
+    lr: LearningRate = 1e-5
 
 
 class RewardPolicyConfig(SFTPolicyConfig):
     """The trained model: a reward model, or a language model that gets a new reward head."""
 
     optimizer_config: RewardOptimizerConfig = RewardOptimizerConfig()
-    """The optimizer and its schedule."""
 
 
 class RewardTrainerConfig(SFTTrainerConfig):
     """The training run."""
 
     policy: RewardPolicyConfig = RewardPolicyConfig()
-    """The trained model: a reward model, or a language model that gets a new reward head."""
 
 
 class RewardConfig(SupervisedConfig):
     """The typed configuration of training a reward model."""
 
     data: RewardDataConfig = RewardDataConfig()
-    """Preferences: rows with a prompt, a chosen and a rejected answer."""
-
     trainer: RewardTrainerConfig = RewardTrainerConfig()
-    """The training run."""
 
 
 def smoothing_has_a_sigmoid(cfg: DPOConfig) -> Iterator[str]:
@@ -161,37 +143,22 @@ def answers_are_scored_equally(cfg: SupervisedConfig) -> Iterator[str]:
         )
 
 
-DPO = Schema(
-    root=DPOConfig,
-    config_name="dpo_config",
-    fields=dict(iter_fields(DPOConfig)),
-    aliases={},
-    without_effect=MEMORY_WITHOUT_EFFECT,
-    paths=(*SUPERVISED_PATHS, "trainer.ref.model.path"),
-    sources=(*RUN_SOURCES, ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path)),
-    rules=(*SUPERVISED_RULES, answers_are_scored_equally, smoothing_has_a_sigmoid),
-    machine_rules=SUPERVISED_MACHINE_RULES,
-    warnings=SUPERVISED_WARNINGS,
+DPO = replace(
+    supervised_schema(DPOConfig, "dpo_config", answers_are_scored_equally, smoothing_has_a_sigmoid),
+    paths=(*SFT.paths, "trainer.ref.model.path"),
+    sources=(*SFT.sources, ("trainer.ref.model.path", lambda cfg: cfg.trainer.policy.model.path)),
 )
 """The configuration of direct preference optimization."""
 
 
 def reward_models_are_sharded(cfg: RewardConfig) -> Iterator[str]:
     """Reject Megatron-Core: it has no reward head."""
-    if cfg.trainer.strategy == "megatron":
-        yield "trainer.strategy=megatron trains language models only; set trainer.strategy=fsdp2 for a reward model"
+    if not cfg.trainer.strategy_traits.has_scalar_heads:
+        yield (
+            f"trainer.strategy={cfg.trainer.strategy} trains language models only; set trainer.strategy=fsdp2 for a "
+            "reward model"
+        )
 
 
-REWARD = Schema(
-    root=RewardConfig,
-    config_name="reward_config",
-    fields=dict(iter_fields(RewardConfig)),
-    aliases={},
-    without_effect=MEMORY_WITHOUT_EFFECT,
-    paths=SUPERVISED_PATHS,
-    sources=RUN_SOURCES,
-    rules=(*SUPERVISED_RULES, answers_are_scored_equally, reward_models_are_sharded),
-    machine_rules=SUPERVISED_MACHINE_RULES,
-    warnings=SUPERVISED_WARNINGS,
-)
+REWARD = supervised_schema(RewardConfig, "reward_config", answers_are_scored_equally, reward_models_are_sharded)
 """The configuration of training a reward model."""

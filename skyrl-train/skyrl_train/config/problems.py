@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import SequenceMatcher, get_close_matches
 from functools import reduce
 from operator import getitem
-from typing import Any, cast
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -31,7 +32,6 @@ FIELDS: Fields = dict(iter_fields(SkyRLConfig))
 
 OPEN_SECTION = "environment.skyrl_gym"
 """The only section with free-form subsections: one per environment class."""
-
 
 N_SUGGESTIONS = 3
 
@@ -60,22 +60,16 @@ def show(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
-        return value if value and value.isprintable() and not _parses_as_another_type(value) else repr(value)
+        is_another_type = value.lower() in ("null", "true", "false")
+        with suppress(ValueError):
+            float(value)
+            is_another_type = True
+        return value if value and value.isprintable() and not is_another_type else repr(value)
     if isinstance(value, list | tuple):
         return "[" + ",".join(show(item) for item in value) + "]"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
     return str(value)
-
-
-def _parses_as_another_type(text: str) -> bool:
-    if text.lower() in ("null", "true", "false"):
-        return True
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def open_fields(fields: Fields) -> tuple[str, ...]:
@@ -93,23 +87,18 @@ def nearest_keys(key: str, fields: Fields = FIELDS) -> list[str]:
     valid = [known for known, field in fields.items() if as_section(field.annotation) is None]
     same_name = [known for known in valid if known.rpartition(".")[2] == name]
     same_name.sort(key=lambda known: -_similarity(key, known))
-    likely = list(dict.fromkeys([*same_name, *_in_open_field(key, fields), *_misspelt(key, valid, cutoff=0.75)]))
+    in_open_field = []
+    for field in open_fields(fields):
+        names, depth = key.split("."), field.count(".") + 1
+        if _similarity(".".join(names[:depth]), field) > 0.9:
+            in_open_field.append(".".join([field, *names[depth:]]))
+    likely = list(dict.fromkeys([*same_name, *in_open_field[:1], *_misspelt(key, valid, cutoff=0.75)]))
     if likely:
         return likely[:N_SUGGESTIONS]
     own_keys = [f"{field}.{name}" for field in open_fields(fields) if field.rpartition(".")[0] == parent]
     if own_keys:
         return [*_misspelt(key, valid, cutoff=0.6)[: N_SUGGESTIONS - 1], *own_keys]
     return get_close_matches(key, valid, n=N_SUGGESTIONS, cutoff=0.75)
-
-
-def _in_open_field(key: str, fields: Fields) -> list[str]:
-    """Return the key with the spelling of its open field corrected, or [] if it is not below an open field."""
-    names = key.split(".")
-    for field in open_fields(fields):
-        depth = field.count(".") + 1
-        if _similarity(".".join(names[:depth]), field) > 0.9:
-            return [".".join([field, *names[depth:]])]
-    return []
 
 
 def _misspelt(key: str, valid: list[str], cutoff: float) -> list[str]:
@@ -125,65 +114,59 @@ def _similarity(left: str, right: str) -> float:
     return SequenceMatcher(None, left, right).ratio()
 
 
-def unknown_key(key: str, value: object, fields: Fields = FIELDS) -> str:
-    """Return the sentence for a key that does not exist."""
-    return f"{key}={show(value)}: there is no key {key}; {did_you_mean(key, fields)}"
-
-
-def _dotted_name(key: str, value: object) -> str:
-    """Return the sentence for a dotted key in a file or mapping, where sections must be nested."""
-    section, *names = key.split(".")
-    nested = f"{section}: {''.join(f'{{{name}: ' for name in names)}{show(value)}{'}' * len(names)}"
-    return f"{key}={show(value)}: names in files and mappings have no dots; nest the sections: {nested}"
-
-
 def did_you_mean(key: str, fields: Fields = FIELDS) -> str:
     """Return the clause that suggests the nearest keys for an unknown key."""
     suggestions = nearest_keys(key, fields)
     return f"did you mean {' or '.join(suggestions)}?" if suggestions else "remove it"
 
 
-def wrong_value(key: str, value: object, fields: Fields = FIELDS) -> str:
-    """Return the sentence for a value that the key's field does not accept."""
-    field = fields[key]
-    if as_section(field.annotation) is not None:
-        return f"{key}={show(value)} must be {describe_field(field)}; set its keys one by one: {key}.<name>=<value>"
-    default = field.get_default()
-    return f"{key}={show(value)} must be {describe_field(field)}; the default is {key}={show(default)}"
-
-
-def from_validation_error(error: ValidationError, tree: Mapping[str, Any], fields: Fields = FIELDS) -> dict[str, str]:
-    """Return one sentence for each key of the validated `tree` that pydantic rejected, by key."""
+def read_validation_error(
+    error: ValidationError, tree: Mapping[str, Any], fields: Fields
+) -> tuple[dict[str, str], set[tuple[str, ...]]]:
+    """Return one sentence for each key of the validated `tree` that pydantic rejected, by key, and the paths in `tree`
+    of the rejected values.
+    """
     sentences: dict[str, str] = {}
+    paths: set[tuple[str, ...]] = set()
     for item in error.errors(include_url=False, include_input=False, include_context=False):
+        location = tuple(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
-            key, value = ".".join(map(str, item["loc"])), cast(Any, tree)
-            for name in item["loc"]:
-                value = value[name]
-            if any("." in str(name) for name in item["loc"]):
-                sentences[key] = _dotted_name(key, value)
+            paths.add(location)
+            key, value = ".".join(location), reduce(getitem, location, tree)
+            if any("." in name for name in location):
+                section, *names = key.split(".")
+                nested = f"{section}: {''.join(f'{{{name}: ' for name in names)}{show(value)}{'}' * len(names)}"
+                sentences[key] = (
+                    f"{key}={show(value)}: names in files and mappings have no dots; nest the sections: {nested}"
+                )
             else:
-                sentences.update((leaf, unknown_key(leaf, inner, fields)) for leaf, inner in leaves(value, key))
-            continue
-        known = _longest_known(item["loc"], fields)
-        below = [str(name) for name in item["loc"][known.count(".") + 1 :]]
-        value = value_at(tree, known)
-        if below and (known == OPEN_SECTION or known in open_fields(fields)):
-            key, sentence = _wrong_open_value(known, below, value, fields)
+                for leaf, inner in leaves(value, key):
+                    sentences[leaf] = f"{leaf}={show(inner)}: there is no key {leaf}; {did_you_mean(leaf, fields)}"
+        else:  # pydantic appends list indices and user-defined keys to the key of the field
+            keys = [".".join(location[:n]) for n in range(len(location), 0, -1)]
+            known = next(key for key in keys if key in fields)
+            paths.add(tuple(known.split(".")))
+            below = location[known.count(".") + 1 :]
+            key, sentence = _wrong_value(known, below, value_at(tree, known), fields)
             sentences[key] = sentence
-        else:
-            sentences[known] = wrong_value(known, value, fields)
-    return sentences
+    return sentences, paths
 
 
-def refused_locations(error: ValidationError, fields: Fields = FIELDS) -> set[tuple[str, ...]]:
-    """Return the path of each value that pydantic rejected, without the positions in lists."""
-    locations = set()
-    for item in error.errors(include_url=False, include_input=False, include_context=False):
-        is_unknown = item["type"] == "extra_forbidden"
-        path = item["loc"] if is_unknown else _longest_known(item["loc"], fields).split(".")
-        locations.add(tuple(map(str, path)))
-    return locations
+def _wrong_value(known: str, below: Sequence[str], value: Any, fields: Fields) -> tuple[str, str]:
+    """Return the key of a rejected value and the sentence for it. `below` are names of user-defined keys in `known`."""
+    field = fields[known]
+    if below and (known == OPEN_SECTION or is_open(field)):
+        key, value = ".".join([known, *below]), reduce(getitem, below, value)
+        if known == OPEN_SECTION and len(below) == 1:
+            return key, (
+                f"{key}={show(value)}: there is no key {key}; {did_you_mean(key, fields)} "
+                f"(settings for an environment of class {below[0]} are a section: {key}.<name>=<value>)"
+            )
+        return key, f"{key}={show(value)} must be {FREE_VALUE if known == OPEN_SECTION else describe_values(field)}"
+    problem = f"{known}={show(value)} must be {describe_field(field)}"
+    if as_section(field.annotation) is not None:
+        return known, f"{problem}; set its keys one by one: {known}.<name>=<value>"
+    return known, f"{problem}; the default is {known}={show(field.get_default())}"
 
 
 def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
@@ -193,21 +176,3 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
             yield from leaves(inner, f"{key}.{name}")
     else:
         yield key, value
-
-
-def _longest_known(loc: tuple[int | str, ...], fields: Fields) -> str:
-    """Return the key of a pydantic error location, without the list indices that pydantic appends."""
-    keys = [".".join(str(name) for name in loc[:n]) for n in range(len(loc), 0, -1)]
-    return next(key for key in keys if key in fields)
-
-
-def _wrong_open_value(known: str, below: list[str], values: Mapping[str, Any], fields: Fields) -> tuple[str, str]:
-    """Return the user-defined key made of `known` and the names in `below`, and the sentence for its value."""
-    key, value = ".".join([known, *below]), reduce(getitem, below, values)
-    if known == OPEN_SECTION and len(below) == 1:
-        return key, (
-            f"{key}={show(value)}: there is no key {key}; {did_you_mean(key, fields)} "
-            f"(settings for an environment of class {below[0]} are a section: {key}.<name>=<value>)"
-        )
-    allowed = FREE_VALUE if known == OPEN_SECTION else describe_values(fields[known])
-    return key, f"{key}={show(value)} must be {allowed}"

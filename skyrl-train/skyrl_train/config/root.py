@@ -78,10 +78,7 @@ class DataConfig(Section):
     `trainer.max_prompt_length`. Validation data is always checked completely."""
 
     mixture: MixtureConfig = MixtureConfig()
-    """Mixing of data sources in each batch."""
-
     custom_cls: CustomDatasetConfig = CustomDatasetConfig()
-    """A dataset class of your own, instead of data files."""
 
 
 class SkyRLGymConfig(Section):
@@ -124,7 +121,6 @@ class EnvironmentConfig(Section):
     function, as in `examples.catch.main_catch:register_catch`, the function is called once."""
 
     skyrl_gym: SkyRLGymConfig = SkyRLGymConfig()
-    """Environment calls, plus one free-form section per environment class."""
 
 
 class CustomRewardFunctionConfig(Section):
@@ -143,19 +139,10 @@ class SkyRLConfig(Section):
     """The typed configuration of a run, as returned by `load_config`."""
 
     data: DataConfig = DataConfig()
-    """Training and evaluation prompts."""
-
     trainer: TrainerConfig = TrainerConfig()
-    """The training run."""
-
     generator: GeneratorConfig = GeneratorConfig()
-    """The inference engine and the agent loop."""
-
     environment: EnvironmentConfig = EnvironmentConfig()
-    """The environment and its settings."""
-
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
-    """A reward function of your own, instead of an environment."""
 
     def engine_dtype(self, *, has_gpu: bool) -> Literal["float32", "bfloat16"]:
         """Return the dtype of the engine's weights. On GPUs with `trainer.bf16`, vLLM and SGLang use bfloat16."""

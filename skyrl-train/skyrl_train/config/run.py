@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, Field
 
+from skyrl_train.config.backends import STRATEGIES, StrategyName, StrategyTraits
 from skyrl_train.config.base import (
     Allowed,
     Count,
@@ -83,9 +84,8 @@ class RunConfig(Section):
     """The training run."""
 
     placement: RunPlacementConfig = RunPlacementConfig()
-    """Processes of the run."""
 
-    strategy: Literal["fsdp2", "fsdp", "megatron"] = "fsdp2"
+    strategy: StrategyName = "fsdp2"
     """How a model is split over its ranks. `fsdp2` and `fsdp` both mean PyTorch's FSDP2. `megatron` is tensor, pipeline
     and context parallelism with Megatron-Core (see `megatron_config`). No effect with a single rank."""
 
@@ -192,6 +192,11 @@ class RunConfig(Section):
     wandb_environment: StringList = Field(default=[])
     """Environment variables to show as `environment_variables` in the run's Config tab on Weights & Biases, e.g.
     `[CUDA_VISIBLE_DEVICES]`. Unset variables are left out. Needs `wandb` in `logger`."""
+
+    @property
+    def strategy_traits(self) -> StrategyTraits:
+        """The traits of `strategy`."""
+        return STRATEGIES[self.strategy]
 
     @property
     def run_dir(self) -> str:

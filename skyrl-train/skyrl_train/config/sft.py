@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge
 from pydantic import Field
 
-from skyrl_train.config.base import (
-    Allowed,
-    Count,
-    CountOrMinusOne,
-    FreeValue,
-    OptionalCount,
-    Section,
-    StringList,
-    Text,
-    iter_fields,
-)
+from skyrl_train.config.base import Allowed, Count, CountOrMinusOne, FreeValue, OptionalCount, Section, StringList, Text
 from skyrl_train.config.dialects import MEMORY_WITHOUT_EFFECT, VERL_SFT
-from skyrl_train.config.loading import RUN_SOURCES, Schema
-from skyrl_train.config.policy import Betas, DividedModelConfig, OptimizerConfig, PolicyModelConfig, SchedulerName
-from skyrl_train.config.rules.data import training_data_is_read_once, training_has_rows, validation_data_is_read_once
-from skyrl_train.config.rules.placement import (
-    launcher_starts_every_process,
-    megatron_has_its_models,
-    megatron_has_ranks,
-    megatron_is_installed,
-    ray_is_installed,
-    sharding_fits_ranks,
-    strategy_has_its_settings,
-)
-from skyrl_train.config.rules.run import (
-    adapters_are_on,
-    adapters_are_possible,
-    checkpoints_are_uploaded,
-    names_are_folders,
-    resume_path_is_a_checkpoint,
-    resume_path_is_read,
-    wandb_can_start,
-    wandb_settings_have_a_run,
-    warmup_is_set_once,
-    weight_decay_shrinks_weights,
-)
+from skyrl_train.config.loading import RUN_SOURCES, C, Schema
+from skyrl_train.config.policy import Betas, LearningRate, OptimizerConfig, PolicyConfig, SchedulerName
+from skyrl_train.config.problems import Rule
+from skyrl_train.config.rules import data, placement, run
 from skyrl_train.config.run import RunConfig
 
 MAX_LENGTH = 2048
@@ -112,41 +83,25 @@ class SFTDataConfig(SupervisedDataConfig):
 class SFTOptimizerConfig(OptimizerConfig):
     """AdamW, one step per batch."""
 
-    lr: Annotated[float, Ge(0), Le(1000)] = 2e-6
-    """Learning rate after warm-up."""
+    lr: LearningRate = 2e-6
 
     adam_betas: Betas = (0.9, 0.98)
-    """AdamW's β₁ and β₂: decay rates of the running means of the gradient and of its square."""
 
     weight_decay: Annotated[float, Ge(0)] = 0.05
-    """Decoupled weight decay coefficient."""
-
-    num_warmup_steps: Annotated[int, Ge(0)] = 0
-    """Number of optimizer steps of linear warm-up from 0."""
-
-    warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Warm-up as a fraction of all optimizer steps. Use this or `num_warmup_steps`, not both."""
 
     scheduler: SchedulerName = "cosine"
-    """Learning-rate schedule after warm-up, by its transformers name. `wsd` (warm-up, stable, decay) stays constant and
-    decays to 0 at the end."""
 
 
-class SFTPolicyConfig(DividedModelConfig):
+class SFTPolicyConfig(PolicyConfig):
     """The trained model."""
 
-    model: PolicyModelConfig = PolicyModelConfig()
-    """Source and dtype of the weights."""
-
     optimizer_config: SFTOptimizerConfig = SFTOptimizerConfig()
-    """The optimizer and its schedule."""
 
 
 class SFTTrainerConfig(RunConfig):
     """The training run."""
 
     policy: SFTPolicyConfig = SFTPolicyConfig()
-    """The trained model."""
 
     train_batch_size: Count = 32
     """Number of rows per training step."""
@@ -162,24 +117,19 @@ class SFTTrainerConfig(RunConfig):
     """Also compute the validation loss before the first step."""
 
     ckpt_interval: CountOrMinusOne = 50
-    """Write a checkpoint every N steps and after the last step. -1 disables checkpoints."""
 
 
 class SupervisedConfig(Section):
     """Configuration shared by supervised fine-tuning and training on preferences."""
 
     data: SupervisedDataConfig = SupervisedDataConfig()
-    """Training and validation data, and how rows are tokenized."""
-
     trainer: SFTTrainerConfig = SFTTrainerConfig()
-    """The training run."""
 
 
 class SFTConfig(SupervisedConfig):
     """The typed configuration of supervised fine-tuning."""
 
     data: SFTDataConfig = SFTDataConfig()
-    """Demonstrations: rows with a prompt and a response, or with a conversation."""
 
 
 def validation_is_held_out(cfg: SupervisedConfig) -> Iterator[str]:
@@ -192,51 +142,53 @@ def validation_is_held_out(cfg: SupervisedConfig) -> Iterator[str]:
             )
 
 
-SUPERVISED_PATHS = (
-    "trainer.output_dir",
-    "trainer.ckpt_path",
-    "trainer.export_path",
-    "trainer.resume_path",
-    "trainer.policy.model.path",
-    "trainer.policy.model.lora.lora_path",
-    "data.chat_template",
-)
+def supervised_schema(root: type[C], config_name: str, *rules: Rule) -> Schema[C]:
+    """Return the schema of a run on fixed data. `rules` are those of its own."""
+    return Schema(
+        root,
+        config_name,
+        aliases={},
+        without_effect=MEMORY_WITHOUT_EFFECT,
+        paths=(
+            "trainer.output_dir",
+            "trainer.ckpt_path",
+            "trainer.export_path",
+            "trainer.resume_path",
+            "trainer.policy.model.path",
+            "trainer.policy.model.lora.lora_path",
+            "data.chat_template",
+        ),
+        sources=RUN_SOURCES,
+        rules=(
+            data.training_has_rows,
+            run.warmup_is_set_once,
+            run.weight_decay_shrinks_weights,
+            run.adapters_are_possible,
+            placement.launcher_starts_every_process,
+            placement.strategy_has_its_settings,
+            placement.megatron_has_its_models,
+            run.names_are_folders,
+            data.validation_data_is_read_once,
+            run.resume_path_is_a_checkpoint,
+            run.checkpoints_are_uploaded,
+            run.wandb_settings_have_a_run,
+            *rules,
+        ),
+        machine_rules=(
+            placement.ray_is_installed,
+            placement.megatron_is_installed,
+            placement.sharding_fits_ranks,
+            run.wandb_can_start,
+        ),
+        warnings=(
+            run.adapters_are_on,
+            run.resume_path_is_read,
+            data.training_data_is_read_once,
+            validation_is_held_out,
+            placement.megatron_has_ranks,
+        ),
+    )
 
-SUPERVISED_RULES = (
-    training_has_rows,
-    warmup_is_set_once,
-    weight_decay_shrinks_weights,
-    adapters_are_possible,
-    launcher_starts_every_process,
-    strategy_has_its_settings,
-    megatron_has_its_models,
-    names_are_folders,
-    validation_data_is_read_once,
-    resume_path_is_a_checkpoint,
-    checkpoints_are_uploaded,
-    wandb_settings_have_a_run,
-)
 
-SUPERVISED_MACHINE_RULES = (ray_is_installed, megatron_is_installed, sharding_fits_ranks, wandb_can_start)
-
-SUPERVISED_WARNINGS = (
-    adapters_are_on,
-    resume_path_is_read,
-    training_data_is_read_once,
-    validation_is_held_out,
-    megatron_has_ranks,
-)
-
-SFT = Schema(
-    root=SFTConfig,
-    config_name="sft_config",
-    fields=dict(iter_fields(SFTConfig)),
-    aliases=VERL_SFT,
-    without_effect=MEMORY_WITHOUT_EFFECT,
-    paths=SUPERVISED_PATHS,
-    sources=RUN_SOURCES,
-    rules=SUPERVISED_RULES,
-    machine_rules=SUPERVISED_MACHINE_RULES,
-    warnings=SUPERVISED_WARNINGS,
-)
+SFT = replace(supervised_schema(SFTConfig, "sft_config"), aliases=VERL_SFT)
 """The configuration of supervised fine-tuning."""

@@ -87,22 +87,11 @@ class TrainerConfig(RunConfig):
     """The training run."""
 
     placement: PlacementConfig = PlacementConfig()
-    """Processes of the run, and the GPUs they use."""
-
     policy: PolicyConfig = PolicyConfig()
-    """The trained model."""
-
     critic: CriticConfig = CriticConfig()
-    """The value model."""
-
     ref: RefConfig = RefConfig()
-    """The frozen reference model."""
-
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Advantages, policy loss, KL and entropy terms."""
-
     fully_async: FullyAsyncConfig = FullyAsyncConfig()
-    """Asynchronous training."""
 
     update_epochs_per_batch: Count = 1
     """Number of passes over each batch of rollouts (PPO's inner epochs)."""

@@ -306,10 +306,10 @@ def start_supervised(
     check_answers(cfg)
     if dry_run:
         from skyrl_train.entrypoints.plan import check_disk, check_memory, describe_supervised_plan
-        from skyrl_train.plan.forecast import forecast_memory, plan_supervised_models
+        from skyrl_train.plan.forecast import forecast_memory, plan_models
 
         typer.echo(describe_supervised_plan(cfg))
-        models = plan_supervised_models(cfg)
+        models = plan_models(cfg)
         check_memory(cfg.trainer, forecast_memory(cfg.trainer, models))
         check_disk(cfg.trainer, models)
     elif cfg.trainer.placement.uses_torchrun and "TORCHELASTIC_RUN_ID" not in os.environ:

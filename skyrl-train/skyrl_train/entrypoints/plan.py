@@ -33,8 +33,8 @@ from skyrl_train.plan.forecast import (
     format_bytes,
     format_count,
     free_bytes,
+    plan_models,
     plan_ranks,
-    plan_supervised_models,
 )
 from skyrl_train.types.specs import lora_spec
 
@@ -64,7 +64,7 @@ def describe_plan(plan: RunPlan) -> str:
 def describe_supervised_plan(cfg: SupervisedConfig) -> str:
     """Return the plan of a run on fixed data, as `describe_plan`, and raise the same errors."""
     trainer, data = cfg.trainer, cfg.data
-    models = plan_supervised_models(cfg)
+    models = plan_models(cfg)
     lines = [*_describe_model(models[0])]
     if isinstance(trainer, DPOTrainerConfig):
         if trainer.policy_is_reference:
@@ -110,7 +110,7 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
 
 def _check_megatron(trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel]) -> None:
     """Raise ConfigError if Megatron-Core cannot compute a model that is on this machine, or its adapter."""
-    if trainer.strategy != "megatron":
+    if not trainer.strategy_traits.is_model_parallel:
         return
     from skyrl_train.distributed.megatron.strategy import configure  # imports torch, as `_describe_device`
     from skyrl_train.models.loading import create_empty

@@ -314,7 +314,7 @@ def _find_indivisible_model(
     if path is None:
         return
     model = _read_model_config(path)
-    if isinstance(section, DividedModelConfig) and trainer.strategy == "megatron":
+    if isinstance(section, DividedModelConfig) and trainer.strategy_traits.is_model_parallel:
         yield from section.megatron_config.find_indivisible(model, path, f"trainer.{role}.megatron_config")
     key, n_heads = f"trainer.{role}.sequence_parallel_size", model.get("num_attention_heads")
     yield from find_indivisible(key, section.sequence_parallel_size, n_heads, f"attention heads of {path}")

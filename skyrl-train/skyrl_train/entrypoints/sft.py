@@ -25,7 +25,7 @@ from skyrl_train.launch.launcher import ModelLauncher, started
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import TrainedModels
 from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_tokenizer
-from skyrl_train.plan.forecast import forecast_memory, limit_steps, plan_supervised_models
+from skyrl_train.plan.forecast import forecast_memory, limit_steps, plan_models
 from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.supervised_trainer import SupervisedRows, SupervisedTrainer, Validation
 from skyrl_train.tracking import Tracking
@@ -131,7 +131,7 @@ class SupervisedExp(Experiment):
         total_steps = limit_steps(cfg, rows.batches_per_epoch)
         optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", total_steps)
         if not self.replaces("get_model"):
-            check_memory(cfg, forecast_memory(cfg, plan_supervised_models(self.cfg)))
+            check_memory(cfg, forecast_memory(cfg, plan_models(self.cfg)))
         async with started(self.new_model_launcher(self.roles)) as launcher:
             models = await self.load_models(launcher, optimizer)
             with self.open_tracker() as tracker:

@@ -38,7 +38,7 @@ def model_spec(
         lora=lora,
         fsdp=sharding.fsdp_config,
         sequence_parallel_size=sharding.sequence_parallel_size,
-        megatron=megatron if cfg.strategy == "megatron" else None,
+        megatron=megatron if cfg.strategy_traits.is_model_parallel else None,
         temperature=temperature,
         bf16=cfg.bf16,
         max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch,

@@ -1,4 +1,4 @@
-"""The memory and the disk that a run will take, forecast before anything is loaded."""
+"""Forecast the memory and the disk space of a run, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -78,8 +78,14 @@ class PlannedModel:
 
     @property
     def idle_bytes(self) -> int:
-        """Memory for weights and optimizer state; gradients exist during updates only."""
+        """Memory for weights and optimizer state. Gradients exist only during updates."""
         return self.training_bytes - self.checkpoint_bytes // COPIES_IN_CHECKPOINT
+
+    @property
+    def export_bytes(self) -> int:
+        """Size of an export: the weights, or the adapter alone."""
+        is_adapter = self.lora is not None and not self.lora.merge_on_export
+        return self.checkpoint_bytes // COPIES_IN_CHECKPOINT if is_adapter else self.weight_bytes
 
 
 def forecast_offloaded_bytes(shares: Mapping[PlannedModel, float], engine_bytes: float) -> float:
@@ -93,36 +99,25 @@ def forecast_offloaded_bytes(shares: Mapping[PlannedModel, float], engine_bytes:
     return sum(share * model.idle_bytes for model, share in shares.items()) - staying + engine_bytes
 
 
-def plan_models(cfg: SkyRLConfig) -> list[PlannedModel]:
-    """Return each model that the run loads; ConfigError if an adapter does not fit."""
-    trainer = cfg.trainer
-    models = [plan_trained_model("policy", trainer.policy.model, trainer.seed)]
-    if trainer.critic.model.path is not None:
-        models.append(plan_trained_model("critic", trainer.critic.model, trainer.seed))
-    if loads_reference(cfg):
-        models.append(plan_reference(trainer.ref.model.path, trainer.policy.model))
+def plan_models(cfg: SkyRLConfig | SupervisedConfig) -> list[PlannedModel]:
+    """Return each model that the run loads. Raise ConfigError if an adapter does not fit."""
+    policy, ref = cfg.trainer.policy.model, None
+    models = [_plan_trained_model("reward" if isinstance(cfg, RewardConfig) else "policy", policy, cfg.trainer.seed)]
+    if isinstance(cfg, SkyRLConfig):
+        if cfg.trainer.critic.model.path is not None:
+            models.append(_plan_trained_model("critic", cfg.trainer.critic.model, cfg.trainer.seed))
+        ref = cfg.trainer.ref if loads_reference(cfg) else None
+    elif isinstance(cfg.trainer, DPOTrainerConfig):
+        ref = None if cfg.trainer.policy_is_reference else cfg.trainer.ref
+    if ref is not None:
+        n_parameters = count_parameters(ref.model.path)
+        models.append(PlannedModel("reference", ref.model.path, policy.dtype, n_parameters=n_parameters))
     return models
 
 
-def plan_supervised_models(cfg: SupervisedConfig) -> list[PlannedModel]:
-    """Return each model that a run on fixed data loads; ConfigError if an adapter does not fit."""
-    trainer = cfg.trainer
-    role: Literal["policy", "reward"] = "reward" if isinstance(cfg, RewardConfig) else "policy"
-    models = [plan_trained_model(role, trainer.policy.model, trainer.seed)]
-    if isinstance(trainer, DPOTrainerConfig) and not trainer.policy_is_reference:
-        models.append(plan_reference(trainer.ref.model.path, trainer.policy.model))
-    return models
-
-
-def plan_reference(path: str, policy: PolicyModelConfig) -> PlannedModel:
-    """Return the plan of the frozen reference model."""
-    return PlannedModel("reference", path, policy.dtype, None, count_parameters(path))
-
-
-def plan_trained_model(
+def _plan_trained_model(
     role: Literal["policy", "critic", "reward"], section: PolicyModelConfig | CriticModelConfig, seed: int
 ) -> PlannedModel:
-    """Return the plan of a trained model; ConfigError if its adapter does not fit."""
     path = str(section.path)
     n_parameters = n_trained = count_parameters(path)
     lora = lora_spec(section, f"trainer.{'critic' if role == 'critic' else 'policy'}.model.lora", seed)
@@ -135,7 +130,7 @@ def plan_trained_model(
 
 
 def count_batches(trainer: TrainerConfig | SFTTrainerConfig, sources: Sequence[str]) -> int | None:
-    """Return the batches of an epoch; None before the data is downloaded."""
+    """Return the batches per epoch, or None before the data is downloaded."""
     counts = [count_rows(source) for source in sources]
     if None in counts or not counts:
         return None
@@ -149,13 +144,13 @@ def limit_steps(trainer: RunConfig, n_batches: int) -> int:
 
 
 def count_steps(trainer: RunConfig, n_batches: int | None) -> int | None:
-    """Return the steps of a run with `n_batches` per epoch; None if neither they nor the maximum are known."""
+    """Return the steps of a run with `n_batches` per epoch, or None if neither they nor the maximum are known."""
     return trainer.max_training_steps if n_batches is None else limit_steps(trainer, n_batches)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskForecast:
-    """The disk that checkpoints and exports of a run take."""
+    """Disk space for checkpoints and exports of a run."""
 
     checkpoint_bytes: int
     interval: int
@@ -166,12 +161,12 @@ class DiskForecast:
 
     @property
     def min_bytes(self) -> int:
-        """The disk without which a checkpoint, or an export beside it, cannot be written."""
+        """Minimum disk space: two checkpoints (the old one is kept until the new one is complete) and an export."""
         return 2 * self.checkpoint_bytes + (self.export_bytes if self.n_exports != 0 else 0)
 
     @property
     def total_bytes(self) -> int:
-        """The maximum of the whole run, if its length is known, with the checkpoint that is being written."""
+        """Maximum disk space of the whole run, if its length is known, including a checkpoint in progress."""
         n_checkpoints = 1 if self.n_checkpoints is None else self.n_checkpoints
         n_kept = n_checkpoints if self.n_kept is None else min(self.n_kept, n_checkpoints)
         n_there = min(n_kept + 1, max(n_checkpoints, 2)) if self.checkpoint_bytes else 0
@@ -195,7 +190,7 @@ class DiskForecast:
 def forecast_disk(
     trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel], n_steps: int | None
 ) -> DiskForecast | None:
-    """Forecast the disk of a run of `n_steps`, if they are known; None if the size of a model is unknown."""
+    """Forecast the disk space of a run. Return None if the size of a model is unknown. `n_steps` is None if unknown."""
     if any(model.n_parameters is None for model in models):
         return None
 
@@ -213,7 +208,7 @@ def forecast_disk(
         interval=trainer.ckpt_interval,
         n_kept=None if n_kept < 0 else n_kept,
         n_checkpoints=times(trainer.ckpt_interval),
-        export_bytes=sum(map(_export_bytes, trained)) if trainer.hf_save_interval > 0 else 0,
+        export_bytes=sum(model.export_bytes for model in trained) if trainer.hf_save_interval > 0 else 0,
         n_exports=times(trainer.hf_save_interval),
     )
 
@@ -227,11 +222,11 @@ class MemoryForecast:
     free_bytes: float
     uses_lora: bool
     is_certain: bool
-    """The models are in this process. A cluster may have more memory than this machine, and ranks may divide them."""
+    """False if a cluster may have more memory than this machine, or if ranks may divide the models."""
 
     @property
     def shortage(self) -> str | None:
-        """Why the memory is too small; None if it is not. Activations and an engine come on top."""
+        """Why the memory is too small, or None. Activations and an engine need more than is counted here."""
         if self.needed_bytes <= self.free_bytes:
             return None
         lora = "" if self.uses_lora else " LoRA (trainer.policy.model.lora.rank=32),"
@@ -257,7 +252,9 @@ def forecast_memory(
         return None
     sizes = [model.training_bytes / (count_shards(trainer, model, ranks) if ranks else 1) for model in models]
     needed = max(sizes) if ranks or offloads_idle else sum(sizes)
-    is_on_host = bool(ranks) and trainer.strategy != "megatron" and trainer.policy.fsdp_config.cpu_offload
+    is_on_host = (
+        bool(ranks) and not trainer.strategy_traits.is_model_parallel and trainer.policy.fsdp_config.cpu_offload
+    )
     uses_lora = models[0].lora is not None
     n_processes = max((n_per_node for _, n_per_node in ranks.values()), default=1)
     is_certain = not ranks and os.environ.get("WORLD_SIZE", "1") == "1"  # torchrun may have started several processes
@@ -275,8 +272,8 @@ def forecast_memory(
 def _free_bytes_of_other_processes(n_gpus: int) -> int:
     """Return the free memory of the fullest of the first `n_gpus` visible GPUs, on which ranks will start.
 
-    `torch.cuda.mem_get_info` would create a CUDA context, which takes hundreds of MB of a GPU that this process may not
-    use, until the process ends.
+    `torch.cuda.mem_get_info` would create a CUDA context. It takes hundreds of MB until the process ends, on a GPU that
+    this process may not use.
 
     Raises:
         RuntimeError: nvidia-ml-py is not installed, or the driver does not report the memory.
@@ -300,35 +297,30 @@ def _free_bytes_of_other_processes(n_gpus: int) -> int:
 
 
 def plan_ranks(placement: RunPlacementConfig, models: Sequence[PlannedModel]) -> Ranks:
-    """Return the ranks of each model, or an empty result for a run in one process."""
+    """Return the ranks of each model, or {} for a run in one process."""
     if not (placement.uses_ray or placement.uses_torchrun):
         return {}
     return {model.role: placement.size(ROLES[model.role]) for model in models}
 
 
 def count_shards(trainer: TrainerConfig | SFTTrainerConfig, model: PlannedModel, ranks: Ranks) -> int:
-    """Return the number of ranks that hold a model together; others hold copies."""
+    """Return the number of ranks that one copy of a model is split over."""
     section = getattr(trainer, ROLES[model.role], trainer.policy)  # `skyrl reward` trains trainer.policy
-    if trainer.strategy == "megatron":
+    if trainer.strategy_traits.is_model_parallel:
         megatron: MegatronConfig = section.megatron_config
         return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
     fsdp: FSDPConfig = section.fsdp_config
     return fsdp.fsdp_size if fsdp.fsdp_size > 0 else math.prod(ranks[model.role])
 
 
-def _export_bytes(model: PlannedModel) -> int:
-    if model.lora is None or model.lora.merge_on_export:
-        return model.weight_bytes
-    return model.checkpoint_bytes // COPIES_IN_CHECKPOINT
-
-
 def free_bytes(folder: str) -> int:
     """Return the free bytes on the disk of a folder that need not exist."""
-    return shutil.disk_usage(_find_existing_parent(Path(folder))).free
+    existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def count_parameters(path: str) -> int | None:
-    """Return the number of parameters of a model in a local folder or in the Hub's cache, None if it is in neither."""
+    """Count the parameters of a model in a local folder or the Hub's cache. Return None if it is in neither."""
     folder = Path(path)
     if not folder.is_dir():
         cached = try_to_load_from_cache(path, "config.json") if path.count("/") <= 1 else None
@@ -340,10 +332,7 @@ def count_parameters(path: str) -> int | None:
         try:
             with safe_open(file, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118, not a mapping
-                    size = 1
-                    for length in tensors.get_slice(name).get_shape():
-                        size *= length
-                    n_parameters += size
+                    n_parameters += math.prod(tensors.get_slice(name).get_shape())
         except (OSError, SafetensorError):
             return None
     return n_parameters or None
@@ -352,10 +341,6 @@ def count_parameters(path: str) -> int | None:
 def format_count(n: int, noun: str) -> str:
     plural = noun if n == 1 else f"{noun}es" if noun.endswith("ch") and noun != "epoch" else f"{noun}s"
     return f"{n:,} {plural}"
-
-
-def _find_existing_parent(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def format_bytes(n_bytes: float) -> str:

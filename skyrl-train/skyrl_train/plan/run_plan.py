@@ -38,13 +38,13 @@ class EnginePlan:
     dtype: str
     """Dtype of their weights."""
     has_process: bool
-    """Without Ray, the engine runs in a separate process, so it can generate while the policy is updated."""
+    """Without Ray, the engine runs in a separate process, so that it can generate while the policy is updated."""
     has_copy: bool
     """The engines keep their own copy of the policy's weights."""
 
     @property
     def needs_model(self) -> bool:
-        """The engine's process loads a model with transformers, or shares the policy."""
+        """True if the engine's process loads a model with transformers, or shares the policy."""
         return self.n_local > 0 and self.traits.is_embedded
 
     @property
@@ -55,9 +55,9 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a reinforcement learning run. It is the single source for these facts.
+    """The plan of a reinforcement learning run.
 
-    The sizes of models are read from their files at the first use, and None if they are not on this machine.
+    The sizes of models are read from their files on first use, and are None if the models are not on this machine.
     """
 
     cfg: SkyRLConfig
@@ -72,12 +72,12 @@ class RunPlan:
 
     @cached_property
     def models(self) -> list[PlannedModel]:
-        """The models with their sizes; ConfigError if an adapter does not fit."""
+        """The models with their sizes. Raises ConfigError if an adapter does not fit."""
         return plan_models(self.cfg)
 
     @property
     def has_known_sizes(self) -> bool:
-        """All models are on this machine."""
+        """True if all models are on this machine."""
         return all(model.n_parameters is not None for model in self.models)
 
     @property
@@ -87,7 +87,7 @@ class RunPlan:
 
     @property
     def offloads_idle(self) -> bool:
-        """Models and engines leave the devices that they share while they are idle."""
+        """True if idle models and engines are offloaded from the devices they share."""
         return self.cfg.offloads_idle(has_gpus=self.has_gpus)
 
     @cached_property
@@ -109,7 +109,7 @@ class RunPlan:
 
     @property
     def engine_bytes(self) -> float:
-        """Weights on each device of an engine that the run starts; 0 if it shares the policy's.
+        """Size of the weights on each device of an engine that the run starts, or 0 if it shares the policy's tensors.
 
         Data-parallel devices hold copies.
         """
@@ -121,7 +121,7 @@ class RunPlan:
 
     @property
     def sync_kind(self) -> SyncKind:
-        """Kind of weight sync: the embedded engine computes with the adapter itself, others merge it."""
+        """Kind of weight sync. The embedded engine computes with the adapter itself. Other engines merge it."""
         if not self.cfg.trainer.policy.model.lora.is_used:
             return "full"
         return "adapter" if self.engine.needs_model else "factors"
@@ -133,18 +133,18 @@ class RunPlan:
 
     @cached_property
     def n_batches(self) -> int | None:
-        """Batches of an epoch; None before the data is downloaded."""
+        """Batches per epoch, or None before the data is downloaded."""
         return count_batches(self.cfg.trainer, self.sources)
 
     @property
     def n_steps(self) -> int | None:
-        """Steps of the run; None before the data is downloaded."""
+        """Steps of the run, or None before the data is downloaded."""
         return count_steps(self.cfg.trainer, self.n_batches)
 
     def forecast_memory(self) -> MemoryForecast | None:
-        """Forecast the memory of training; None if it is unknown."""
+        """Forecast the memory of training. Return None if it is unknown."""
         return forecast_memory(self.cfg.trainer, self.models, offloads_idle=self.offloads_idle)
 
     def forecast_disk(self) -> DiskForecast | None:
-        """Forecast the disk for checkpoints and exports; None before the models are downloaded."""
+        """Forecast the disk space for checkpoints and exports. Return None before the models are downloaded."""
         return forecast_disk(self.cfg.trainer, self.models, self.n_steps)

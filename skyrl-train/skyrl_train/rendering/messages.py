@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from skyrl_gym.tools.calls import parse_arguments
 from skyrl_train.errors import DataError
@@ -20,16 +20,16 @@ MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 
 
 def check_media(row: Mapping[str, Any], location: str) -> None:
-    """Raise DataError if a row has a column with images or other media."""
+    """Raise DataError if a row has a column of images or other media."""
     for name in MEDIA_FIELDS:
         if row.get(name):
             raise DataError(f"{location} has a column {name!r}, which models here do not read; remove the column")
 
 
 def drop_nulls(value: Any) -> Any:
-    """Drop null fields, because a table fills a field with null in every row that lacks it.
+    """Drop null fields: a table has a null in every row that lacks a field.
 
-    The `content` of a message stays, because OpenAI writes null there beside tool calls.
+    The `content` of a message stays, because OpenAI writes null there if the message has tool calls.
     """
     if isinstance(value, list):
         return [drop_nulls(item) for item in value]
@@ -46,30 +46,32 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
     - Null fields are dropped.
     - Arguments of tool calls become objects. Their nulls stay, because the file reader has already dropped the table's.
-    - Text parts are joined to one string, because templates disagree on parts. Qwen3's writes none of them.
-    - A thought is written to every field that a template may read, except to `thinking` beside content and tool calls.
+    - Text parts are joined to one string, because templates disagree on parts. Qwen3's template ignores them.
+    - A thought is copied to every field that a template may read, but not to `thinking` if there are content and calls.
 
     Raises:
         DataError: a message has an image, a video or audio.
     """
-    return [_prepare(message, index) for index, message in enumerate(messages)]
+    return [_prepare_message(message, index) for index, message in enumerate(messages)]
 
 
-def _prepare(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    given = {name: value for name, value in message.items() if value is not None or name == "content"}
-    prepared: dict[str, Any] = parse_arguments(given)
+def _prepare_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    prepared: dict[str, Any] = parse_arguments(
+        {name: value for name, value in message.items() if value is not None or name == "content"}
+    )
     if medium := next((name for name in MEDIA_FIELDS if prepared.get(name)), None):
         raise DataError(f"message {index} has {medium}, which models here do not read; remove it")
     content = prepared.get("content")
     if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, str) and not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        for part, text in zip(content, texts, strict=True):
+            if not isinstance(text, str):
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
                 raise DataError(
                     f"message {index} has a part of type {kind!r}; models here read text only, so write its content "
                     'as text, or as parts of the form {"type": "text", "text": "…"}'
                 )
-        prepared["content"] = "".join(part if isinstance(part, str) else part["text"] for part in content)
+        prepared["content"] = "".join(texts)
     elif content is None and "tool_calls" in prepared:
         prepared["content"] = ""
     if thought := find_thought(prepared):
@@ -86,8 +88,7 @@ def find_thought(message: Mapping[str, Any]) -> str | None:
 
 def get_function(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the name and arguments of a tool call, in OpenAI's form or without the level `function`."""
-    function: Mapping[str, Any] = call.get("function", call)
-    return function
+    return cast(Mapping[str, Any], call.get("function", call))
 
 
 def replace_function(call: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
@@ -132,8 +133,6 @@ CALL_FORMS = tuple(CallForm(is_text, is_null) for is_null in (False, True) for i
 
 def _write_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     arguments = get_function(call).get("arguments", {})
-    return (
-        call
-        if isinstance(arguments, str)
-        else replace_function(call, arguments=json.dumps(arguments, ensure_ascii=False))
-    )
+    if isinstance(arguments, str):
+        return call
+    return replace_function(call, arguments=json.dumps(arguments, ensure_ascii=False))

@@ -40,8 +40,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """An assistant's turn: the prompt that the model reads, and the answer that it learns to write."""
+class RenderedTurn:
+    """An assistant's turn as text: the prompt that the model reads, and the answer that it learns."""
 
     prompt: str
     answer: str
@@ -88,10 +88,12 @@ class ChatTemplate:
     # -- text
 
     def check_roles(self, messages: Messages) -> None:
-        """Raise DataError for a role that no published template and not this one uses, such as "human"."""
+        """Raise DataError for a role that neither this template nor any published template uses, such as "human"."""
         for index, message in enumerate(messages):
-            role = message["role"]
-            if role not in ROLES and role not in _string_literals(self._source):
+            if (role := message["role"]) in ROLES:
+                continue
+            tokens = Environment(autoescape=True).lex(self._source)
+            if role not in {str(value)[1:-1] for _, kind, value in tokens if kind == "string"}:
                 raise DataError(
                     f"message {index} has the role {role!r}, which the chat template does not name; use system, user, "
                     "assistant or tool"
@@ -125,8 +127,7 @@ class ChatTemplate:
         index = next((i for i, message in enumerate(prepared) if message.get("tool_calls")), None)
         if index is None:
             return prepared
-        if self._call_form is None:
-            self._call_form = self._find_call_form(prepared, index, tools)
+        self._call_form = self._call_form or self._find_call_form(prepared, index, tools)
         return self._call_form.write(prepared)
 
     def _find_call_form(self, prepared: list[dict[str, Any]], index: int, tools: Sequence[Any] | None) -> CallForm:
@@ -204,7 +205,7 @@ class ChatTemplate:
         index: int,
         tools: Sequence[Any] | None = None,
         start: Mapping[str, Any] | None = None,
-    ) -> Turn:
+    ) -> RenderedTurn:
         """Return the prompt and the answer of the assistant's message at `index`.
 
         `start` is an assistant's message with the beginning of that answer. It then belongs to the prompt.
@@ -221,7 +222,7 @@ class ChatTemplate:
                 f"the chat template renders the begun reply ({prompt[-40:]!r}) differently from the whole message "
                 f"{index}; write the whole answer as the response"
             )
-        return Turn(prompt, text[len(prompt) :])
+        return RenderedTurn(prompt, text[len(prompt) :])
 
     def _render_reply(self, past: Messages, message: Mapping[str, Any], tools: Sequence[Any] | None) -> tuple[str, str]:
         """Return the generation prompt, and a prepared message as the reply that continues it.
@@ -256,7 +257,9 @@ class ChatTemplate:
                     f"({header[-40:]!r}); remove the thought, or change data.chat_template_kwargs, e.g. enable_thinking"
                 )
             if header.rstrip().endswith(opening):
-                reply = _strip_opening(reply, opening)
+                stripped = reply.lstrip()
+                if stripped.startswith(opening):
+                    reply = stripped.removeprefix(opening).removeprefix("\n")
                 if (not thought or "thought" in lost) and not reply.lstrip().startswith(closing):
                     reply = f"\n{closing}\n\n" + reply.lstrip("\n")
                 if "thought" in lost:
@@ -377,14 +380,3 @@ class ChatTemplate:
             if token_ids[: len(context_ids)] == context_ids:
                 return token_ids[len(context_ids) :]
         return self.encode(fragment)
-
-
-def _strip_opening(reply: str, opening: str) -> str:
-    """Remove the opening tag of a thought from the beginning of a reply, if it is there."""
-    stripped = reply.lstrip()
-    return stripped.removeprefix(opening).removeprefix("\n") if stripped.startswith(opening) else reply
-
-
-def _string_literals(source: str) -> set[str]:
-    """Return the string literals in a template's expressions."""
-    return {str(value)[1:-1] for _, kind, value in Environment(autoescape=True).lex(source) if kind == "string"}

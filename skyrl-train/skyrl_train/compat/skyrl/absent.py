@@ -13,10 +13,9 @@ from skyrl_train.errors import ConfigError
 GUIDE = "docs/guides/coming-from-skyrl.md"
 
 _ENGINES = "the experiment starts the engines of `generator`; override get_engine for your own"
-_GPT_OSS = "attention is the one of transformers, and models with experts do not train"
+_GPT_OSS = "attention comes from transformers, and mixture-of-experts models cannot be trained"
 _LIMITS = "set trainer.fully_async.num_parallel_generation_workers, or limit the requests in your generator"
-_OWN_LOOP = "do not replace the training loop; to train while rollouts are generated, return a "
-_OWN_LOOP += "FullyAsyncRayPPOTrainer from get_trainer"
+_OWN_LOOP = "keep the training loop; to train asynchronously, return a FullyAsyncRayPPOTrainer from get_trainer"
 _WORKERS = "models live in `learner.policy`, `learner.critic` and `learner.ref`; override update(step, batch)"
 _SFT = "run `skyrl sft`"
 _CALLBACKS = "subclass skyrl_train.callbacks.Callback, and return it from get_callbacks of the experiment"
@@ -42,13 +41,13 @@ MODULES = {
 
 MISSING_NAMES: dict[str, dict[str, str]] = {
     "config": {
-        "InferenceEngineConfig": "the keys of the engine are those of `generator`",
+        "InferenceEngineConfig": "the engine's keys are in `generator`",
     },
     "entrypoints.main_base": {
         "create_ray_wrapped_inference_engines_from_config": _ENGINES,
         "create_remote_inference_engines_from_config": _ENGINES,
     },
-    "evaluate": {"evaluate_step_wise": "evaluate plays step-wise trajectories, too"},
+    "evaluate": {"evaluate_step_wise": "evaluate also plays step-wise trajectories"},
     "generators.skyrl_gym_generator": {
         "StepWiseOutput": "rollout(requests, sampling, metadata) returns a Trajectory of several segments",
         "TrajectoryOutput": "rollout(requests, sampling, metadata) returns a Trajectory",
@@ -124,7 +123,6 @@ EXPERIMENT_METHODS = {
     "get_inference_client": "override get_engine",
 }
 
-
 CLIENT_METHODS = {
     "chat_completion": "use generate, or an AgentGenerator",
     "completion": "use generate, or an AgentGenerator",
@@ -138,16 +136,14 @@ def refuse_overrides(cls: type, base: type, absent: Mapping[str, str]) -> None:
     """Raise ConfigError if `cls` overrides one of the `absent` methods: nothing would call it."""
     for name, instead in absent.items():
         if getattr(cls, name, None) is not getattr(base, name, None):
-            raise ConfigError(
-                f"{cls.__name__}.{name} would never be called; {instead} instead (docs/guides/coming-from-skyrl.md)"
-            )
+            raise ConfigError(f"{cls.__name__}.{name} would never be called; {instead} instead ({GUIDE})")
 
 
 def describe_missing(owner: object, name: str, absent: Mapping[str, str]) -> str:
     """Return the message of an AttributeError. If the name is one of `absent`, suggest the replacement."""
     message = f"{type(owner).__name__!r} object has no attribute {name!r}"
     if name in absent:
-        message += f", which SkyRL has; {absent[name]} instead (docs/guides/coming-from-skyrl.md)"
+        message += f", which SkyRL has; {absent[name]} instead ({GUIDE})"
     return message
 
 

@@ -11,13 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.compat.skyrl.absent import CLIENT_METHODS, describe_missing
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.errors import DataError
-from skyrl_train.inference_engines.base import (
-    EngineRequest,
-    EngineResult,
-    InferenceEngine,
-    SamplingParams,
-    hash_seed,
-)
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams, hash_seed
 from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
 from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import Message, all_or_none
@@ -98,7 +92,8 @@ class InferenceEngineClient:
         if (prompts is None) == (token_ids is None):
             raise DataError("the input of generate needs either prompts or prompt_token_ids")
         if token_ids is None:
-            token_ids = [self._encode(prompt) for prompt in prompts or ()]
+            texts = [self._template.render(prompt, adds_header=True) for prompt in prompts or ()]
+            token_ids = [self._template.encode(text) for text in texts]
         sessions = inputs.get("session_ids") or [None] * len(token_ids)
         if len(sessions) != len(token_ids):
             raise DataError(f"generate got {len(sessions)} session_ids for {len(token_ids)} prompts")
@@ -108,10 +103,6 @@ class InferenceEngineClient:
             session_id = None if session is None else str(session)
             requests.append(EngineRequest(list(prompt_ids), sampling, await self._next_seed(session_id), session_id))
         return requests
-
-    def _encode(self, prompt: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens of a conversation and of the next assistant header."""
-        return self._template.encode(self._template.render(prompt, adds_header=True))
 
     async def _next_seed(self, session_id: str | None) -> int:
         """Return the seed of a session's next request. Above `MAX_SESSIONS`, end the least recently used session."""

@@ -107,13 +107,12 @@ class GeneratorInterface(RolloutGenerator):
     async def _rollout_by_generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        input_batch = to_generator_input(requests, sampling, metadata)
-        output = await self.generate(input_batch)
+        output = await self.generate(to_generator_input(requests, sampling, metadata))
         self._returned_totals = any(isinstance(rewards, int | float) for rewards in output["rewards"])
         if reported := output.get("rollout_metrics"):
             phase = metadata.training_phase
             self._reported = {**self._reported, phase: [*self._reported.get(phase, ()), reported]}
-        return to_trajectories(output, input_batch)
+        return to_trajectories(output, requests)
 
     def _check_implemented(self) -> None:
         """Raise NotImplementedError if neither method is overridden: they would call each other forever."""
@@ -208,18 +207,6 @@ def to_generator_output(trajectories: Sequence[Trajectory], *, with_totals: bool
     return output
 
 
-def to_trajectories(output: GeneratorOutput, input_batch: GeneratorInput) -> list[Trajectory]:
-    """Convert parallel lists to trajectories, with the IDs of the input.
-
-    `generate` may shorten responses. Turns and `sampling_logprobs` that no longer fit are dropped. A reward for an
-    empty response makes the trajectory invalid.
-
-    Raises:
-        DataError: lists have different lengths, or their IDs are not the requested ones.
-    """
-    return _read_lists(output, to_requests(input_batch))
-
-
 def edit_as_lists(
     trajectories: Sequence[Trajectory],
     edit: Callable[[GeneratorOutput], GeneratorOutput],
@@ -240,7 +227,7 @@ def edit_as_lists(
     if not isinstance(edited, Mapping):
         raise DataError(f"it returned a {type(edited).__name__}; return the dictionary of the rollouts")
     requests = [RolloutRequest(t.id, PromptRow(t.id.instance_id, [], t.env_class, t.env_extras)) for t in trajectories]
-    changed = _read_lists({**lists, **edited}, requests)
+    changed = to_trajectories({**lists, **edited}, requests)
     for t in changed:
         if not t.is_valid:
             raise DataError(f"trajectory {t.id.to_string()} has no reward; set its loss mask to 0 to leave it out")
@@ -250,7 +237,15 @@ def edit_as_lists(
     ]
 
 
-def _read_lists(output: GeneratorOutput, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+def to_trajectories(output: GeneratorOutput, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+    """Convert parallel lists to the trajectories of the requests, in order.
+
+    `generate` may shorten responses. Turns and `sampling_logprobs` that no longer fit are dropped. A reward for an
+    empty response makes the trajectory invalid.
+
+    Raises:
+        DataError: lists have different lengths, or their IDs are not the requested ones.
+    """
     is_last = output.get("is_last_step") or [True] * len(requests)
     ends = [end for end, ends_here in enumerate(is_last, start=1) if ends_here]
     if len(ends) != len(requests) or (ends and ends[-1] != len(is_last)):

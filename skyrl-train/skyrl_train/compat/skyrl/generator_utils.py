@@ -77,7 +77,13 @@ def get_response_ids_and_loss_mask_from_messages(
         token_ids = encode_messages_subset([message], tokenizer, chat_template)
         start = end = len(token_ids)
         if message["role"] == "assistant":
-            start, end = _find_reply(token_ids, header, tokenizer.eos_token_id)
+            if token_ids[: len(header)] != header:
+                raise ValueError(
+                    "the chat template does not begin the messages of an assistant with its generation prompt"
+                )
+            start, eos_id = len(header), tokenizer.eos_token_id
+            if eos_id in token_ids:
+                end -= token_ids[::-1].index(eos_id)
         elif message["role"] != "user":
             raise ValueError(f"message {number} has the role {message['role']!r}; it must be user or assistant")
         sampled = [0.0] * (end - start)
@@ -143,16 +149,6 @@ def get_rollout_metrics(
         trajectories.append(trajectory)
     counts = ("generate/n_invalid", "generate/n_retries")
     return {name: value for name, value in rollout_metrics(trajectories).items() if name not in counts}
-
-
-def _find_reply(token_ids: list[int], header: list[int], eos_token_id: int | None) -> tuple[int, int]:
-    """Return the range (start, end) of the sampled tokens in an assistant message."""
-    if token_ids[: len(header)] != header:
-        raise ValueError("the chat template does not begin the messages of an assistant with its generation prompt")
-    end = len(token_ids)
-    if eos_token_id in token_ids:
-        end -= token_ids[::-1].index(eos_token_id)
-    return len(header), end
 
 
 def _render(

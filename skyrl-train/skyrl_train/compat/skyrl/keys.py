@@ -76,7 +76,7 @@ WITHOUT_EFFECT = {
         for name, reason in {
             "vllm_v1_disable_multiproc": "the launcher decides which process vLLM runs in",
             "fully_sharded_loras": "vLLM merges the adapter into its weights",
-            "override_existing_update_group": "each weight sync opens connections of its own",
+            "override_existing_update_group": "each weight sync opens new connections",
             "use_cache_salt": "cached keys and values are dropped when the weights change",
             "model_name": "AgentGenerator(model_name=…) names the model of the HTTP endpoint",
             "http_endpoint_host": "AgentGenerator(host=…) sets the address of the HTTP endpoint",
@@ -93,13 +93,13 @@ WITHOUT_EFFECT = {
         for role in ("policy", "ref")
         for name, reason in {
             "ddp_config": "gradients are summed in float32 once, before the optimizer step",
-            "lora_config": "trainer.policy.model.lora has the settings of the adapter",
-            "empty_cuda_cache": "freed memory of a GPU stays with PyTorch, which uses it again",
+            "lora_config": "the adapter is configured in trainer.policy.model.lora",
+            "empty_cuda_cache": "PyTorch keeps freed GPU memory for reuse",
         }.items()
     },
     "actor_rollout_ref.rollout.layered_summon": "weights are always gathered one tensor at a time",
     "actor_rollout_ref.rollout.load_format": "the engine gets the policy's weights before the first rollout",
-    "actor_rollout_ref.model.use_shm": "models are read from their folder, which the system caches",
+    "actor_rollout_ref.model.use_shm": "models are read from their folder, and the operating system caches the files",
 }
 """Keys of other versions that have no effect here, each with the reason. They are accepted with a log line."""
 
@@ -134,7 +134,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
         for name, reason in {
             "transformer_config_kwargs": "Megatron-Core's settings follow from the model; for recomputation, set "
             "trainer.gradient_checkpointing=true",
-            "model_config_kwargs": "the settings of a model are those in its config.json",
+            "model_config_kwargs": "a model's settings come from its config.json",
             "optimizer_config_kwargs": "AdamW's settings are trainer.policy.optimizer_config"
             if role == "policy"
             else "the reference has no optimizer",
@@ -149,8 +149,8 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
         for name, entry in {
             "model_dtype": (
                 ("bfloat16",),
-                "vLLM and SGLang compute in bfloat16 on a GPU with trainer.bf16=true, else in the type of the policy; "
-                "set generator.engine_init_kwargs.dtype for another type",
+                "vLLM and SGLang compute in bfloat16 on a GPU with trainer.bf16=true, else in the policy's dtype; "
+                "set generator.engine_init_kwargs.dtype for another dtype",
             ),
             "enable_http_endpoint": (
                 (False,),
@@ -165,11 +165,11 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
         (None,),
         "name each server in generator.remote_inference_engine_urls",
     ),
-    "trainer.disable_fast_tokenizer": ((False,), "the tokenizer is always that of tokenizer.json"),
+    "trainer.disable_fast_tokenizer": ((False,), "the fast tokenizer in tokenizer.json is always used"),
     "trainer.policy.use_torch_compile": ((False,), "training runs without torch.compile"),
     "trainer.policy.record_memory": (
         (False,),
-        "no snapshots of memory are written; `skyrl train --dry-run` prints the memory of each process",
+        "memory snapshots are not written; `skyrl train --dry-run` prints the memory of each process",
     ),
     "trainer.policy.track_extra_gradient_metrics": ((False,), "policy/grad_norm is the only metric of gradients"),
     **{f"trainer.{role}.fsdp_config.{name}": entry for role in MODELS for name, entry in _FSDP.items()},

@@ -7,15 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from skyrl_train.callbacks import Callback, Evaluation, Run
+from skyrl_train.callbacks import Callback, Evaluation
 from skyrl_train.compat.skyrl.absent import TRAINER_ATTRIBUTES, TRAINER_METHODS, describe_missing, refuse_overrides
 from skyrl_train.compat.skyrl.batch import TrainingInputBatch
-from skyrl_train.compat.skyrl.generator import (
-    GeneratorOutput,
-    edit_as_lists,
-    put_on_last_token,
-    returns_totals,
-)
+from skyrl_train.compat.skyrl.generator import GeneratorOutput, edit_as_lists, put_on_last_token, returns_totals
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import RolloutGenerator
@@ -74,12 +69,8 @@ class RayPPOTrainer(Trainer):
             if isinstance(callback, Evaluation):
                 self._evaluation = callback
                 if self._overrides("eval"):
-                    callback.evaluator = self._evaluate
+                    callback.evaluator = lambda _run: self.eval()
         super().__init__(self.cfg, callbacks=callbacks, **parts)
-
-    async def _evaluate(self, run: Run) -> dict[str, float]:
-        """Return the metrics of an overridden `eval`."""
-        return await self.eval()
 
     @property
     def postprocesses(self) -> bool:
@@ -121,21 +112,20 @@ class RayPPOTrainer(Trainer):
     # -- the stages that call them
 
     def build_batch(self, step: Step, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        if self.postprocesses:
-            trajectories = self._postprocess(step, trajectories)
-        return super().build_batch(step, trajectories)
-
-    def _postprocess(self, step: Step, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        if not self.postprocesses:
+            return super().build_batch(step, trajectories)
         rows = [t for t in trajectories for _ in t.segments]
         uids, options = [t.id.instance_id for t in rows], {}
         if "data_sources" in inspect.signature(self.postprocess_generator_output).parameters:
             options["data_sources"] = [t.data_source for t in rows]
+
+        def edit(lists: GeneratorOutput) -> GeneratorOutput:
+            output: Any = self.postprocess_generator_output(lists, uids, **options)
+            return output[0] if isinstance(output, tuple) else output  # hooks of the new layout also return the uids
+
         with self._in_hook(step, "postprocess_generator_output"):
-            return edit_as_lists(
-                trajectories,
-                lambda lists: _without_uids(self.postprocess_generator_output(lists, uids, **options)),
-                with_totals=returns_totals(self.generator),
-            )
+            trajectories = edit_as_lists(trajectories, edit, with_totals=returns_totals(self.generator))
+        return super().build_batch(step, trajectories)
 
     async def score(self, step: Step, batch: TrainingBatch) -> TrainingBatch:
         with step.timer("fwd_logprobs_values_reward"):
@@ -173,12 +163,6 @@ class RayPPOTrainer(Trainer):
             raise DataError(f"{type(self).__name__}.{name}: {error}") from error
         finally:
             self.global_step = finished
-
-
-def _without_uids(output: Any) -> GeneratorOutput:
-    """Drop the uids from a hook's result. Hooks of SkyRL's new layout return (rollouts, uids)."""
-    rollouts: GeneratorOutput = output[0] if isinstance(output, tuple) else output
-    return rollouts
 
 
 def _checked(data: object) -> TrainingInputBatch:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from skyrl_train.algorithms.filters import informative_groups
-from skyrl_train.compat.skyrl.generator import GeneratorInput, GeneratorOutput, to_trajectories
+from skyrl_train.compat.skyrl.generator import GeneratorInput, GeneratorOutput, to_requests, to_trajectories
 
 __all__ = ["ResumeMode", "validate_generator_output", "zero_variance_filter"]
 
@@ -24,7 +24,7 @@ class ResumeMode(Enum):
 def validate_generator_output(num_prompts: int, generator_output: GeneratorOutput) -> None:
     """Raise DataError unless the lists have `num_prompts` trajectories and one value per token."""
     prompts = GeneratorInput(prompts=[[]] * num_prompts, env_classes=[None] * num_prompts)  # type: ignore[typeddict-item]
-    to_trajectories({**generator_output, "trajectory_ids": None}, prompts)
+    to_trajectories({**generator_output, "trajectory_ids": None}, to_requests(prompts))
 
 
 def zero_variance_filter(rewards: Sequence[float | Sequence[float]], uids: Sequence[str]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from itertools import takewhile
 from typing import TypeVar
 
@@ -126,7 +126,7 @@ def _split_torchrun_flags(words: Sequence[str]) -> list[list[str]]:
 
 
 def _find_count(flag: Sequence[str]) -> str | None:
-    """Return our key if a flag sets a number of processes, and None otherwise."""
+    """Return our key if a flag sets a number of processes, otherwise None."""
     return PROCESSES.get(flag[0].partition("=")[0].lstrip("-").replace("-", "_"))
 
 
@@ -200,7 +200,14 @@ def _translate_option(option: Override, options: Mapping[str, object], program: 
         return []
     if key.startswith(REJECTION):
         return _read_rejection(options) if key == REJECTION else []
-    if new_key := _rename(key, program):
+    new_key = None
+    if key == "hydra.run.dir":
+        new_key = "trainer.output_dir"
+    elif key.startswith(f"{ENGINE_OPTIONS}."):
+        new_key = f"generator.engine_init_kwargs.{key.removeprefix(f'{ENGINE_OPTIONS}.').partition('.')[2]}"
+    elif key in program.conditional:
+        new_key = program.conditional[key].key
+    if new_key is not None:
         logger.warning("%s is read as %s=%s", text, new_key, show(value))
         return [f"{new_key}={str(option.input_line).partition('=')[2]}"]  # with its quotes
     if key == "trainer.resume_mode" and isinstance(value, str) and value in RESUME_MODES:
@@ -209,18 +216,8 @@ def _translate_option(option: Override, options: Mapping[str, object], program: 
     return [str(option.input_line)]
 
 
-def _rename(key: str, program: VerlProgram) -> str | None:
-    """Return our name for an option that is in no alias table."""
-    if key == "hydra.run.dir":
-        return "trainer.output_dir"
-    if key.startswith(f"{ENGINE_OPTIONS}."):
-        return f"generator.engine_init_kwargs.{key.removeprefix(f'{ENGINE_OPTIONS}.').partition('.')[2]}"
-    conditional = program.conditional.get(key)
-    return None if conditional is None else conditional.key
-
-
 def _find_reason(key: str, value: object, options: Mapping[str, object], program: VerlProgram) -> str | None:
-    """Return the reason if an option has no effect, and None otherwise."""
+    """Return the reason why an option has no effect, or None if it has one."""
     if _look_up(key, program.refused) is not None or (key == REJECTION and _is_off(value)):
         return "the option is off"
     if (conditional := _look_up(key, program.conditional)) is not None:
@@ -252,7 +249,16 @@ def _read_rejection(options: Mapping[str, object]) -> list[str]:
             f"{CORRECTION}"
         )
     bounds, metric = REJECTIONS[str(name)]
-    low, high = _read_interval(threshold, options.get(f"{REJECTION}_threshold_lower"))
+    below, separator, above = ("" if threshold is None else str(threshold)).rpartition("_")
+    lower = options.get(f"{REJECTION}_threshold_lower")
+    try:
+        high = float(above)  # 2.0 means 0.5 to 2, and 0.5_2.0 gives both bounds
+        low = float(below if separator else 1 / high if lower is None else str(lower))
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(
+            f"{REJECTION}_threshold={show(threshold)} must be a number, such as 2.0, or two, such as '0.5_2.0', with "
+            f"{REJECTION}"
+        ) from None
     overrides = [f"{CORRECTION}.{bounds}_low={low}", f"{CORRECTION}.{bounds}_high={high}"]
     if metric is not None:
         overrides.append(f"{CORRECTION}.sequence_mask_metric={metric}")
@@ -260,22 +266,8 @@ def _read_rejection(options: Mapping[str, object]) -> list[str]:
     return overrides
 
 
-def _read_interval(threshold: object, lower: object) -> tuple[float, float]:
-    """Return the (lower, upper) bounds of a ratio: `2.0` means 0.5 to 2, and `0.5_2.0` gives both."""
-    texts = ["" if value is None else str(value) for value in (lower, threshold)]
-    below, separator, above = texts[1].rpartition("_")
-    try:
-        upper = float(above)
-        return float(below if separator else texts[0] or 1 / upper), upper
-    except (ValueError, ZeroDivisionError):
-        raise ConfigError(
-            f"{REJECTION}_threshold={show(threshold)} must be a number, such as 2.0, or two, such as '0.5_2.0', with "
-            f"{REJECTION}"
-        ) from None
-
-
 def _find_problem(key: str, value: object, program: VerlProgram) -> str | None:
-    """Return the problem and its fix if an option of verl cannot be honored, and None otherwise."""
+    """Return the problem and its fix if an option of verl cannot be honored, otherwise None."""
     option = f"{key}={show(value)}"
     if (fix := _look_up(key, program.refused)) is not None:
         return None if _is_off(value) else f"{option} is not supported; {fix}"
@@ -288,8 +280,11 @@ def _find_problem(key: str, value: object, program: VerlProgram) -> str | None:
     with_keys_below = (*open_fields(schema.fields), *schema.aliases, OPEN_SECTION, *program.combined)
     if key in known or key.startswith(tuple(f"{name}." for name in with_keys_below)):
         return None
-    if nearest := _nearest_option(key, program):
-        return f"{option}: there is no key {key}; did you mean {nearest}?"
+    section, _, name = key.rpartition(".")
+    others = (other.rpartition(".") for other in (*schema.aliases, *program.fixed))
+    names = [other for place, _, other in others if place == section]
+    if nearest := get_close_matches(name, names, n=1, cutoff=0.65):
+        return f"{option}: there is no key {key}; did you mean {section}.{nearest[0]}?"
     closed = {name: field for name, field in schema.fields.items() if name not in open_fields(schema.fields)}
     return f"{option}: there is no key {key} here; {did_you_mean(key, closed)}"
 
@@ -303,15 +298,3 @@ def _look_up(key: str, table: Mapping[str, T]) -> T | None:
     while key not in table and "." in key:
         key = key.rpartition(".")[0]
     return table.get(key)
-
-
-def _nearest_option(key: str, program: VerlProgram) -> str | None:
-    """Return the most similar option of verl in the same section, if a misspelling is likely."""
-    section, _, name = key.rpartition(".")
-    similarity = {
-        option: SequenceMatcher(None, name, option.rpartition(".")[2]).ratio()
-        for option in (*program.schema.aliases, *program.fixed)
-        if option.rpartition(".")[0] == section
-    }
-    nearest = max(similarity, key=lambda option: similarity[option], default=None)
-    return nearest if nearest is not None and similarity[nearest] > 0.65 else None

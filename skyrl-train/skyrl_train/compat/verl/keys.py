@@ -10,14 +10,45 @@ VERL_SCHEDULERS = {"constant": "constant_with_warmup"}
 VERL_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 CORRECTION = "trainer.algorithm.off_policy_correction"
 
-ALIASES = {
+
+def _optimizer(theirs: str, ours: str) -> dict[str, Alias]:
+    """Return the aliases of a section `optim`."""
+    return {
+        f"{theirs}.lr": Alias(f"{ours}.lr"),
+        f"{theirs}.betas": Alias(f"{ours}.adam_betas"),
+        f"{theirs}.weight_decay": Alias(f"{ours}.weight_decay"),
+        f"{theirs}.clip_grad": Alias(f"{ours}.max_grad_norm"),
+        f"{theirs}.lr_warmup_steps": Alias(f"{ours}.num_warmup_steps", {-1: None}),
+        f"{theirs}.lr_warmup_steps_ratio": Alias(f"{ours}.warmup_ratio"),
+        f"{theirs}.lr_scheduler_type": Alias(f"{ours}.scheduler", VERL_SCHEDULERS),
+        f"{theirs}.warmup_style": Alias(f"{ours}.scheduler", VERL_SCHEDULERS),
+    }
+
+
+COMMON = {
     "data.train_files": Alias("data.train_data"),
     "data.val_files": Alias("data.val_data"),
     "data.train_batch_size": Alias("trainer.train_batch_size"),
+    "data.seed": Alias("trainer.seed"),
+    "trainer.nnodes": Alias("trainer.placement.policy_num_nodes"),
+    "trainer.n_gpus_per_node": Alias("trainer.placement.policy_num_gpus_per_node"),
+    "trainer.total_epochs": Alias("trainer.epochs"),
+    "trainer.total_training_steps": Alias("trainer.max_training_steps"),
+    "trainer.experiment_name": Alias("trainer.run_name"),
+    "trainer.default_local_dir": Alias("trainer.ckpt_path"),
+    "trainer.resume_from_path": Alias("trainer.resume_path"),
+    "trainer.save_freq": Alias("trainer.ckpt_interval"),
+    "trainer.test_freq": Alias("trainer.eval_interval"),
+}
+"""Keys of both programs."""
+
+ALIASES = {
+    **COMMON,
+    **_optimizer("actor_rollout_ref.actor.optim", "trainer.policy.optimizer_config"),
+    **_optimizer("critic.optim", "trainer.critic.optimizer_config"),
     "data.val_batch_size": Alias("trainer.eval_batch_size"),
     "data.max_prompt_length": Alias("trainer.max_prompt_length"),
     "data.max_response_length": Alias("generator.sampling_params.max_generate_length"),
-    "data.seed": Alias("trainer.seed"),
     "data.apply_chat_template_kwargs": Alias("generator.chat_template_kwargs"),
     "algorithm.adv_estimator": Alias(
         "trainer.algorithm.advantage_estimator",
@@ -69,18 +100,6 @@ ALIASES = {
     "actor_rollout_ref.ref.fsdp_config.fsdp_size": Alias("trainer.ref.fsdp_config.fsdp_size"),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": Alias("trainer.ref.sequence_parallel_size"),
-    "actor_rollout_ref.actor.optim.lr": Alias("trainer.policy.optimizer_config.lr"),
-    "actor_rollout_ref.actor.optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": Alias(
-        "trainer.policy.optimizer_config.num_warmup_steps", {-1: None}
-    ),
-    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
-    "actor_rollout_ref.actor.optim.warmup_style": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
-    "actor_rollout_ref.actor.optim.lr_scheduler_type": Alias(
-        "trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS
-    ),
-    "actor_rollout_ref.actor.optim.betas": Alias("trainer.policy.optimizer_config.adam_betas"),
-    "actor_rollout_ref.actor.optim.clip_grad": Alias("trainer.policy.optimizer_config.max_grad_norm"),
     "actor_rollout_ref.actor.grad_clip": Alias("trainer.policy.optimizer_config.max_grad_norm"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": Alias("trainer.policy_mini_batch_size"),
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": Alias("trainer.micro_train_batch_size_per_gpu"),
@@ -149,42 +168,23 @@ ALIASES = {
     "critic.model.lora_rank": Alias("trainer.critic.model.lora.rank"),
     "critic.model.lora_alpha": Alias("trainer.critic.model.lora.alpha"),
     "critic.model.target_modules": Alias("trainer.critic.model.lora.target_modules"),
-    "critic.optim.lr": Alias("trainer.critic.optimizer_config.lr"),
-    "critic.optim.weight_decay": Alias("trainer.critic.optimizer_config.weight_decay"),
     "critic.model.fsdp_config.model_dtype": Alias("trainer.critic.model.dtype", VERL_DTYPES),
     "critic.model.fsdp_config.fsdp_size": Alias("trainer.critic.fsdp_config.fsdp_size"),
     "critic.model.fsdp_config.reshard_after_forward": Alias("trainer.critic.fsdp_config.reshard_after_forward"),
-    "critic.optim.betas": Alias("trainer.critic.optimizer_config.adam_betas"),
-    "critic.optim.clip_grad": Alias("trainer.critic.optimizer_config.max_grad_norm"),
-    "critic.optim.warmup_style": Alias("trainer.critic.optimizer_config.scheduler", VERL_SCHEDULERS),
-    "critic.optim.lr_scheduler_type": Alias("trainer.critic.optimizer_config.scheduler", VERL_SCHEDULERS),
-    "critic.optim.lr_warmup_steps": Alias("trainer.critic.optimizer_config.num_warmup_steps", {-1: None}),
-    "critic.optim.lr_warmup_steps_ratio": Alias("trainer.critic.optimizer_config.warmup_ratio"),
     "critic.ulysses_sequence_parallel_size": Alias("trainer.critic.sequence_parallel_size"),
     "critic.grad_clip": Alias("trainer.critic.optimizer_config.max_grad_norm"),
     "critic.ppo_mini_batch_size": Alias("trainer.critic_mini_batch_size"),
     "critic.cliprange_value": Alias("trainer.algorithm.value_clip"),
-    "trainer.total_epochs": Alias("trainer.epochs"),
-    "trainer.total_training_steps": Alias("trainer.max_training_steps"),
-    "trainer.experiment_name": Alias("trainer.run_name"),
-    "trainer.default_local_dir": Alias("trainer.ckpt_path"),
     "trainer.max_actor_ckpt_to_keep": Alias("trainer.max_ckpts_to_keep", {None: -1}),
-    "trainer.resume_from_path": Alias("trainer.resume_path"),
-    "trainer.save_freq": Alias("trainer.ckpt_interval"),
-    "trainer.test_freq": Alias("trainer.eval_interval"),
     "trainer.val_before_train": Alias("trainer.eval_before_train"),
-    "trainer.nnodes": Alias("trainer.placement.policy_num_nodes"),
-    "trainer.n_gpus_per_node": Alias("trainer.placement.policy_num_gpus_per_node"),
 }
-
+"""Keys of `main_ppo`."""
 
 SFT_ALIASES = {
-    "data.train_files": Alias("data.train_data"),
-    "data.val_files": Alias("data.val_data"),
-    "data.train_batch_size": Alias("trainer.train_batch_size"),
+    **COMMON,
+    **_optimizer("optim", "trainer.policy.optimizer_config"),
     "data.micro_batch_size_per_gpu": Alias("trainer.micro_train_batch_size_per_gpu"),
     "data.max_token_len_per_gpu": Alias("trainer.max_tokens_per_microbatch"),
-    "data.seed": Alias("trainer.seed"),
     "data.apply_chat_template_kwargs": Alias("data.chat_template_kwargs"),
     "data.multiturn.messages_key": Alias("data.messages_key"),
     "data.multiturn.tools_key": Alias("data.tools_key"),
@@ -198,16 +198,8 @@ SFT_ALIASES = {
     "model.target_modules": Alias("trainer.policy.model.lora.target_modules"),
     "model.exclude_modules": Alias("trainer.policy.model.lora.exclude_modules"),
     "model.lora_adapter_path": Alias("trainer.policy.model.lora.lora_path"),
-    "optim.lr": Alias("trainer.policy.optimizer_config.lr"),
-    "optim.betas": Alias("trainer.policy.optimizer_config.adam_betas"),
-    "optim.weight_decay": Alias("trainer.policy.optimizer_config.weight_decay"),
-    "optim.clip_grad": Alias("trainer.policy.optimizer_config.max_grad_norm"),
     "optim.lr_scheduler": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
-    "optim.lr_scheduler_type": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
-    "optim.warmup_style": Alias("trainer.policy.optimizer_config.scheduler", VERL_SCHEDULERS),
-    "optim.lr_warmup_steps": Alias("trainer.policy.optimizer_config.num_warmup_steps", {-1: None}),
     "optim.warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
-    "optim.lr_warmup_steps_ratio": Alias("trainer.policy.optimizer_config.warmup_ratio"),
     "model.strategy": Alias("trainer.strategy"),
     "engine.strategy": Alias("trainer.strategy"),
     "engine.fsdp_size": Alias("trainer.policy.fsdp_config.fsdp_size"),
@@ -217,15 +209,6 @@ SFT_ALIASES = {
     "model.fsdp_config.cpu_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
     "model.fsdp_config.offload_params": Alias("trainer.policy.fsdp_config.cpu_offload"),
     "ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
-    "trainer.nnodes": Alias("trainer.placement.policy_num_nodes"),
-    "trainer.n_gpus_per_node": Alias("trainer.placement.policy_num_gpus_per_node"),
-    "trainer.total_epochs": Alias("trainer.epochs"),
-    "trainer.total_training_steps": Alias("trainer.max_training_steps"),
-    "trainer.experiment_name": Alias("trainer.run_name"),
-    "trainer.default_local_dir": Alias("trainer.ckpt_path"),
     "trainer.max_ckpt_to_keep": Alias("trainer.max_ckpts_to_keep", {None: -1}),
-    "trainer.resume_from_path": Alias("trainer.resume_path"),
-    "trainer.save_freq": Alias("trainer.ckpt_interval"),
-    "trainer.test_freq": Alias("trainer.eval_interval"),
 }
 """Keys of verl's SFT trainer with the same meaning here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import psutil
 import torch
@@ -58,32 +58,28 @@ def verl_metrics(
 
     A step without trajectories is an evaluation before training. It only has evaluation scores.
     """
-    scores = dict(_name_scores(metrics, cfg.generator.eval_n_samples_per_prompt))
+    scores = {}
+    for name, value in metrics.items():
+        found = re.fullmatch(r"eval/([^/]+)/avg_score", name)
+        if found is not None and found[1] != "all":
+            scores[f"val-core/{found[1]}/reward/mean@{cfg.generator.eval_n_samples_per_prompt}"] = value
     if not trajectories:
         return scores
     renamed = {name: metrics[ours] for name, ours in NAMES.items() if ours in metrics}
     if cfg.trainer.algorithm.use_kl_loss:
         renamed["actor/kl_coef"] = cfg.trainer.algorithm.kl_loss_coef
     sampled = sum(turn.end - turn.start for t in trajectories for turn in t.turns)
-    numbers = {"training/global_step": float(step), "train/global_step": float(step)}
     seconds = metrics["timing/step" if cfg.trainer.fully_async.enabled else "timing/generate"]
-    numbers["rollout/throughput"] = sampled / seconds
     return {
         **scores,
         **renamed,
-        **numbers,
+        "training/global_step": float(step),
+        "train/global_step": float(step),
+        "rollout/throughput": sampled / seconds,
         **_describe_trajectories([t for t in trajectories if t.is_valid]),
         **_describe_speed(metrics, trajectories, cfg),
         **system_metrics(),
     }
-
-
-def _name_scores(metrics: Mapping[str, float], n_samples: int) -> Iterator[tuple[str, float]]:
-    """Yield the mean score of each evaluated data source."""
-    for name, value in metrics.items():
-        found = re.fullmatch(r"eval/([^/]+)/avg_score", name)
-        if found is not None and found[1] != "all":
-            yield f"val-core/{found[1]}/reward/mean@{n_samples}", value
 
 
 def _describe_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, float]:

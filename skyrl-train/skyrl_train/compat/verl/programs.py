@@ -80,55 +80,35 @@ def _count_engines(settings: Settings) -> int:
     is_shared = settings.get(f"{placement}.colocate_all") is not False
     if not is_shared or settings.get("generator.run_engines_locally") is False:
         return 1
-    n_nodes, n_gpus, *sizes = (
-        _as_count(settings.get(key))
-        for key in (
-            f"{placement}.policy_num_nodes",
-            f"{placement}.policy_num_gpus_per_node",
-            *(f"{engine}_{name}_parallel_size" for name in ("tensor", "pipeline", "data")),
-        )
+    keys = (
+        f"{placement}.policy_num_nodes",
+        f"{placement}.policy_num_gpus_per_node",
+        *(f"{engine}_{name}_parallel_size" for name in ("tensor", "pipeline", "data")),
     )
+    texts = (str(settings.get(key)) for key in keys)
+    # A value that is no positive integer counts as 1 here, because validation rejects it later.
+    n_nodes, n_gpus, *sizes = (int(text) if text.isdecimal() and int(text) else 1 for text in texts)
     return n_nodes * (n_gpus // math.prod(sizes))
-
-
-def _as_count(value: object) -> int:
-    """Return the value if it is a positive integer, and 1 otherwise (validation refuses it later)."""
-    return int(text) if (text := str(value)).isdecimal() and int(text) else 1
 
 
 ALWAYS_PACKED = Fixed("passes are always packed by tokens (trainer.max_tokens_per_microbatch)")
 ALWAYS_DEFAULT_ATTENTION = Fixed("attention is PyTorch's SDPA, and the head computes trained tokens only")
 ALWAYS_COMPLETE = Fixed(
-    "checkpoints hold all that a run needs to resume, and are written while training continues; skyrl merge turns one "
-    "into a model"
+    "checkpoints hold everything that a run needs to resume, and are written while training continues; skyrl merge "
+    "converts one to a model"
 )
 OFFLOADED_IF_IDLE = Fixed("trainer.placement.offload_idle decides what leaves its device between the phases of a step")
 NO_REMOTE_CODE = Fixed("models with code of their own are not supported", (False,))
-NO_MODULE = Fixed("no module is imported", (None,))
-NO_OVERRIDES = Fixed("the model is that of its config.json; change the file in a copy of the model", (None, {}))
+NO_OVERRIDES = Fixed("the model is built from its config.json; change the file in a copy of the model", (None, {}))
 NO_PROFILER = Fixed("there is no profiler", (None, [], {}, False))
-NO_TEMPLATE_TEXT = Fixed("chat templates are files: set generator.chat_template.source=file and name_or_path", (None,))
 OWN_TOKENIZER = Fixed("the tokenizer is the model's", (None,))
-ONE_FOLDER = Fixed("checkpoints are written to trainer.default_local_dir", (None,))
-ANY_DEVICE = Fixed("a GPU is used if there is one")
 PLAIN_ROWS = Fixed("rows are read as they are", (None, False))
 SAME_TEMPLATE = Fixed("all rows have the template's variables in data.chat_template_kwargs")
 TEXT_ONLY = Fixed("rows hold text; images and videos are not supported")
-IMAGE_COLUMN = Fixed(
-    "rows hold text: media in a column image or images are refused, and plain text there reaches the environment",
-    ("images", "image"),
-)
-VIDEO_COLUMN = Fixed(
-    "rows hold text: media in a column video or videos are refused, and plain text there reaches the environment",
-    ("videos", "video"),
-)
 IN_ORDER = Fixed("mini-batches keep the order of the prompts", (False,))
-SYSTEM_CACHE = Fixed("models are read from their folder, which the system caches")
-ONE_REWARD = Fixed("custom_reward_function scores each reply", ("naive", "batch", "dapo", "prime"))
+SYSTEM_CACHE = Fixed("models are read from their folder, and the operating system caches the files")
 WHILE_SAMPLING = Fixed("rewards are computed while other rollouts are sampled")
-RAY_DEFAULTS = Fixed("Ray takes what the machine has; $RAY_ADDRESS selects a cluster")
-DECAY_TO_ZERO = Fixed("schedules decay to 0", (None, 0, 0.0))
-HALF_A_COSINE = Fixed("the cosine schedule is half a period", (0.5,))
+RAY_DEFAULTS = Fixed("Ray uses all resources of the machine; $RAY_ADDRESS selects a cluster")
 
 FSDP = {
     "wrap_policy": Fixed("every transformer block is sharded"),
@@ -148,8 +128,8 @@ OPTIMIZER = {
     "optimizer": Fixed("the optimizer is AdamW", ("AdamW",)),
     "optimizer_impl": Fixed("the optimizer is AdamW of torch.optim", ("torch.optim",)),
     "override_optimizer_config": Fixed("the optimizer has no other settings", (None, {})),
-    "min_lr_ratio": DECAY_TO_ZERO,
-    "num_cycles": HALF_A_COSINE,
+    "min_lr_ratio": Fixed("schedules decay to 0", (None, 0, 0.0)),
+    "num_cycles": Fixed("the cosine schedule is half a period", (0.5,)),
     "total_training_steps": Fixed("schedules cover all steps of the run"),
 }
 """Options of the sections `optim`."""
@@ -170,7 +150,7 @@ MODEL = {
     "use_remove_padding": ALWAYS_PACKED,
     "enable_activation_offload": Fixed("activations stay on their device; enable_gradient_checkpointing frees them"),
     "override_config": NO_OVERRIDES,
-    "external_lib": NO_MODULE,
+    "external_lib": Fixed("no module is imported", (None,)),
     "trust_remote_code": NO_REMOTE_CODE,
 }
 """Options of the sections `model`."""
@@ -180,14 +160,20 @@ COMMON = {
     "data.tokenizer": OWN_TOKENIZER,
     "data.train_max_samples": Fixed("all rows are used", (-1,)),
     "data.val_max_samples": Fixed("all rows are used", (-1,)),
-    "data.num_workers": Fixed("rows are read by the trainer"),
-    "data.dataloader_num_workers": Fixed("rows are read by the trainer"),
+    "data.num_workers": Fixed("the trainer reads the rows"),
+    "data.dataloader_num_workers": Fixed("the trainer reads the rows"),
     "data.use_shm": Fixed("rows are read from their files"),
-    "data.image_key": IMAGE_COLUMN,
-    "data.video_key": VIDEO_COLUMN,
+    "data.image_key": Fixed(
+        "rows hold text: media in a column image or images are refused, and plain text there reaches the environment",
+        ("images", "image"),
+    ),
+    "data.video_key": Fixed(
+        "rows hold text: media in a column video or videos are refused, and plain text there reaches the environment",
+        ("videos", "video"),
+    ),
     "data.image_patch_size": TEXT_ONLY,
-    "trainer.default_hdfs_dir": ONE_FOLDER,
-    "trainer.device": ANY_DEVICE,
+    "trainer.default_hdfs_dir": Fixed("checkpoints are written to trainer.default_local_dir", (None,)),
+    "trainer.device": Fixed("a GPU is used if there is one"),
     "trainer.use_legacy_worker_impl": Fixed("there is one implementation"),
     "trainer.balance_batch": Fixed("ranks always get nearly the same number of tokens"),
     "trainer.profile_steps": NO_PROFILER,
@@ -227,14 +213,14 @@ MAIN_PPO = VerlProgram(
         "data.datagen": Fixed("data.custom_cls generates rows", (None,)),
         "data.prompt_key": Fixed("the prompt is the column `prompt`", ("prompt",)),
         "data.reward_fn_key": Fixed("the source of a row is the column `data_source`", ("data_source",)),
-        "data.tool_config_path": Fixed("tools are those of the environment", (None,)),
-        "data.need_tools_kwargs": Fixed("tools are those of the environment", (False,)),
+        "data.tool_config_path": Fixed("the environment defines the tools", (None,)),
+        "data.need_tools_kwargs": Fixed("the environment defines the tools", (False,)),
         "data.return_raw_chat": Fixed("rows always carry their messages"),
         "data.return_raw_input_ids": Fixed("the trainer tokenizes prompts itself"),
         "data.return_full_prompt": Fixed("the trainer tokenizes prompts itself"),
         "data.return_multi_modal_inputs": TEXT_ONLY,
         "data.filter_overlong_prompts": Fixed("prompts above trainer.max_prompt_length are never trained"),
-        "data.filter_overlong_prompts_workers": Fixed("prompts are measured by the trainer"),
+        "data.filter_overlong_prompts_workers": Fixed("the trainer measures the prompts"),
         "data.truncation": Fixed("prompts above trainer.max_prompt_length are left out, not cut"),
         "algorithm.use_pf_ppo": Fixed("PF-PPO is not supported", (False,)),
         "algorithm.pf_ppo": Fixed("PF-PPO is not supported, and off unless algorithm.use_pf_ppo is true"),
@@ -242,14 +228,12 @@ MAIN_PPO = VerlProgram(
             "groups are compared by the rewards of their trajectories",
             (None, "acc", "score", "seq_reward", "seq_final_reward"),
         ),
-        "algorithm.rollout_correction.bypass_mode": Fixed(
-            "log-probs at the start of an update are those of the trainer", (False,)
-        ),
+        "algorithm.rollout_correction.bypass_mode": Fixed("the trainer always computes the old log-probs", (False,)),
         "algorithm.rollout_correction.loss_type": Fixed(
-            "the loss is that of actor_rollout_ref.actor.policy_loss.loss_mode", ("ppo_clip",)
+            "the loss is set by actor_rollout_ref.actor.policy_loss.loss_mode", ("ppo_clip",)
         ),
         "algorithm.rollout_correction.use_policy_gradient": Fixed(
-            "the loss is that of actor_rollout_ref.actor.policy_loss.loss_mode", (False,)
+            "the loss is set by actor_rollout_ref.actor.policy_loss.loss_mode", (False,)
         ),
         "algorithm.rollout_correction.rollout_is_batch_normalize": Fixed("weights are not normalized", (False,)),
         "actor_rollout_ref.hybrid_engine": Fixed("training and generation share devices", (True,)),
@@ -257,7 +241,9 @@ MAIN_PPO = VerlProgram(
         **_below(MODEL_SECTION, MODEL),
         f"{MODEL_SECTION}.hf_config_path": NO_OVERRIDES,
         f"{MODEL_SECTION}.tokenizer_path": OWN_TOKENIZER,
-        f"{MODEL_SECTION}.custom_chat_template": NO_TEMPLATE_TEXT,
+        f"{MODEL_SECTION}.custom_chat_template": Fixed(
+            "chat templates are files: set generator.chat_template.source=file and name_or_path", (None,)
+        ),
         f"{MODEL_SECTION}.use_fused_kernels": ALWAYS_DEFAULT_ATTENTION,
         f"{MODEL_SECTION}.fused_kernel_options": ALWAYS_DEFAULT_ATTENTION,
         f"{MODEL_SECTION}.use_liger": ALWAYS_DEFAULT_ATTENTION,
@@ -267,12 +253,12 @@ MAIN_PPO = VerlProgram(
         f"{ACTOR}.shuffle": IN_ORDER,
         f"{ACTOR}.data_loader_seed": FSDP["seed"],
         f"{ACTOR}.calculate_entropy": Fixed("the entropy is always logged"),
-        f"{ACTOR}.use_prefix_grouper": Fixed("a prefix that rows share is always computed once"),
+        f"{ACTOR}.use_prefix_grouper": Fixed("shared prefixes of rows are always computed once"),
         f"{ACTOR}.checkpoint": ALWAYS_COMPLETE,
         **_below(REF, HEAD),
         **_below(f"{REF}.fsdp_config", FSDP),
         f"{REF}.fsdp_config.model_dtype": Fixed(f"the reference has {ACTOR}.fsdp_config.model_dtype"),
-        f"{REF}.strategy": Fixed("the reference is sharded as the policy is"),
+        f"{REF}.strategy": Fixed("the reference is sharded like the policy"),
         f"{REF}.log_prob_micro_batch_size_per_gpu": Fixed(
             f"the reference takes {ROLLOUT}.log_prob_micro_batch_size_per_gpu"
         ),
@@ -280,7 +266,7 @@ MAIN_PPO = VerlProgram(
         f"{REF}.log_prob_max_token_len_per_gpu": ALWAYS_PACKED,
         f"{ROLLOUT}.log_prob_use_dynamic_bsz": ALWAYS_PACKED,
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu": ALWAYS_PACKED,
-        f"{ROLLOUT}.max_model_len": Fixed("the engine takes the context length of the model"),
+        f"{ROLLOUT}.max_model_len": Fixed("the engine uses the model's context length"),
         f"{ROLLOUT}.prompt_length": Fixed("the limit is data.max_prompt_length"),
         f"{ROLLOUT}.mode": Fixed("engines are always asynchronous", ("sync", "async")),
         f"{ROLLOUT}.seed": FSDP["seed"],
@@ -290,14 +276,14 @@ MAIN_PPO = VerlProgram(
         f"{ROLLOUT}.use_fire_sampling": Fixed("FIRE sampling is not supported", (False,)),
         f"{ROLLOUT}.ignore_eos": Fixed("rollouts end with the EOS token", (False,)),
         f"{ROLLOUT}.free_cache_engine": OFFLOADED_IF_IDLE,
-        f"{ROLLOUT}.enable_chunked_prefill": Fixed("new prompts are always prefilled in chunks"),
+        f"{ROLLOUT}.enable_chunked_prefill": Fixed("prompts are always prefilled in chunks"),
         f"{ROLLOUT}.enable_prefix_caching": Fixed("shared prefixes are always computed once"),
-        f"{ROLLOUT}.cudagraph_capture_sizes": Fixed("vLLM chooses the sizes of its CUDA graphs", (None, [])),
-        f"{ROLLOUT}.expert_parallel_size": Fixed("mixtures of experts are not divided", (1,)),
-        f"{ROLLOUT}.scheduling_policy": Fixed("requests are served in their order", ("fcfs",)),
-        f"{ROLLOUT}.quantization": Fixed("the engine samples with the weights of the policy", (None,)),
+        f"{ROLLOUT}.cudagraph_capture_sizes": Fixed("vLLM chooses its CUDA graph sizes", (None, [])),
+        f"{ROLLOUT}.expert_parallel_size": Fixed("expert parallelism is not supported", (1,)),
+        f"{ROLLOUT}.scheduling_policy": Fixed("requests are served in order", ("fcfs",)),
+        f"{ROLLOUT}.quantization": Fixed("the engine samples with the policy's weights", (None,)),
         f"{ROLLOUT}.logprobs_mode": Fixed(
-            "log-probs are those of the policy at the request's temperature", ("processed_logprobs",)
+            "log-probs are computed at the request's temperature", ("processed_logprobs",)
         ),
         f"{ROLLOUT}.calculate_log_probs": Fixed("the engine always returns log-probs"),
         f"{ROLLOUT}.disable_log_stats": Fixed("the engine's metrics are in `generate/`"),
@@ -317,10 +303,10 @@ MAIN_PPO = VerlProgram(
         **_below("critic.optim", OPTIMIZER),
         "critic.enable": Fixed("there is a critic if critic.model.path is set"),
         "critic.rollout_n": Fixed("the critic is trained on all rollouts"),
-        "critic.strategy": Fixed("the critic is sharded as the policy is"),
+        "critic.strategy": Fixed("the critic is sharded like the policy"),
         "critic.shuffle": IN_ORDER,
         "critic.loss_agg_mode": Fixed(
-            "the critic's loss is the mean over trajectories of each one's mean", ("seq-mean-token-mean",)
+            "the critic's loss is the mean over trajectories of their token means", ("seq-mean-token-mean",)
         ),
         "critic.checkpoint": ALWAYS_COMPLETE,
         "critic.ppo_epochs": Fixed("the critic takes actor_rollout_ref.actor.ppo_epochs", (1,)),
@@ -337,7 +323,9 @@ MAIN_PPO = VerlProgram(
         "critic.model.use_shm": SYSTEM_CACHE,
         "critic.model.fsdp_config.param_offload": OFFLOADED_IF_IDLE,
         "reward_model.enable": Fixed("rewards come from environments or custom_reward_function", (False,)),
-        "reward_model.reward_manager": ONE_REWARD,
+        "reward_model.reward_manager": Fixed(
+            "custom_reward_function scores each reply", ("naive", "batch", "dapo", "prime")
+        ),
         "reward_model.launch_reward_fn_async": WHILE_SAMPLING,
         "reward_model.num_workers": WHILE_SAMPLING,
         "reward_model.use_reward_loop": WHILE_SAMPLING,

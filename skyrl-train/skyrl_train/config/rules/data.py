@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
-from skyrl_train.config.base import Section, value_at
 from skyrl_train.config.problems import show
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 
@@ -22,9 +22,9 @@ def training_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
         yield from training_has_rows(cfg)
 
 
-def training_has_rows(cfg: Section) -> Iterator[str]:
+def training_has_rows(cfg: Any) -> Iterator[str]:
     """Reject training without data files or datasets."""
-    if not value_at(cfg, "data.train_data"):
+    if not cfg.data.train_data:
         yield "data.train_data=[] leaves nothing to train on; set data.train_data=[<file or dataset name>]"
 
 

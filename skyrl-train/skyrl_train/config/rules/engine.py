@@ -7,12 +7,8 @@ from importlib.util import find_spec
 from itertools import product
 
 from skyrl_train.config.base import value_at
-from skyrl_train.config.problems import show
+from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.config.root import SkyRLConfig
-
-UNUSUAL_TEMPERATURE = 3.0
-
-UNUSUAL_TIMEOUT_S = 1.0
 
 
 def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
@@ -174,9 +170,8 @@ def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
             f"generator.backend={generator.backend}: generator.run_engines_locally=false needs the kind of the server; "
             "set generator.backend=vllm or generator.backend=sglang"
         )
-    options = {key: value_at(cfg, key) for key in SERVER_OPTIONS if value_at(cfg, key) != _default(key)}
-    kwargs = {name: value for name, value in generator.engine_init_kwargs.items() if name != "chat_template"}
-    if kwargs:
+    options = {key: value_at(cfg, key) for key in SERVER_OPTIONS if value_at(cfg, key) != FIELDS[key].get_default()}
+    if kwargs := {name: value for name, value in generator.engine_init_kwargs.items() if name != "chat_template"}:
         options["generator.engine_init_kwargs"] = kwargs
     for key, value in options.items():
         yield (
@@ -185,16 +180,12 @@ def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
-def _default(key: str) -> object:
-    return value_at(SkyRLConfig(), key)
-
-
 def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
     """Reject options that the embedded engine lacks, and sampling whose log-probs SGLang cannot report."""
     generator = cfg.generator
     for section, name in product(("sampling_params", "eval_sampling_params"), generator.engine.unscored_sampling):
         key = f"generator.{section}.{name}"
-        if (value := value_at(cfg, key)) != _default(key):
+        if (value := value_at(cfg, key)) != FIELDS[key].get_default():
             yield (
                 f"{key}={show(value)}: generator.backend={generator.backend} cannot report the log-probs of what this "
                 f"samples; remove {key}, or set generator.backend=vllm"
@@ -268,12 +259,12 @@ def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
             "generator.eval_n_samples_per_prompt=1"
         )
     for key in ("generator.sampling_params.temperature", "generator.eval_sampling_params.temperature"):
-        if (temperature := value_at(cfg, key)) > UNUSUAL_TEMPERATURE:
+        if (temperature := value_at(cfg, key)) > 3:
             yield f"{key}={temperature:g} samples nearly at random; try {key}=1.0"
     limits = {
         "environment.skyrl_gym.call_timeout_seconds": gym.call_timeout_seconds,
         "generator.trajectory_timeout_seconds": generator.trajectory_timeout_seconds,
     }
     for key, seconds in limits.items():
-        if seconds is not None and seconds < UNUSUAL_TIMEOUT_S:
+        if seconds is not None and seconds < 1:
             yield f"{key}={seconds:g} is so short that most rollouts may be invalid; try {key}=300"

@@ -8,21 +8,17 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from skyrl_train.config.base import Section, changed_fields, value_at
-from skyrl_train.config.policy import (
-    DividedModelConfig,
-    MegatronConfig,
-    ShardedModelConfig,
-)
+from skyrl_train.config.base import changed_fields, value_at
+from skyrl_train.config.policy import DividedModelConfig, ShardedModelConfig
 from skyrl_train.config.problems import show
 from skyrl_train.config.root import SkyRLConfig
-from skyrl_train.config.run import PlacedRole, RunPlacementConfig
+from skyrl_train.config.run import PlacedRole, RunConfig, RunPlacementConfig
 from skyrl_train.config.trainer import PlacementConfig
 
 
-def launcher_starts_every_process(cfg: Section) -> Iterator[str]:
+def launcher_starts_every_process(cfg: Any) -> Iterator[str]:
     """Reject several ranks or devices with `launcher=inline`."""
-    placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
+    placement: RunPlacementConfig = cfg.trainer.placement
     if placement.launcher != "inline":
         return
     for name, value in zip(("policy_num_nodes", "policy_num_gpus_per_node"), placement.size("policy"), strict=True):
@@ -136,9 +132,9 @@ def idle_memory_is_shared(cfg: SkyRLConfig) -> Iterator[str]:
     )
 
 
-def ray_is_installed(cfg: Section) -> Iterator[str]:
+def ray_is_installed(cfg: Any) -> Iterator[str]:
     """Reject multi-process runs if Ray is not installed."""
-    placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
+    placement: RunPlacementConfig = cfg.trainer.placement
     if placement.uses_ray and find_spec("ray") is None:
         ranks = " × ".join(map(str, placement.size("policy")))
         is_supervised = not isinstance(cfg, SkyRLConfig)
@@ -151,9 +147,10 @@ def ray_is_installed(cfg: Section) -> Iterator[str]:
         )
 
 
-def megatron_is_installed(cfg: Section) -> Iterator[str]:
+def megatron_is_installed(cfg: Any) -> Iterator[str]:
     """Reject `strategy=megatron` if Megatron-Core is not installed."""
-    if value_at(cfg, "trainer.strategy") == "megatron" and find_spec("megatron") is None:
+    package = cfg.trainer.strategy_traits.package
+    if package is not None and find_spec(package) is None:
         yield (
             "trainer.strategy=megatron needs Megatron-Core, which is not installed; run pip install -c constraints.txt "
             "-e './skyrl-train[mcore]' in your clone of the repository (uv sync and uv run: add --extra mcore), or set "
@@ -161,75 +158,73 @@ def megatron_is_installed(cfg: Section) -> Iterator[str]:
         )
 
 
-def strategy_has_its_settings(cfg: Section) -> Iterator[str]:
+def strategy_has_its_settings(cfg: Any) -> Iterator[str]:
     """Reject settings of the other strategy."""
-    strategy = value_at(cfg, "trainer.strategy")
-    unused, user = ("fsdp_config", "fsdp2") if strategy == "megatron" else ("megatron_config", "megatron")
-    for role, section in _models(cfg).items():
-        is_divided = isinstance(section, DividedModelConfig)
-        if unused == "fsdp_config" or is_divided:
-            settings = value_at(section, unused)
-            for name in sorted(changed_fields(settings)):
-                key = f"trainer.{role}.{unused}.{name}"
-                yield (
-                    f"{key}={show(value_at(settings, name))} needs trainer.strategy={user}, not {strategy}; remove "
-                    f"{key}, or set trainer.strategy={user}"
-                )
-        if strategy == "megatron" and section.sequence_parallel_size > 1:
-            context = f"context_parallel_size={section.sequence_parallel_size}"
+    trainer: RunConfig = cfg.trainer
+    is_model_parallel = trainer.strategy_traits.is_model_parallel
+    unused, user = ("fsdp_config", "fsdp2") if is_model_parallel else ("megatron_config", "megatron")
+    for role, section in _models(trainer).items():
+        settings = getattr(section, unused, None)  # a critic has no megatron_config
+        for name in sorted(changed_fields(settings)) if settings is not None else ():
+            key = f"trainer.{role}.{unused}.{name}"
             yield (
-                f"trainer.{role}.sequence_parallel_size={section.sequence_parallel_size} needs trainer.strategy=fsdp2, "
-                "not megatron; remove it"
-                + (f", and set trainer.{role}.megatron_config.{context}" if is_divided else "")
+                f"{key}={show(value_at(settings, name))} needs trainer.strategy={user}, not {trainer.strategy}; remove "
+                f"{key}, or set trainer.strategy={user}"
+            )
+        if is_model_parallel and (size := section.sequence_parallel_size) > 1:
+            replacement = f", and set trainer.{role}.megatron_config.context_parallel_size={size}"
+            yield (
+                f"trainer.{role}.sequence_parallel_size={size} needs trainer.strategy=fsdp2, not {trainer.strategy}; "
+                f"remove it{replacement if isinstance(section, DividedModelConfig) else ''}"
             )
 
 
-def megatron_has_its_models(cfg: Section) -> Iterator[str]:
+def megatron_has_its_models(cfg: Any) -> Iterator[str]:
     """Reject Megatron-Core for critics, and sequence parallelism without tensor parallelism."""
-    if value_at(cfg, "trainer.strategy") != "megatron":
-        return
-    for role, section in _models(cfg).items():
-        if role == "critic" and section.model.path is not None:
+    traits = cfg.trainer.strategy_traits
+    for role, section in _models(cfg.trainer).items():
+        if role == "critic" and section.model.path is not None and not traits.has_scalar_heads:
             yield (
                 f"trainer.critic.model.path={show(section.model.path)}: Megatron-Core has no critic; set "
                 "trainer.strategy=fsdp2, or an advantage_estimator without a critic"
             )
-        if not isinstance(section, DividedModelConfig):
+        if not traits.is_model_parallel or not isinstance(section, DividedModelConfig):
             continue
-        megatron = section.megatron_config
+        key, megatron = f"trainer.{role}.megatron_config", section.megatron_config
         if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
-            key = f"trainer.{role}.megatron_config"
             yield (
                 f"{key}.sequence_parallel=true divides tokens among the ranks that share a matrix, and "
                 f"{key}.tensor_model_parallel_size=1 has none; set {key}.tensor_model_parallel_size=2"
             )
 
 
-def _models(cfg: Section) -> dict[PlacedRole, Any]:
+def _models(trainer: RunConfig) -> dict[PlacedRole, Any]:
     """Return the sections of the models of a run."""
-    trainer: Section = value_at(cfg, "trainer")
     roles: tuple[PlacedRole, ...] = ("policy", "critic", "ref")
-    return {role: getattr(trainer, role) for role in roles if role in type(trainer).model_fields}
+    return {role: getattr(trainer, role) for role in roles if hasattr(trainer, role)}
 
 
-def sharding_fits_ranks(cfg: Section) -> Iterator[str]:
+def sharding_fits_ranks(cfg: Any) -> Iterator[str]:
     """Reject group sizes that do not divide a model's ranks, and multi-rank settings with a single rank."""
-    placement: RunPlacementConfig = value_at(cfg, "trainer.placement")
-    for role, section in _models(cfg).items():
-        n_ranks = _count_ranks(placement, role)
-        counts = f"trainer.placement.{role}_num_gpus_per_node"
-        if counts.rpartition(".")[2] not in type(placement).model_fields:  # all models use the policy's ranks
+    trainer: RunConfig = cfg.trainer
+    for role, section in _models(trainer).items():
+        n_ranks, counts = _count_ranks(trainer.placement, role), f"trainer.placement.{role}_num_gpus_per_node"
+        if not hasattr(trainer.placement, f"{role}_num_gpus_per_node"):  # all models use the policy's ranks
             counts = "trainer.placement.policy_num_gpus_per_node"
-        if value_at(cfg, "trainer.strategy") != "megatron":
+        if not trainer.strategy_traits.is_model_parallel:
             yield from _fsdp_problems(role, section, n_ranks, counts)
-        elif isinstance(section, DividedModelConfig):
-            yield from _megatron_problems(role, section.megatron_config, n_ranks, counts)
+        elif isinstance(section, DividedModelConfig) and n_ranks % section.megatron_config.n_ranks_of_copy:
+            megatron = section.megatron_config
+            yield (
+                f"{megatron.describe_sizes(f'trainer.{role}.megatron_config')} must divide the "
+                f"{_describe_ranks(n_ranks)} of the {role}; set {counts}={megatron.n_ranks_of_copy}, or lower one of "
+                "them"
+            )
 
 
-def megatron_has_ranks(cfg: Section) -> Iterator[str]:
+def megatron_has_ranks(cfg: Any) -> Iterator[str]:
     """Warn of Megatron-Core with a single rank."""
-    n_ranks = _count_ranks(value_at(cfg, "trainer.placement"), "policy")
-    if value_at(cfg, "trainer.strategy") == "megatron" and n_ranks == 1:
+    if cfg.trainer.strategy_traits.is_model_parallel and _count_ranks(cfg.trainer.placement, "policy") == 1:
         yield (
             "trainer.strategy=megatron has no effect with a single rank of the policy, which holds the whole model; "
             "set trainer.placement.policy_num_gpus_per_node=2 or more, or trainer.strategy=fsdp2"
@@ -268,14 +263,6 @@ def _fsdp_problems(role: PlacedRole, section: ShardedModelConfig, n_ranks: int, 
         yield (
             f"{key}.{name}={show(value_at(fsdp, name))} needs FSDP2, and a single rank holds the whole model; set "
             f"{counts}=2 or more, or remove it"
-        )
-
-
-def _megatron_problems(role: PlacedRole, megatron: MegatronConfig, n_ranks: int, counts: str) -> Iterator[str]:
-    if n_ranks % megatron.n_ranks_of_copy:
-        yield (
-            f"{megatron.describe_sizes(f'trainer.{role}.megatron_config')} must divide the {_describe_ranks(n_ranks)} "
-            f"of the {role}; set {counts}={megatron.n_ranks_of_copy}, or lower one of them"
         )
 
 

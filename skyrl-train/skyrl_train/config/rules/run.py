@@ -9,14 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from skyrl_train.config.base import Section, changed_fields, value_at
-from skyrl_train.config.policy import LoraConfig, OptimizerConfig
+from skyrl_train.config.base import changed_fields, value_at
 from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.config.root import SkyRLConfig
-
-MODES_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 
 WITHOUT_EFFECT = {
     "generator.async_engine": "engines are always asynchronous",
@@ -32,17 +30,17 @@ def settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
             yield f"{key}={show(value)} has no effect: {reason}"
 
 
-def _optimizers(cfg: Section) -> Iterator[tuple[str, OptimizerConfig]]:
-    """Yield (key, settings) for each optimizer of a run."""
+def _trained_sections(cfg: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield (key, settings) of a section such as `optimizer_config` for each trained model."""
     for role in ("policy", "critic"):
-        key = f"trainer.{role}.optimizer_config"
-        with suppress(KeyError):  # supervised runs have no critic
+        if hasattr(cfg.trainer, role):  # supervised runs have no critic
+            key = f"trainer.{role}.{name}"
             yield key, value_at(cfg, key)
 
 
-def warmup_is_set_once(cfg: Section) -> Iterator[str]:
+def warmup_is_set_once(cfg: Any) -> Iterator[str]:
     """Reject a warm-up in both steps and as a fraction."""
-    for key, optimizer in _optimizers(cfg):
+    for key, optimizer in _trained_sections(cfg, "optimizer_config"):
         if optimizer.num_warmup_steps and optimizer.warmup_ratio:
             yield (
                 f"{key}.num_warmup_steps={optimizer.num_warmup_steps} and {key}.warmup_ratio="
@@ -50,9 +48,9 @@ def warmup_is_set_once(cfg: Section) -> Iterator[str]:
             )
 
 
-def weight_decay_shrinks_weights(cfg: Section) -> Iterator[str]:
+def weight_decay_shrinks_weights(cfg: Any) -> Iterator[str]:
     """Reject a weight decay that erases the weights or changes their sign in one step."""
-    for key, optimizer in _optimizers(cfg):
+    for key, optimizer in _trained_sections(cfg, "optimizer_config"):
         if optimizer.lr * optimizer.weight_decay >= 1:
             yield (
                 f"{key}.weight_decay={optimizer.weight_decay:g} times {key}.lr={optimizer.lr:g} must be below 1, or a "
@@ -60,17 +58,9 @@ def weight_decay_shrinks_weights(cfg: Section) -> Iterator[str]:
             )
 
 
-def _adapters(cfg: Section) -> Iterator[tuple[str, LoraConfig]]:
-    """Yield (key, settings) for the adapter of each trained model."""
-    for role in ("policy", "critic"):
-        key = f"trainer.{role}.model.lora"
-        with suppress(KeyError):  # supervised runs have no critic
-            yield key, value_at(cfg, key)
-
-
-def rollouts_are_scored_exactly(cfg: Section) -> Iterator[str]:
+def rollouts_are_scored_exactly(cfg: Any) -> Iterator[str]:
     """Reject adapter dropout in reinforcement learning."""
-    for key, lora in _adapters(cfg):
+    for key, lora in _trained_sections(cfg, "model.lora"):
         if lora.dropout > 0:
             yield (
                 f"{key}.dropout={lora.dropout:g} would make the log-probs of training random, unlike those of "
@@ -78,9 +68,9 @@ def rollouts_are_scored_exactly(cfg: Section) -> Iterator[str]:
             )
 
 
-def adapters_are_possible(cfg: Section) -> Iterator[str]:
+def adapters_are_possible(cfg: Any) -> Iterator[str]:
     """Reject `target_modules` and `exclude_modules` together with `lora_path`."""
-    for key, lora in _adapters(cfg):
+    for key, lora in _trained_sections(cfg, "model.lora"):
         for name in changed_fields(lora) & {"target_modules", "exclude_modules"}:
             if lora.lora_path is not None:
                 yield (
@@ -89,9 +79,9 @@ def adapters_are_possible(cfg: Section) -> Iterator[str]:
                 )
 
 
-def adapters_are_on(cfg: Section) -> Iterator[str]:
+def adapters_are_on(cfg: Any) -> Iterator[str]:
     """Warn of settings for a disabled adapter."""
-    for key, lora in _adapters(cfg):
+    for key, lora in _trained_sections(cfg, "model.lora"):
         if not lora.is_used and (changed := sorted(changed_fields(lora))):
             yield (
                 f"{key}.{changed[0]}={show(value_at(lora, changed[0]))} has no effect, because {key}.rank=0 turns the "
@@ -99,7 +89,7 @@ def adapters_are_on(cfg: Section) -> Iterator[str]:
             )
 
 
-def names_are_folders(cfg: SkyRLConfig) -> Iterator[str]:
+def names_are_folders(cfg: Any) -> Iterator[str]:
     """Reject project and run names that are not safe as folder names."""
     for key in ("trainer.project_name", "trainer.run_name"):
         name: str = value_at(cfg, key)
@@ -109,7 +99,7 @@ def names_are_folders(cfg: SkyRLConfig) -> Iterator[str]:
             yield f"{key}={show(name)} would be a chain of URLs in remote storage; try {key}={name.replace('::', '-')}"
 
 
-def resume_path_is_a_checkpoint(cfg: SkyRLConfig) -> Iterator[str]:
+def resume_path_is_a_checkpoint(cfg: Any) -> Iterator[str]:
     """Reject `resume_mode=from_path` without the path of one checkpoint."""
     if cfg.trainer.resume_mode != "from_path":
         return
@@ -131,7 +121,7 @@ def _url_problems(key: str, url: str | None) -> Iterator[str]:
         yield f"{key}={show(url)} must be a URL, e.g. {key}=s3://my-bucket, or null to upload nothing"
 
 
-def checkpoints_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
+def checkpoints_are_uploaded(cfg: Any) -> Iterator[str]:
     """Reject remote checkpoint storage that is not a URL, or without checkpoints."""
     url = cfg.trainer.remote_ckpt_url
     yield from _url_problems("trainer.remote_ckpt_url", url)
@@ -153,7 +143,7 @@ def trajectories_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
-def resume_path_is_read(cfg: SkyRLConfig) -> Iterator[str]:
+def resume_path_is_read(cfg: Any) -> Iterator[str]:
     """Warn of a `resume_path` that `resume_mode` ignores."""
     if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
         yield (
@@ -166,7 +156,7 @@ SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 """Matches names of environment variables that probably hold secrets."""
 
 
-def wandb_can_start(cfg: SkyRLConfig) -> Iterator[str]:
+def wandb_can_start(cfg: Any) -> Iterator[str]:
     """Reject Weights & Biases without its package or a login before any model is loaded."""
     if "wandb" not in cfg.trainer.logger:
         return
@@ -176,7 +166,7 @@ def wandb_can_start(cfg: SkyRLConfig) -> Iterator[str]:
         yield problem
 
 
-def wandb_settings_have_a_run(cfg: SkyRLConfig) -> Iterator[str]:
+def wandb_settings_have_a_run(cfg: Any) -> Iterator[str]:
     """Reject Weights & Biases settings without its logger, and uploads of secrets."""
     trainer = cfg.trainer
     for key, off in (("wandb_artifacts", False), ("wandb_environment", [])):
@@ -195,20 +185,15 @@ def wandb_login_problem(environ: Mapping[str, str]) -> str | None:
 
     Reads only `environ` and the netrc file.
     """
-    mode = environ.get("WANDB_MODE", "").lower()
-    if mode in MODES_WITHOUT_LOGIN or environ.get("WANDB_API_KEY") or _netrc_login(environ):
+    if environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun") or environ.get("WANDB_API_KEY"):
         return None
+    file = Path(environ.get("NETRC") or Path(environ.get("HOME", "")) / ".netrc")
+    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    with suppress(netrc.NetrcParseError):
+        if file.is_file() and netrc.netrc(file).authenticators(host) is not None:
+            return None
     return (
         "trainer.logger=wandb needs a login, and the variable WANDB_API_KEY is not set; do one of: "
         "export WANDB_API_KEY=<your key>, run `wandb login`, export WANDB_MODE=offline (no upload), "
         "or choose trainer.logger=tensorboard"
     )
-
-
-def _netrc_login(environ: Mapping[str, str]) -> bool:
-    path = Path(environ.get("NETRC") or Path(environ.get("HOME", "")) / ".netrc")
-    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    try:
-        return path.is_file() and netrc.netrc(path).authenticators(host) is not None
-    except netrc.NetrcParseError:
-        return False

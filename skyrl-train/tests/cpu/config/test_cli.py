@@ -36,6 +36,7 @@ def test_without_overrides_the_default_configuration_is_loaded() -> None:
     defaults = get_default_config()
     defaults.trainer.run_name = "r"
     assert parse_cli(["trainer.run_name=r"]) == load_config(defaults) == load_config({"trainer": {"run_name": "r"}})
+    assert not GlobalHydra.instance().is_initialized()
 
 
 def test_several_custom_keys_are_merged() -> None:
@@ -49,11 +50,6 @@ trainer.placement.colocate_all=true trainer.placement.policy_num_gpus_per_node=4
 trainer.eval_before_train=true trainer.eval_interval=5 trainer.ckpt_interval=10 generator.backend=vllm
 generator.num_inference_engines=4 generator.inference_engine_tensor_parallel_size=1 generator.weight_sync_backend=nccl
 environment.env_class=gsm8k trainer.logger=wandb trainer.project_name=gsm8k trainer.run_name=gsm8k_test"""
-
-CATCH = """generator.batched=true trainer.logger=tensorboard trainer.policy.model.path=Qwen/Qwen3-0.6B-Base
-trainer.train_batch_size=64 trainer.policy_mini_batch_size=16 trainer.critic_mini_batch_size=16
-trainer.eval_batch_size=64 generator.gpu_memory_utilization=0.4"""
-
 
 PPO = """trainer.algorithm.advantage_estimator=gae trainer.critic.model.path=Qwen/Qwen2.5-1.5B-Instruct
 trainer.algorithm.use_kl_loss=false trainer.algorithm.use_kl_in_reward=true trainer.algorithm.kl_ctrl.type=adaptive
@@ -79,7 +75,7 @@ actor_rollout_ref.actor.ppo_mini_batch_size=256 critic.ppo_mini_batch_size=128 a
 actor_rollout_ref.actor.use_kl_loss=False algorithm.kl_ctrl.kl_coef=0.01 algorithm.kl_penalty=low_var_kl"""
 
 
-@pytest.mark.parametrize("command", [GSM8K, CATCH, PPO, DAPO, VERL_DAPO, VERL_PPO])
+@pytest.mark.parametrize("command", [GSM8K, PPO, DAPO, VERL_DAPO, VERL_PPO])
 def test_published_commands_are_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k")
     one_engine = ["generator.num_inference_engines=1", "generator.backend=auto"]
@@ -88,11 +84,8 @@ def test_published_commands_are_accepted(command: str, monkeypatch: pytest.Monke
 
 def test_settings_without_a_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k")
-    with pytest.raises(ConfigError) as error:
-        parse_cli(GSM8K.split())
-    assert "generator.num_inference_engines" not in str(error.value)  # one on each of the four GPUs
-    assert "generator.weight_sync_backend" not in str(error.value)
-    assert "generator.backend=vllm: vLLM is not installed" in str(error.value)
+    error = find_error(GSM8K.split())
+    assert error.startswith("generator.backend=vllm: vLLM is not installed")  # its four engines fit on the four GPUs
 
 
 def test_a_run_without_a_name_gets_a_new_one() -> None:
@@ -133,19 +126,11 @@ def test_deleting_what_a_file_does_not_set_leaves_the_default(key: str, tmp_path
     assert cfg == parse_cli(["generator.n_samples_per_prompt=4", named])
 
 
-def test_an_alias_in_a_file_can_be_deleted(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("trainer: {total_epochs: 7}")
-    assert parse_cli(["~trainer.total_epochs"], file=tmp_path / "run.yaml").trainer.epochs == 1
-
-
 def test_overrides_refer_to_the_settings_of_a_file_and_to_defaults(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("trainer: {seed: 7}")
-    argv = ["trainer.run_name='${trainer.seed}-${trainer.epochs}'"]
-    assert parse_cli(argv, file=tmp_path / "run.yaml").trainer.run_name == "7-1"
-
-
-def test_a_saved_configuration_is_read_back(tmp_path: Path) -> None:
-    cfg = parse_cli(["trainer.epochs=3", "trainer.output_dir='a b'"])
+    (tmp_path / "run.yaml").write_text("trainer: {seed: 7, total_epochs: 7, output_dir: 'a b'}")
+    argv = ["trainer.run_name='${trainer.seed}-${trainer.epochs}'", "~trainer.total_epochs"]
+    cfg = parse_cli(argv, file=tmp_path / "run.yaml")
+    assert (cfg.trainer.run_name, cfg.trainer.epochs, cfg.trainer.output_dir) == ("7-1", 1, "a b")
     (tmp_path / "run.yaml").write_text(to_yaml(cfg))
     assert parse_cli([], file=tmp_path / "run.yaml") == cfg
 
@@ -185,11 +170,6 @@ def test_rewriting_keeps_flags_and_keys_of_hydra() -> None:
     assert rewrite_overrides(argv) == [*argv[:-1], "++a.b=c d"]
     assert rewrite_overrides(["+trainer.seed=1", "+foo=1"]) == ["trainer.seed=1", "++foo=1"]
     assert rewrite_overrides(["trainer.algorithm.custom={a:1}"]) == ["++trainer.algorithm.custom={a:1}"]
-
-
-def test_parsing_clears_the_global_hydra_state() -> None:
-    parse_cli([])
-    assert not GlobalHydra.instance().is_initialized()
 
 
 SCRIPT = """

@@ -18,6 +18,7 @@ def test_the_generated_files_are_up_to_date() -> None:
 
 def test_the_yaml_file_loads_as_the_default_configuration() -> None:
     defaults = yaml.safe_load(generate.render_yaml())
+    assert {"hydra", "defaults"} <= defaults.keys()
     defaults["trainer"]["run_name"] = "run"  # the default contains the time
     assert load_config(defaults) == load_config({"trainer": {"run_name": "run"}})
 
@@ -30,31 +31,22 @@ def test_the_yaml_file_has_help_for_every_key_in_lines_of_120_columns() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_the_page_has_a_row_for_every_key_and_every_alias() -> None:
-    rows = [line for line in generate.render_page().splitlines() if line.startswith("| `")]
+def test_the_page_describes_every_key_and_every_alias() -> None:
+    lines = [line for line in generate.render_page().splitlines() if line.startswith("| `")]
     fields = [item for schema in generate.COMMANDS.values() for item in schema.fields.items()]
     keys = {key for key, field in fields if as_section(field.annotation) is None}
     aliases = [*ALIASES, *SKYRL_WITHOUT_EFFECT, *UNSUPPORTED, *SFT.aliases]
-    assert sorted(row.split("`")[1] for row in rows) == sorted([*keys, *aliases])
-    assert {row.count(" | ") for row in rows} == {2, 3, 4}
-
-
-def test_the_page_gives_commands_and_what_differs_among_them() -> None:
-    lines = [line for line in generate.render_page().splitlines() if line.startswith("| `")]
+    assert sorted(line.split("`")[1] for line in lines) == sorted([*keys, *aliases])
     rows = {line.split("`")[1]: line.split(" | ") for line in lines}
-    assert rows["trainer.train_batch_size"][1:3] == ["all", "train: `1024`<br>sft, dpo, reward: `32`"]
-    assert rows["trainer.train_batch_size"][4].startswith(
-        "train: Number of prompts per training step.<br>sft, dpo, reward: Number of rows "
-    )
+    assert {len(cells) for cells in rows.values()} == {3, 4, 5}
+    size = rows["trainer.train_batch_size"]
+    assert size[1:3] == ["all", "train: `1024`<br>sft, dpo, reward: `32`"]
+    assert size[4].startswith("train: Number of prompts per training step.<br>sft, dpo, reward: Number of rows ")
     assert rows["data.response_key"][1:3] == ["sft", "`response`"]
     assert rows["trainer.ref.model.path"][1] == "`null`"  # all keys of the section are for the same commands
-
-
-def test_the_page_notes_conditions_and_side_effects_of_aliases() -> None:
-    rows = {line.split("`")[1]: line for line in generate.render_page().splitlines() if line.startswith("| `")}
-    assert "decides `trainer.algorithm.use_entropy_loss` too" in rows["actor_rollout_ref.actor.entropy_coeff"]
-    assert "read if `trainer.algorithm.use_kl_in_reward`" in rows["algorithm.kl_ctrl.kl_coef"]
-    assert "no effect" in rows["trainer.algorithm.value_head_prefix"]
+    assert "decides `trainer.algorithm.use_entropy_loss` too" in rows["actor_rollout_ref.actor.entropy_coeff"][2]
+    assert "read if `trainer.algorithm.use_kl_in_reward`" in rows["algorithm.kl_ctrl.kl_coef"][2]
+    assert "no effect" in rows["trainer.algorithm.value_head_prefix"][2]
 
 
 def test_outdated_files_are_detected_with_check_and_written_without(

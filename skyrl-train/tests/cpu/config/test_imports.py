@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 from train_kit.processes import TRAIN_FOLDER
 
@@ -15,12 +14,3 @@ def test_configuration_and_algorithms_import_no_training_library() -> None:
     code = f"import sys, {MODULES}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=TRAIN_FOLDER, capture_output=True, text=True, check=True)
     assert not HEAVY & set(done.stdout.split())
-
-
-def test_every_public_name_exists() -> None:
-    from skyrl_train import config
-    from skyrl_train.config.utils import get_default_config
-
-    assert all(hasattr(config, name) for name in config.__all__)
-    assert get_default_config is config.get_default_config
-    assert (Path(config.config_dir) / "ppo_base_config.yaml").is_file()

@@ -37,9 +37,8 @@ def test_a_setting_that_is_overridden_is_logged(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("epochs", [1, 2])  # 1 is the default
 def test_two_spellings_in_one_file_must_agree(epochs: int, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"trainer: {{total_epochs: 3, epochs: {epochs}}}")
-    with pytest.raises(ConfigError) as caught:
-        parse_cli([], file=tmp_path / "run.yaml")
-    assert str(caught.value) == (
+    error = golden.catch(ConfigError, lambda: parse_cli([], file=tmp_path / "run.yaml"))
+    assert error == (
         f"trainer.total_epochs=3 means trainer.epochs=3, but trainer.epochs={epochs} was set too; remove one of them"
     )
 

@@ -70,9 +70,6 @@ def test_up_to_three_nearest_keys_are_suggested(pytestconfig: pytest.Config) -> 
 def test_one_problem_is_a_sentence_and_several_are_a_list() -> None:
     assert str(config_error(["a"])) == "a"
     assert str(config_error(["a", "b", "a"])) == "2 problems in the configuration:\n  - a\n  - b"
-
-
-def test_an_empty_list_of_problems_raises_nothing() -> None:
     raise_problems([])
     with pytest.raises(ConfigError, match=r"^a$"):
         raise_problems(["a"])

@@ -1,13 +1,15 @@
 """Configuration sections: immutability, descriptions, and the defaults of SkyRL."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_utils import SchedulerType
 
-from skyrl_train.config import AlgorithmConfig, OptimizerConfig, SkyRLConfig, load_config
+from skyrl_train.config import AlgorithmConfig, OptimizerConfig, load_config
 from skyrl_train.config.base import describe_field, value_at, with_value
 from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.launch.specs import optimizer_spec
@@ -18,10 +20,6 @@ def test_every_key_has_help_and_a_description_of_its_values() -> None:
     for key, field in FIELDS.items():
         assert field.description, f"{key} has no docstring"
         assert describe_field(field), key
-
-
-def test_every_default_is_valid() -> None:
-    assert load_config(SkyRLConfig().model_dump()) == load_config()
 
 
 def test_a_loaded_configuration_is_immutable() -> None:
@@ -76,41 +74,41 @@ def test_with_value_replaces_one_key_in_a_copy() -> None:
     assert with_value(changed, "trainer.policy.model.path", cfg.trainer.policy.model.path) == cfg
 
 
-def _scheduler_names() -> list[str]:
-    words = describe_field(FIELDS["trainer.policy.optimizer_config.scheduler"])
-    return words.removeprefix("one of ").split(", ")
+SCHEDULERS = describe_field(FIELDS["trainer.policy.optimizer_config.scheduler"]).removeprefix("one of ").split(", ")
 
 
-@pytest.mark.parametrize("name", _scheduler_names())
-def test_every_scheduler_can_be_built_from_its_name_and_step_counts(name: str) -> None:
+def make_optimizer(**settings: Any) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """Return an optimizer of one parameter, and its scheduler for 10 steps."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    cfg = OptimizerConfig.model_validate({"scheduler": name, "num_warmup_steps": 2})
-    scheduler = make_scheduler(optimizer, optimizer_spec(cfg, "trainer.policy.optimizer_config", 10))
+    cfg = OptimizerConfig.model_validate(settings)
+    return optimizer, make_scheduler(optimizer, optimizer_spec(cfg, "trainer.policy.optimizer_config", 10))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_can_be_built_from_its_name_and_step_counts(name: str) -> None:
+    optimizer, scheduler = make_optimizer(scheduler=name, num_warmup_steps=2)
     optimizer.step()
     scheduler.step()
     assert math.isfinite(scheduler.get_last_lr()[0])
 
 
 def test_unsupported_schedulers_need_further_arguments() -> None:
-    missing = {kind.value for kind in SchedulerType} - set(_scheduler_names())
+    missing = {kind.value for kind in SchedulerType} - set(SCHEDULERS)
     known = {"reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"}
     assert missing <= known, "transformers has a new scheduler; check that its name alone suffices"
 
 
 def test_a_custom_section_reaches_its_environment() -> None:
-    gym = load_config(
-        {"environment": {"skyrl_gym": {"search": {"topk": 3, "nested": {"a": [1]}}}}}
-    ).environment.skyrl_gym
-    assert gym.env_config("search") == {"topk": 3, "nested": {"a": [1]}}
+    section = {"topk": 3, "nested": {"a": [1]}}
+    gym = load_config({"environment": {"skyrl_gym": {"search": section}}}).environment.skyrl_gym
+    assert gym.env_config("search") == section
     assert gym.env_config("gsm8k") == {}
     assert gym.env_config("llm_as_a_judge") == {"model": "gpt-4o-mini", "base_url": None}
     assert gym.max_env_workers == 32
 
 
 def test_wsd_rises_stays_and_decays_over_the_configured_fractions() -> None:
-    cfg = OptimizerConfig.model_validate({"scheduler": "wsd", "warmup_ratio": 0.2, "wsd_decay_ratio": 0.5, "lr": 1.0})
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = make_scheduler(optimizer, optimizer_spec(cfg, "trainer.policy.optimizer_config", 10))
+    optimizer, scheduler = make_optimizer(scheduler="wsd", warmup_ratio=0.2, wsd_decay_ratio=0.5, lr=1.0)
     rates = []
     for _ in range(11):
         rates.append(scheduler.get_last_lr()[0])

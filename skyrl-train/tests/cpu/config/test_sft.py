@@ -3,12 +3,9 @@ import sys
 from typing import Any
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
 from train_kit import golden
 
-from skyrl_train.config import to_yaml
-from skyrl_train.config.base import as_section
 from skyrl_train.config.loading import validate, validate_cfg
 from skyrl_train.config.sft import SFT, SFTConfig
 from skyrl_train.errors import ConfigError
@@ -26,17 +23,6 @@ def test_the_defaults_are_those_of_the_recipe() -> None:
     assert (optimizer.lr, optimizer.adam_betas, optimizer.weight_decay) == (2e-6, (0.9, 0.98), 0.05)
     assert (cfg.trainer.train_batch_size, cfg.trainer.micro_train_batch_size_per_gpu) == (32, 8)
     assert (cfg.data.max_length, cfg.trainer.eval_interval, cfg.trainer.ckpt_interval) == (None, 50, 50)
-
-
-def test_yaml_is_read_back() -> None:
-    cfg = load(trainer={"run_name": "r"})
-    assert validate(yaml.safe_load(to_yaml(cfg)), SFT) == cfg
-
-
-def test_aliases_name_keys_that_exist() -> None:
-    for old, alias in SFT.aliases.items():
-        assert old not in SFT.fields
-        assert as_section(SFT.fields[alias.key].annotation) is None
 
 
 def find_error(overrides: str) -> str:

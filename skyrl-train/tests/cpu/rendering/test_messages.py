@@ -25,11 +25,8 @@ def test_nulls_that_a_table_adds_are_dropped() -> None:
 @pytest.mark.parametrize(
     ("message", "prepared"),
     [
-        (
-            {"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "is it?"}]},
-            "What is it?",
-        ),
-        ({"role": "user", "content": ["What ", {"type": "input_text", "text": "is it?"}]}, "What is it?"),
+        (user([{"type": "text", "text": "What "}, {"type": "text", "text": "is it?"}]), "What is it?"),
+        (user(["What ", {"type": "input_text", "text": "is it?"}]), "What is it?"),
         ({"role": "assistant", "content": [{"type": "text", "text": "4", "image_url": None}]}, "4"),
         ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ""),
         ({"role": "user", "content": []}, ""),
@@ -43,10 +40,7 @@ def test_content_is_one_string(message: dict[str, Any], prepared: str) -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]},
-            "part of type 'image_url'",
-        ),
+        (user([{"type": "image_url", "image_url": {"url": "a.png"}}]), "part of type 'image_url'"),
         ({"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image"}]}, "part of type 'image'"),
         ({"role": "user", "content": [7]}, "part of type 'int'"),
         ({"role": "user", "content": "?", "images": ["a.png"]}, "has images"),

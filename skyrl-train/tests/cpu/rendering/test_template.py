@@ -25,9 +25,8 @@ def load(family: str) -> PreTrainedTokenizerBase:
 
 def encode(family: str, messages: Messages, n_context: int = 0, start: Any = None) -> list[TokenRow]:
     tokenizer = load(family)
-    eos_ids = tokenizer.convert_tokens_to_ids(
-        {"phi-3.5": ["<|end|>"], "gpt-oss, with tools": ["<|call|>"]}.get(family, [])
-    )
+    end_tokens = {"phi-3.5": ["<|end|>"], "gpt-oss, with tools": ["<|call|>"]}.get(family, [])
+    eos_ids = tokenizer.convert_tokens_to_ids(end_tokens)
     encoder = ConversationEncoder(tokenizer, FAMILIES[family].variables, eos_ids)
     copies = [dict(message) for message in messages]
     return encoder.encode(Demonstration("row 0", copies, n_context, reply_start=start))
@@ -48,12 +47,8 @@ def test_turns_of_rl_and_of_sft_have_the_same_tokens(family: str) -> None:
 def test_environments_do_not_read_the_end_of_a_turn(family: str) -> None:
     tokenizer, reply = load(family), FAMILIES[family].reply.format("It is 4.")
     token_ids = tokenizer("a" + reply, add_special_tokens=False)["input_ids"]
-    assert (
-        ChatEncoder(tokenizer, template_kwargs=FAMILIES[family].variables)
-        .decode(token_ids)
-        .rstrip()
-        .endswith("It is 4.")
-    )
+    encoder = ChatEncoder(tokenizer, template_kwargs=FAMILIES[family].variables)
+    assert encoder.decode(token_ids).rstrip().endswith("It is 4.")
 
 
 @pytest.mark.parametrize("family", ["qwq", "r1-distill", "minimax m2", "qwen3", "smollm3", "deepseek-v3.1, thinking"])
@@ -157,9 +152,8 @@ def test_a_call_is_trained_in_the_form_that_the_template_reads(family: str, argu
     trained = [text for row in rows for text in trained_texts(load(family), row)]
     assert trained[0] == FAMILIES[family].call
     assert "It is 4." in trained[1]
-    history = ChatEncoder(load(family), template_kwargs=FAMILIES[family].variables).history_ids(
-        [user("2 + 2?"), calling, result]
-    )
+    encoder = ChatEncoder(load(family), template_kwargs=FAMILIES[family].variables)
+    history = encoder.history_ids([user("2 + 2?"), calling, result])
     assert rows[-1].token_ids[: len(history)] == history
 
 

@@ -26,12 +26,6 @@ def test_the_hook_returns_rollouts_and_uids() -> None:
 
 
 def test_only_an_override_of_a_script_counts() -> None:
-    assert [cls(*PARTS).postprocesses for cls in (RayPPOTrainer, FullyAsyncRayPPOTrainer, Punishing)] == [
-        False,
-        False,
-        True,
-    ]
-
-
-def test_the_asynchronous_trainer_is_known_to_the_experiment() -> None:
-    assert issubclass(Punishing, fully_async_trainer.FullyAsyncRayPPOTrainer)
+    trainers = (RayPPOTrainer, FullyAsyncRayPPOTrainer, Punishing)
+    assert [cls(*PARTS).postprocesses for cls in trainers] == [False, False, True]
+    assert issubclass(Punishing, fully_async_trainer.FullyAsyncRayPPOTrainer), "the experiment recognizes it by this"

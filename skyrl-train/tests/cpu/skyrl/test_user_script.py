@@ -72,13 +72,8 @@ def test_a_script_of_the_new_layout_trains(tiny_model_path: Path, tmp_path: Path
         "environment.skyrl_gym.length.scale=0.5",
         "trainer.algorithm.policy_loss_type=score_function",
     ]
-    overrides = small_run(
-        tmp_path / "outputs",
-        *settings,
-        model=tiny_model_path,
-        data=Path("rows.jsonl"),
-        val_data=Path("rows.jsonl"),
-    )
+    rows = Path("rows.jsonl")
+    overrides = small_run(tmp_path / "outputs", *settings, model=tiny_model_path, data=rows, val_data=rows)
     run_python("main_length.py", *overrides, cwd=tmp_path)
     last = run_of(overrides).metrics[-1]
     assert (last["policy/clip_ratio"], last["reward/avg_raw_reward"] > 0) == (0.25, True)

@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from skyrl_train.compat.skyrl import algorithms as ppo_utils
-from skyrl_train.compat.skyrl.algorithms import (
-    compute_grpo_outcome_advantage,
-    ppo_policy_loss,
-    reduce_loss,
-)
+from skyrl_train.compat.skyrl.algorithms import compute_grpo_outcome_advantage, ppo_policy_loss, reduce_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 

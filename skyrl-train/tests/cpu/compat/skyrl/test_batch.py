@@ -24,8 +24,5 @@ def test_prompts_are_padded_on_the_left_and_responses_on_the_right(tiny_tokenize
     assert loss.tolist() == [[1, 0, 1], [1, 0, 0]]
     assert logprobs is not None
     torch.testing.assert_close(logprobs, torch.tensor([[-0.1, -0.2, -0.3], [-0.4, 0, 0]]))
-
-
-def test_a_reward_list_of_another_length_is_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ValueError, match=r"rewards\[0\] has 1 values for a response of 2 tokens"):
         convert_prompts_responses_to_batch_tensors(tiny_tokenizer, [[5]], [[8, 9]], [[1.0]], [[1, 1]])

@@ -28,7 +28,6 @@ from skyrl_train.config import load_config
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.inference_engines.params import to_sampling_params
 from skyrl_train.types import PromptRow, Segment, Trajectory, TrajectoryID, Turn, WeightSpan
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.5, stop=("END",))
@@ -38,8 +37,11 @@ def request(uid: str, repetition: int = 0, env_class: str | None = "guess", **ex
     return RolloutRequest(TrajectoryID(uid, repetition), PromptRow(uid, [user(f"What is {uid}?")], env_class, extras))
 
 
+REQUESTS = [request("a"), request("b")]
+
+
 def two_prompts() -> GeneratorInput:
-    return to_generator_input([request("a"), request("b")], SAMPLING, BatchMetadata(3, "train"))
+    return to_generator_input(REQUESTS, SAMPLING, BatchMetadata(3, "train"))
 
 
 def two_answers(**changes: Any) -> GeneratorOutput:
@@ -86,25 +88,13 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     )
 
 
-def test_the_input_view_has_the_fields_of_skyrl() -> None:
-    view = to_generator_input([request("a", index=1)], SAMPLING, BatchMetadata(3, "train"))
-    assert view == {
-        "prompts": [[user("What is a?")]],
-        "env_classes": ["guess"],
-        "env_extras": [{"index": 1}],
-        "trajectory_ids": [TrajectoryID("a", 0)],
-        "sampling_params": to_sampling_params(SAMPLING),
-        "batch_metadata": BatchMetadata(3, "train"),
-    }
-
-
 @settings(max_examples=30)
 @given(st.lists(trajectories(), max_size=3))
 def test_trajectories_survive_the_parallel_list_view(drawn: list[Trajectory]) -> None:
     requests = [RolloutRequest(t.id, PromptRow(t.id.instance_id, [], t.env_class, t.env_extras)) for t in drawn]
     input_batch = to_generator_input(requests, SAMPLING, BatchMetadata(1, "train"))
     assert to_requests(input_batch) == requests
-    assert to_trajectories(to_generator_output(drawn), input_batch) == drawn
+    assert to_trajectories(to_generator_output(drawn), requests) == drawn
 
 
 @pytest.mark.parametrize("reward", [1.0, 0.0, []])
@@ -115,7 +105,7 @@ async def test_a_reward_for_an_empty_response_is_invalid(reward: float | list[fl
                 response_ids=[[], [5]], loss_masks=[[], [1]], rollout_logprobs=[[], [-1.0]], rewards=[reward, 0.5]
             )
 
-    first, second = await Silent().play([request("a"), request("b")], SAMPLING, BatchMetadata(3, "train"))
+    first, second = await Silent().play(REQUESTS, SAMPLING, BatchMetadata(3, "train"))
     assert (first.stop_reason, first.is_valid) == ("empty_response", False)
     assert first.error == "the response is empty and cannot carry a reward"
     assert second.rewards == [0.5]
@@ -124,11 +114,10 @@ async def test_a_reward_for_an_empty_response_is_invalid(reward: float | list[fl
 @pytest.mark.parametrize(("reward", "is_valid"), [(1.0, False), (0.0, True), ([], True)])
 def test_an_earlier_empty_response_is_valid_without_a_reward(reward: float | list[float], is_valid: bool) -> None:
     answers = to_generator_output([make_trajectory("a", [0.5])] * 2)
-    input_batch = to_generator_input([request("a")], SAMPLING, BatchMetadata(3, "train"))
     changes = {"response_ids": [[], [5]], "loss_masks": [[], [1]], "rollout_logprobs": None, "rewards": [reward, 0.5]}
     (trajectory,) = to_trajectories(
         GeneratorOutput(**(answers | changes | {"is_last_step": [False, True]})),  # type: ignore[typeddict-item]
-        input_batch,
+        [request("a")],
     )
     assert trajectory.is_valid == is_valid
     assert trajectory.stop_reason == ("stop" if is_valid else "empty_response")
@@ -136,10 +125,10 @@ def test_an_earlier_empty_response_is_valid_without_a_reward(reward: float | lis
 
 @pytest.mark.parametrize("reward", [1, 1.0, True])
 def test_a_single_reward_is_put_on_the_last_trained_token(reward: float) -> None:
-    first, second = to_trajectories(two_answers(rewards=[reward, None]), two_prompts())
+    first, second = to_trajectories(two_answers(rewards=[reward, None]), REQUESTS)
     assert first.rewards == [0.0, 1.0]
     assert (second.is_valid, second.error) == (False, "stop")
-    first, second = to_trajectories(two_answers(rewards=[reward, 2.0], loss_masks=[[1, 0], [0]]), two_prompts())
+    first, second = to_trajectories(two_answers(rewards=[reward, 2.0], loss_masks=[[1, 0], [0]]), REQUESTS)
     assert first.rewards == [1.0, 0.0]
     assert second.rewards == [2.0], "without trained tokens the reward still counts in its group"
 
@@ -163,7 +152,7 @@ def test_a_single_reward_is_put_on_the_last_trained_token(reward: float) -> None
 )  # fmt: skip
 def test_lists_of_wrong_lengths_or_values_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        to_trajectories(two_answers(**changes), two_prompts())
+        to_trajectories(two_answers(**changes), REQUESTS)
 
 
 async def test_a_generator_only_has_to_implement_generate() -> None:
@@ -181,7 +170,7 @@ async def test_a_generator_only_has_to_implement_generate() -> None:
 
 
 def test_log_probs_may_be_missing() -> None:
-    first, _ = to_trajectories(two_answers(rollout_logprobs=None), two_prompts())
+    first, _ = to_trajectories(two_answers(rollout_logprobs=None), REQUESTS)
     assert first.logprobs is None
     assert to_generator_output([first])["rollout_logprobs"] is None
 
@@ -193,7 +182,7 @@ def test_fields_that_no_longer_fit_a_shortened_response_are_dropped() -> None:
     output = to_generator_output([long, make_trajectory("b", turns=(replace(turn, end=1),))])
     for name in ("response_ids", "loss_masks", "rewards", "rollout_logprobs"):
         output[name] = [values[:1] for values in output[name]]  # type: ignore[literal-required]
-    first, second = to_trajectories(output, two_prompts())
+    first, second = to_trajectories(output, REQUESTS)
     assert (first.turns, first.segments[0].sampling_logprobs) == ((), None)
     assert len(second.turns) == 1
 
@@ -342,7 +331,7 @@ async def test_a_generator_returns_totals_if_its_last_answer_had_totals() -> Non
     assert not returns_totals(player)
     for rewards, expected in (([1.0, None], True), ([[0.0, 1.0], [1.0]], False)):
         player.rewards = rewards
-        await player.play(to_requests(two_prompts()), SAMPLING, BatchMetadata(1, "train"))
+        await player.play(REQUESTS, SAMPLING, BatchMetadata(1, "train"))
         assert returns_totals(player) is expected
 
 

@@ -13,58 +13,44 @@ from skyrl_train.errors import ConfigError
 N_ACTIONS = 4
 
 
-@pytest.fixture
-def sequences() -> torch.Tensor:
-    """Tokens (2, 9); the last two of the second row are padding."""
-    return torch.randint(3, 400, (2, 9), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def attention_mask() -> torch.Tensor:
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[1, -2:] = 0
-    return mask
+SEQUENCES = torch.randint(3, 400, (2, 9), generator=torch.Generator().manual_seed(0))
+ATTENTION_MASK = torch.tensor([[1] * 9, [1] * 7 + [0] * 2])  # the last two tokens of the second row are padding
 
 
 def test_a_path_and_a_model_have_the_log_probs_of_the_last_tokens(
-    tiny_model_path: Path, tiny_model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor
+    tiny_model_path: Path, tiny_model: PreTrainedModel
 ) -> None:
     with torch.no_grad():
-        distribution = (tiny_model(sequences).logits[:, -N_ACTIONS - 1 : -1] / 0.5).log_softmax(dim=-1)
-        expected = distribution.gather(-1, sequences[:, -N_ACTIONS:, None])[..., 0] * attention_mask[:, -N_ACTIONS:]
-        entropy = -(distribution.exp() * distribution).sum(dim=-1) * attention_mask[:, -N_ACTIONS:]
+        distribution = (tiny_model(SEQUENCES).logits[:, -N_ACTIONS - 1 : -1] / 0.5).log_softmax(dim=-1)
+        expected = distribution.gather(-1, SEQUENCES[:, -N_ACTIONS:, None])[..., 0] * ATTENTION_MASK[:, -N_ACTIONS:]
+        entropy = -(distribution.exp() * distribution).sum(dim=-1) * ATTENTION_MASK[:, -N_ACTIONS:]
+    assert HFModelWrapper(str(tiny_model_path)).model.dtype == torch.bfloat16
     for source in (str(tiny_model_path), tiny_model):
         wrapper = HFModelWrapper(source, bf16=False, temperature=0.5)
-        logprobs, output = wrapper(sequences, N_ACTIONS, attention_mask, return_output=True, compute_entropy=True)
+        assert wrapper.model.dtype == torch.float32
+        logprobs, output = wrapper(SEQUENCES, N_ACTIONS, ATTENTION_MASK, return_output=True, compute_entropy=True)
         torch.testing.assert_close(logprobs, expected)
         torch.testing.assert_close(output["entropy"], entropy)
-        assert torch.equal(wrapper(sequences, N_ACTIONS, attention_mask, temperature=0.5), logprobs)
+        assert torch.equal(wrapper(SEQUENCES, N_ACTIONS, ATTENTION_MASK, temperature=0.5), logprobs)
         assert output["entropy"].requires_grad
         (_, detached) = wrapper(
-            *(sequences, N_ACTIONS), return_output=True, compute_entropy=True, entropy_requires_grad=False
+            *(SEQUENCES, N_ACTIONS), return_output=True, compute_entropy=True, entropy_requires_grad=False
         )
         assert not detached["entropy"].requires_grad
 
 
-@pytest.mark.parametrize(("bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_weights_have_the_type_that_is_asked_for(bf16: bool, dtype: torch.dtype, tiny_model_path: Path) -> None:
-    assert HFModelWrapper(str(tiny_model_path), bf16=bf16).model.dtype == dtype
-
-
-def test_an_adapter_changes_nothing_at_first_and_is_trained_alone(
-    tiny_model_path: Path, sequences: torch.Tensor
-) -> None:
+def test_an_adapter_changes_nothing_at_first_and_is_trained_alone(tiny_model_path: Path) -> None:
     base = HFModelWrapper(str(tiny_model_path), bf16=False)
     wrapper = HFModelWrapper(
         *(str(tiny_model_path), False, False, 4, 8, 0.0, ["q_proj", "v_proj"]), exclude_modules="v_proj"
     )
-    torch.testing.assert_close(wrapper(sequences, N_ACTIONS), base(sequences, N_ACTIONS))
+    torch.testing.assert_close(wrapper(SEQUENCES, N_ACTIONS), base(SEQUENCES, N_ACTIONS))
     trained = [name for name, parameter in wrapper.named_parameters() if parameter.requires_grad]
     assert len(trained) == 4  # A and B in two layers
     assert all(".q_proj.lora_" in name for name in trained)
 
 
-def test_gradient_checkpointing_keeps_the_gradients(tiny_model: PreTrainedModel, sequences: torch.Tensor) -> None:
+def test_gradient_checkpointing_keeps_the_gradients(tiny_model: PreTrainedModel) -> None:
     gradients, n_calls = [], []
     for is_checkpointed in (False, True, False):
         wrapper = HFModelWrapper(copy.deepcopy(tiny_model))
@@ -73,7 +59,7 @@ def test_gradient_checkpointing_keeps_the_gradients(tiny_model: PreTrainedModel,
             wrapper.gradient_checkpointing_disable()
         calls: list[int] = []
         wrapper.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        wrapper(sequences, N_ACTIONS).sum().backward()
+        wrapper(SEQUENCES, N_ACTIONS).sum().backward()
         gradients.append(wrapper.model.model.layers[0].mlp.up_proj.weight.grad)
         n_calls.append(len(calls))
     assert n_calls == [1, 2, 1]

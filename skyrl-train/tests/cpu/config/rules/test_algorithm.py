@@ -1,11 +1,5 @@
 import pytest
-from train_kit.rules import (
-    CORRECTION_SWITCHES,
-    GAE,
-    RuleContract,
-    find_refusal,
-    load,
-)
+from train_kit.rules import CORRECTION_SWITCHES, GAE, RuleContract, find_refusal, load
 
 from skyrl_train.config import OffPolicyCorrectionConfig
 from skyrl_train.config.problems import FIELDS

@@ -11,7 +11,7 @@ from skyrl_train.errors import ConfigError
 
 class TestRun(RuleContract):
     module = run
-    tested_elsewhere = ("_optimizers", "_adapters", "wandb_can_start")  # the first two yield settings
+    tested_elsewhere = ("_trained_sections", "wandb_can_start")  # the first yields settings
 
 
 @pytest.fixture
