@@ -1,4 +1,4 @@
-"""The frame of every experiment: the run folder and its lock, logging, seeds, threads, trackers, interrupts."""
+"""Base class for experiments: run folder and locks, logging, seeds, compute thread, trackers, launchers, interrupts."""
 
 from __future__ import annotations
 
@@ -73,11 +73,8 @@ class Experiment(ABC):
             try:
                 asyncio.run(self._run())
             except KeyboardInterrupt:
-                logger.info(
-                    "Stopped. With trainer.run_name=%s, the same command %s",
-                    self.cfg.trainer.run_name,
-                    self._describe_rerun(),
-                )
+                name = self.cfg.trainer.run_name
+                logger.info("Stopped. With trainer.run_name=%s, the same command %s", name, self._describe_rerun())
                 raise
             except SystemExit as error:  # a task of user code called sys.exit: status 0 would look like success
                 raise EnvError(
@@ -95,57 +92,45 @@ class Experiment(ABC):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lock the folders of the run, log to its own, set the seeds and start the compute thread."""
+        """Lock the folders of the run, log to its folder, set the seeds and start the compute thread.
+
+        Raises:
+            StorageError: a disk is full, protected or broken, wherever the run writes.
+        """
         log_to_console()
         disable_progress_bar()  # transformers shows one for each file
-        with (
-            self._disk_errors(),
-            self._folder_locks(),
-            log_to_file(self.run_folder.train_log),
-            collect_rarely(),
-            compute_thread() as self._compute,
-        ):
-            seed = self.cfg.trainer.seed
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
-            yield
-
-    @contextmanager
-    def _folder_locks(self) -> Iterator[None]:
-        """Lock each folder in which another run would remove incomplete checkpoints or exports of this one."""
-        run = self.run_folder.path
-        with ExitStack() as stack:
-            stack.enter_context(folder_lock(run, "wait until it ends, or give this run another trainer.run_name"))
-            locked = [run]
-            for key, path in saved_folders(self.cfg.trainer, trains=self.trains).items():
-                folder = Path(path)
-                make_folder(folder)
-                if not any(folder.samefile(other) for other in locked):
-                    stack.enter_context(folder_lock(folder, f"wait until it ends, or set another {key}", run))
-                    locked.append(folder)
-            yield
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        """Raise StorageError if a disk is full, protected or broken, wherever the run writes."""
+        run, seed = self.run_folder.path, self.cfg.trainer.seed
         try:
-            yield
+            with ExitStack() as stack:
+                # In any of these folders, another run would remove incomplete checkpoints or exports of this run.
+                stack.enter_context(folder_lock(run, "wait until it ends, or give this run another trainer.run_name"))
+                locked = [run]
+                for key, path in saved_folders(self.cfg.trainer, trains=self.trains).items():
+                    folder = Path(path)
+                    make_folder(folder)
+                    if not any(folder.samefile(other) for other in locked):
+                        stack.enter_context(folder_lock(folder, f"wait until it ends, or set another {key}", run))
+                        locked.append(folder)
+                stack.enter_context(log_to_file(self.run_folder.train_log))
+                stack.enter_context(collect_rarely())
+                self._compute = stack.enter_context(compute_thread())
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                torch.manual_seed(seed)
+                yield
         except OSError as error:
             if error.errno not in DISK_ERRORS:
                 raise
-            rerun = self._describe_rerun()
             raise StorageError(
-                f"a file of the run in {self.run_folder.path} could not be written: {error}. Free disk space, or make "
-                f"it writable; the same command then {rerun}"
+                f"a file of the run in {run} could not be written: {error}. Free disk space, or make it writable; the "
+                f"same command then {self._describe_rerun()}"
             ) from error
 
     def _describe_rerun(self) -> str:
         trainer = self.cfg.trainer
-        store = CheckpointStore(
+        return CheckpointStore(
             Path(trainer.ckpt_path), resume_mode=trainer.resume_mode, resume_path=trainer.resume_path
-        )
-        return store.describe_rerun()
+        ).describe_rerun()
 
     def replaces(self, *methods: str) -> bool:
         """Return True if a class that is not `is_stock` overrides one of these methods."""

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_train.entrypoints.command import as_command, importing_torch, parse_cli
 from skyrl_train.entrypoints.merge import merge
 from skyrl_train.entrypoints.report import report
+from skyrl_train.errors import SkyRLError
 
 if TYPE_CHECKING:
     from skyrl_train.config import SkyRLConfig
-    from skyrl_train.config.loading import Schema
     from skyrl_train.config.problems import Fields, Rule
     from skyrl_train.config.sft import SupervisedConfig
     from skyrl_train.entrypoints.base import Experiment
@@ -61,7 +62,7 @@ def _fields(context: typer.Context) -> Fields:
     from skyrl_train.config.problems import FIELDS
 
     command = str(context.command.name)
-    return _supervised_schema(command).fields if command in SUPERVISED else FIELDS
+    return load_attribute(SUPERVISED[command][0]).fields if command in SUPERVISED else FIELDS
 
 
 Overrides = Annotated[
@@ -175,9 +176,14 @@ def doctor(
     Versions, configuration, data, model, disk, memory, remote storage, keys and ports. The exit status is 1 if a
     check fails.
     """
-    from skyrl_train.entrypoints.doctor import run_doctor
+    from skyrl_train.entrypoints.doctor import examine
 
-    run_doctor(overrides or [], config, task, typer.echo)
+    results = []
+    for result in examine(overrides or [], config, task):
+        typer.echo(result)
+        results.append(result)
+    if failed := [result.name for result in results if result.status == "failed"]:
+        raise SkyRLError(f"{len(failed)} of {len(results)} checks failed: {', '.join(dict.fromkeys(failed))}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
@@ -255,7 +261,7 @@ def start_rl(
     is_checked = program.experiment is None and check_data(cfg, trains=trains)  # other experiments may read other data
     if dry_run:
         with importing_torch():
-            from skyrl_train.entrypoints.plan import print_plan
+            from skyrl_train.entrypoints.describe_plan import print_plan
 
             print_plan(cfg, is_stock=program.experiment is None)
     elif program.experiment is not None:
@@ -273,17 +279,11 @@ def start_rl(
 
 
 SUPERVISED = {
-    "sft": ("skyrl_train.config.sft", "SFT", "skyrl_train.entrypoints.sft", "SFTExp"),
-    "dpo": ("skyrl_train.config.preferences", "DPO", "skyrl_train.entrypoints.preferences", "DPOExp"),
-    "reward": ("skyrl_train.config.preferences", "REWARD", "skyrl_train.entrypoints.preferences", "RewardExp"),
+    "sft": ("skyrl_train.config.sft:SFT", "skyrl_train.entrypoints.sft:SFTExp"),
+    "dpo": ("skyrl_train.config.preferences:DPO", "skyrl_train.entrypoints.preferences:DPOExp"),
+    "reward": ("skyrl_train.config.preferences:REWARD", "skyrl_train.entrypoints.preferences:RewardExp"),
 }
-"""Commands that train on fixed data: module and name of their schema, module and name of their experiment."""
-
-
-def _supervised_schema(command: str) -> Schema[Any]:
-    module, name, *_ = SUPERVISED[command]
-    schema: Schema[Any] = getattr(import_module(module), name)
-    return schema
+"""Commands that train on fixed data: their schema and their experiment."""
 
 
 def start_supervised(
@@ -305,7 +305,7 @@ def start_supervised(
         return
     check_answers(cfg)
     if dry_run:
-        from skyrl_train.entrypoints.plan import check_disk, check_memory, describe_supervised_plan
+        from skyrl_train.entrypoints.describe_plan import check_disk, check_memory, describe_supervised_plan
         from skyrl_train.plan.forecast import forecast_memory, plan_supervised_models
 
         typer.echo(describe_supervised_plan(cfg))
@@ -322,14 +322,13 @@ def start_supervised(
 def _parse_supervised(command: str, overrides: Sequence[str], config: Path | None, *rules: Rule) -> SupervisedConfig:
     from skyrl_train.config.cli import parse
 
-    cfg: SupervisedConfig = parse(overrides, _supervised_schema(command), rules, config)
+    cfg: SupervisedConfig = parse(overrides, load_attribute(SUPERVISED[command][0]), rules, config)
     return cfg
 
 
 def _train_on_data(command: str, cfg: SupervisedConfig) -> None:
-    *_, module, name = SUPERVISED[command]
     with importing_torch():
-        experiment = getattr(import_module(module), name)
+        experiment = load_attribute(SUPERVISED[command][1])
     experiment(cfg).run()
 
 

@@ -34,10 +34,19 @@ def run_command(command: Callable[[], None]) -> None:
     """
     log_to_console()
     try:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            _run_on_ranks(command)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            command()
+            return
+        from skyrl_train.launch import torchrun  # imports torch
+
+        processes = torchrun.Torchrun.find()
+        assert processes is not None
+        if processes.rank > 0:
+            logging.getLogger("skyrl_train").setLevel(logging.WARNING)  # all ranks would log the same lines
+            torchrun.serve_driver(processes)
         else:
             command()
+            torchrun.release_ranks(processes)
     except* SkyRLError as group:
         errors = _leaves(group)
         for message in dict.fromkeys(map(str, errors)):  # concurrent rollouts fail for the same reason
@@ -72,19 +81,6 @@ def importing_torch() -> Iterator[None]:
         gc.freeze()
     finally:
         gc.enable()
-
-
-def _run_on_ranks(command: Callable[[], None]) -> None:
-    from skyrl_train.launch import torchrun  # imports torch
-
-    processes = torchrun.Torchrun.find()
-    assert processes is not None
-    if processes.rank > 0:
-        logging.getLogger("skyrl_train").setLevel(logging.WARNING)  # all ranks would log the same lines
-        torchrun.serve_driver(processes)
-        return
-    command()
-    torchrun.release_ranks(processes)
 
 
 @contextmanager
@@ -141,7 +137,7 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
         validated = config.validate_cfg(cfg, (import_modules, *ALGORITHM_RULES))
         if is_one_run and os.environ.get("SKYRL_DRY_RUN") == "1":
             from skyrl_train.config.problems import raise_problems
-            from skyrl_train.entrypoints.plan import print_plan
+            from skyrl_train.entrypoints.describe_plan import print_plan
             from skyrl_train.entrypoints.preflight import find_missing
 
             raise_problems(find_missing(validated, trains=True))

@@ -54,22 +54,21 @@ def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
         for number in numbers:
             loop.remove_signal_handler(number)
 
-    def first() -> None:
+    def exit_at_once(number: int, _: object) -> None:
+        os.write(2, b"\nstopped at once, without a checkpoint of this step\n")
+        os._exit(128 + number)
+
+    def on_first() -> None:
         remove()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, _exit_at_once)
+        signal.signal(signal.SIGINT, exit_at_once)
         stop()
 
     for number in numbers:
-        loop.add_signal_handler(number, first)
+        loop.add_signal_handler(number, on_first)
     try:
         yield
     finally:
         remove()
         signal.signal(signal.SIGINT, on_interrupt)
         signal.signal(signal.SIGHUP, on_hangup)
-
-
-def _exit_at_once(number: int, _: object) -> None:
-    os.write(2, b"\nstopped at once, without a checkpoint of this step\n")
-    os._exit(128 + number)

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from skyrl_train.report.charts import Chart, Line, sparkline
 from skyrl_train.report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
 from skyrl_train.report.learning_curve import plot_learning_curve
-from skyrl_train.report.series import MetricRows, Series, distinct, format_name, format_value, metric_names, read_series
+from skyrl_train.report.series import MetricRows, distinct, format_name, format_value, metric_names, read_series
 from skyrl_train.report.summary import (
     find_method,
     format_duration,
@@ -185,18 +185,13 @@ def _eval_charts(rows: MetricRows, baselines: Mapping[str, Mapping[str, float]])
     charts = []
     for evaluation in headline_evals(rows):
         lines = [Line("evaluation", evaluation, "eval")]
-        if training := read_series(rows, _training_twin(evaluation.name)):
+        starts = {start: twin for start, twin in _TRAINING_TWIN.items() if evaluation.name.startswith(start)}
+        start, twin = next(iter(starts.items()), ("eval/", ""))
+        if training := read_series(rows, twin + evaluation.name.removeprefix(start)):
             lines = [Line("", training, "raw"), Line("training rollouts", training.smoothed(), "train"), *lines]
         title = format_name(evaluation.name).capitalize()
         charts.append(Chart(title, "", lines, baselines.get(evaluation.name, {})))
     return charts
-
-
-def _training_twin(name: str) -> str:
-    for start, twin in _TRAINING_TWIN.items():
-        if name.startswith(start):
-            return twin + name.removeprefix(start)
-    return name.removeprefix("eval/")
 
 
 def _training_charts(rows: MetricRows) -> list[Chart]:
@@ -206,15 +201,14 @@ def _training_charts(rows: MetricRows) -> list[Chart]:
         rates = [n for n in metric_names(rows) if n.startswith("environment/") and n.endswith("_rate")]
         titles = {n: (format_name(n).capitalize(), "reported by the environment") for n in sorted(rates, key=len)}
         panels = titles | panels
-    found = distinct(read_series(rows, name) for name in panels)
-    return [Chart(*panels[series.name], _training_lines(series)) for series in found]
-
-
-def _training_lines(series: Series) -> list[Line]:
-    """Return a raw line and, in front of it, a smoothed line. A learning rate is not smoothed."""
-    if series.name.endswith(("_lr", "/lr")):
-        return [Line("", series, "train")]
-    return [Line("", series, "raw"), Line("", series.smoothed(), "train")]
+    charts = []
+    for series in distinct(read_series(rows, name) for name in panels):
+        if series.name.endswith(("_lr", "/lr")):
+            lines = [Line("", series, "train")]
+        else:
+            lines = [Line("", series, "raw"), Line("", series.smoothed(), "train")]
+        charts.append(Chart(*panels[series.name], lines))
+    return charts
 
 
 def _eval_table(rows: MetricRows) -> dict[str, Any] | None:
@@ -226,29 +220,22 @@ def _eval_table(rows: MetricRows) -> dict[str, Any] | None:
     steps = sorted({step for _, values in points for step in values})
     if not steps:
         return None
-
-    def cell(name: str, value: float | None) -> str:
-        return "–" if value is None else format_value(name, value)
-
-    cells = [[cell(name, values.get(step)) for name, values in points] for step in steps]
-    titles = [name.removeprefix("eval/") for name, _ in points]
-    return {"titles": titles, "rows": list(zip(steps, cells, strict=True))}
+    table = []
+    for step in steps:
+        found = [(name, values.get(step)) for name, values in points]
+        table.append((step, ["–" if value is None else format_value(name, value) for name, value in found]))
+    return {"titles": [name.removeprefix("eval/") for name, _ in points], "rows": table}
 
 
 def _all_metrics(rows: MetricRows) -> list[dict[str, Any]]:
-    found = [series for name in metric_names(rows) if (series := read_series(rows, name))]
-    return [
-        {
-            "name": series.name,
-            "spark": sparkline(series),
-            "numbers": [
-                format_value(series.name, value)
-                for value in (series.first, series.last, min(series.finite), max(series.finite))
-            ],
-            "n_not_finite": series.n_not_finite,
-        }
-        for series in found
-    ]
+    table = []
+    for name in metric_names(rows):
+        if series := read_series(rows, name):
+            values = (series.first, series.last, min(series.finite), max(series.finite))
+            numbers = [format_value(name, value) for value in values]
+            n_gaps = series.n_not_finite
+            table.append({"name": name, "spark": sparkline(series), "numbers": numbers, "n_not_finite": n_gaps})
+    return table
 
 
 def mark_special_tokens(text: str) -> Markup:

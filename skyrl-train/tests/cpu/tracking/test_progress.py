@@ -5,7 +5,6 @@ import pty
 import re
 import termios
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -33,19 +32,14 @@ def test_a_log_file_gets_plain_lines_at_limited_frequency(monkeypatch: pytest.Mo
     assert "\r" not in stream.getvalue()
 
 
-def test_slow_steps_get_a_line_each() -> None:
+def test_slow_steps_of_a_resumed_run_get_a_line_each_and_count_from_its_checkpoint() -> None:
     stream = io.StringIO()
-    progress = Progress(total_steps=3, initial_step=0, stream=stream, seconds_between_lines=0)
-    for step in (1, 2, 3):
-        progress.update(step)
-    assert len(stream.getvalue().splitlines()) == 3
-
-
-def test_a_resumed_run_counts_from_its_checkpoint() -> None:
-    stream = io.StringIO()
-    progress = Progress(total_steps=10, initial_step=8, stream=stream)
-    progress.update(9, reward=1.0)
-    assert stream.getvalue().startswith("step 9/10 (90%) · reward 1.000 · 00:00 elapsed · 00:00 left")
+    progress = Progress(total_steps=10, initial_step=7, stream=stream, seconds_between_lines=0)
+    for step in (8, 9, 10):
+        progress.update(step, reward=1.0)
+    first, *later = stream.getvalue().splitlines()
+    assert first.startswith("step 8/10 (80%) · reward 1.000 · 00:00 elapsed · 00:00 left · ")
+    assert len(later) == 2
 
 
 def _terminal_output(columns: int) -> str:
@@ -58,15 +52,14 @@ def _terminal_output(columns: int) -> str:
         progress.update(4)
         progress.close()
         progress.close()
-    with os.fdopen(leader, "rb", buffering=0) as screen:
-        return b"".join(_chunks(screen)).decode()
-
-
-def _chunks(screen: io.FileIO) -> Iterator[bytes]:
-    """Yield the terminal's output until all writers have closed it."""
-    with contextlib.suppress(OSError):
+    output = b""
+    with (
+        os.fdopen(leader, "rb", buffering=0) as screen,
+        contextlib.suppress(OSError),
+    ):  # once all writers have closed it
         while chunk := screen.read(65536):
-            yield chunk
+            output += chunk
+    return output.decode()
 
 
 def test_a_terminal_gets_one_live_line() -> None:

@@ -11,7 +11,7 @@ from train_kit.runs import expect_error, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, LlamaConfig, PreTrainedConfig
 
 from skyrl_train.config import SkyRLConfig, load_config
-from skyrl_train.entrypoints.plan import describe_plan, plan_run
+from skyrl_train.entrypoints.describe_plan import describe_plan, plan_run
 from skyrl_train.plan import RunPlan
 from skyrl_train.plan.forecast import format_bytes
 

@@ -1,11 +1,10 @@
-"""The models of a run: how each is loaded, and the learner that trains them."""
+"""The learner of a run, with its policy, critic and reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.algorithms import advantage_estimator
@@ -23,60 +22,25 @@ from skyrl_train.models.loading import (
     REF_PATH,
     check_same_vocabulary,
     check_vocabulary_size,
-    default_device,
-    load_model,
-    load_value_model,
 )
-from skyrl_train.models.lora import add_adapter
 from skyrl_train.types.specs import LoraSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
 
 LORA = "trainer.policy.model.lora"
-
-GetModel = Callable[[str, str], PreTrainedModel]
-"""Loads the causal language model at a path, the value of a configuration key."""
-
-
-def load_causal_model(cfg: SkyRLConfig, path: str, key: str) -> PreTrainedModel:
-    """Load the causal language model at `path`, the value of the configuration key `key`."""
-    return load_model(
-        path,
-        dtype=getattr(torch, cfg.trainer.policy.model.dtype),
-        device=default_device(),
-        gradient_checkpointing=cfg.trainer.gradient_checkpointing,
-        key=key,
-    )
-
-
-def load_critic_model(cfg: SkyRLConfig, path: str) -> PreTrainedModel:
-    """Load the critic's model."""
-    return load_value_model(
-        path,
-        dtype=getattr(torch, cfg.trainer.critic.model.dtype),
-        device=default_device(),
-        gradient_checkpointing=cfg.trainer.gradient_checkpointing,
-    )
-
-
-def load_policy_copy(cfg: SkyRLConfig, get_model: GetModel) -> PreTrainedModel:
-    """Load the policy, with its adapter if it has one, for an engine in another process."""
-    section = cfg.trainer.policy.model
-    model = get_model(section.path, POLICY_PATH)
-    lora = lora_spec(section, LORA, cfg.trainer.seed)
-    if lora is not None:
-        add_adapter(model, lora)
-    return model
 
 
 async def load_learner(
     root: SkyRLConfig,
     launcher: Launcher,
     tokenizer: PreTrainedTokenizerBase,
-    get_model: GetModel,
+    get_model: Callable[[str, str], PreTrainedModel],
     get_value_model: Callable[[str], PreTrainedModel],
     total_steps: int,
 ) -> Learner:
     """Load the policy, and the critic and the reference if the configuration uses them.
+
+    `get_model` loads the causal language model at a path, the value of a configuration key. `get_value_model` loads the
+    critic at a path.
 
     Raises:
         ConfigError: there is no model at a path, or the models do not fit together.
