@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -18,11 +18,12 @@ from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_train.entrypoints.command import as_command, importing_torch, parse_cli
 from skyrl_train.entrypoints.merge import merge
 from skyrl_train.entrypoints.report import report
-from skyrl_train.errors import SkyRLError
+from skyrl_train.errors import ConfigError, SkyRLError
 
 if TYPE_CHECKING:
     from skyrl_train.config import SkyRLConfig
     from skyrl_train.config.problems import Fields, Rule
+    from skyrl_train.config.run import RunPlacementConfig
     from skyrl_train.config.sft import SupervisedConfig
     from skyrl_train.entrypoints.base import Experiment
 
@@ -297,7 +298,6 @@ def start_supervised(
     """Check the configuration, then print it, print the plan of the run, or train (here or under torchrun)."""
     from skyrl_train.config import to_yaml
     from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
-    from skyrl_train.entrypoints.torchrun import replace_by_torchrun
 
     cfg = _parse_supervised(command, overrides, config, find_missing_for_supervised)
     if print_config:
@@ -330,6 +330,33 @@ def _train_on_data(command: str, cfg: SupervisedConfig) -> None:
     with importing_torch():
         experiment = load_attribute(SUPERVISED[command][1])
     experiment(cfg).run()
+
+
+def replace_by_torchrun(arguments: Sequence[str], placement: RunPlacementConfig, flags: Sequence[str] = ()) -> NoReturn:
+    """Replace this process by torchrun. Its processes run `skyrl` with these arguments.
+
+    `flags` are additional flags of torchrun, such as `--node_rank=1`. Without a flag for the rendezvous, torchrun uses
+    a free port of this machine.
+
+    Raises:
+        ConfigError: there are several nodes, and no flag for their rendezvous.
+    """
+    n_nodes, n_per_node = placement.size("policy")
+    has_rendezvous = any(flag.startswith(("--standalone", "--rdzv", "--master")) for flag in flags)
+    if n_nodes > 1 and not has_rendezvous:
+        raise ConfigError(
+            f"trainer.placement.policy_num_nodes={n_nodes}: trainer.placement.launcher=torchrun starts the ranks of "
+            f"one node; run torchrun --nnodes={n_nodes} --nproc_per_node={n_per_node} --rdzv_backend=c10d "
+            "--rdzv_endpoint=<first node>:29400 --no-python skyrl … on each node, or set trainer.placement.launcher=ray"
+        )
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_cores // n_per_node)))  # otherwise torchrun sets 1 and warns
+    counts = [f"--nnodes={n_nodes}", f"--nproc_per_node={n_per_node}"]
+    torchrun = ["-m", "torch.distributed.run", *counts, *([] if has_rendezvous else ["--standalone"]), *flags]
+    command = [sys.executable, *torchrun, "-m", "skyrl_train.entrypoints.cli", *arguments]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, command)
 
 
 COMMANDS = ("skyrl_train.compat.verl.cli",)

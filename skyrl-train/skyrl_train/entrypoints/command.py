@@ -85,7 +85,7 @@ def importing_torch() -> Iterator[None]:
 
 @contextmanager
 def exit_on_mistake(*, is_program: bool) -> Iterator[None]:
-    """If `is_program`, print an error of this project as one message and exit with its status. Else let it through."""
+    """If `is_program`, print a SkyRLError as one message and exit with its status. Otherwise, let it propagate."""
     try:
         yield
     except SkyRLError as error:
@@ -120,7 +120,7 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
 
     Register your own estimators and losses first, so that the rules apply to them as well.
 
-    In a script with `@hydra.main`, a mistake ends the process with one message, where Hydra would print a traceback.
+    In a script with `@hydra.main`, a mistake ends the process with one message instead of Hydra's traceback.
     Hydra also refuses `--dry-run`. Set `SKYRL_DRY_RUN=1` in the environment to print the plan of the run and exit.
 
     Raises:

@@ -54,7 +54,7 @@ def describe_plan(plan: RunPlan) -> str:
     Reads local files and the Hub's cache; downloads nothing.
 
     Raises:
-        ConfigError: an adapter does not fit its model, or Megatron-Core cannot compute one of them.
+        ConfigError: an adapter does not fit its model, or Megatron-Core does not support a model or adapter.
         DataError: a data file cannot be read.
     """
     cfg, trainer, generator = plan.cfg, plan.cfg.trainer, plan.cfg.generator
@@ -232,8 +232,8 @@ def _describe_resources(plan: RunPlan) -> Iterator[tuple[str, str]]:
         staying = format_bytes(shares[plan.models[0]] * plan.models[0].loaded_bytes)
         yield (
             "offloading",
-            f"{idle} in host memory on each node for what is idle; {staying} of the policy's weights stay on each "
-            "device beside the engine",
+            f"{idle} of host memory on each node for idle models and engines; {staying} of the policy's weights stay "
+            "on each device beside the engine",
         )
     memory, disk = plan.forecast_memory(), plan.forecast_disk()
     yield from _describe_storage(trainer, plan.models, on_top, ranks, memory, disk, plan.engine_bytes)

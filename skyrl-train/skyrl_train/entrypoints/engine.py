@@ -140,6 +140,6 @@ def engine_sync(
     tolerance = sync_tolerance(cfg, launcher.device, dtype, is_copied=is_copied)
     if tolerance is None:
         return paused or sync
-    # later, the sampled tokens would wait for rollouts in progress
+    # after the first sync, sampling for the check would wait for rollouts in progress
     once = settings.continues_rollouts and cfg.generator.weight_sync_check == "auto"
     return CheckedSync(paused or sync, engine, policy, n_tokens, tolerance, once=once)

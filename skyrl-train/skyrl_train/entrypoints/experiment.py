@@ -73,10 +73,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """The parts of a run that exist before its trainer."""
+    """The parts of a run from which its trainer is made."""
 
     source_cfg: SkyRLConfig
-    """What the source of rollouts reads: the configuration of the run, unless a subclass changes it."""
+    """Configuration of the rollout source. Defaults to the run's."""
     launcher: Launcher
     learner: Learner
     engine: InferenceEngine
@@ -90,9 +90,9 @@ class RunParts:
 
 
 class _AllocatedMemory(Callback):
-    """A callback that ends the reservation of memory for gradients and moments after the first update.
+    """Releases the memory reserved for gradients and optimizer state after the first update.
 
-    From then on they are allocated, so an engine that replaces a lost engine sees them in the memory that is taken.
+    By then they are allocated, so an engine that replaces a lost engine already sees them as used memory.
     """
 
     def __init__(self, experiment: RLExperiment) -> None:
@@ -114,7 +114,7 @@ class RLExperiment(Experiment):
     def __init__(self, cfg: SkyRLConfig | DictConfig, *, data_is_checked: bool = False) -> None:
         """Check the configuration and create the run folder; ConfigError lists every problem.
 
-        With `data_is_checked`, `preflight.check_data` has checked all rows.
+        Set `data_is_checked` if `preflight.check_data` has already checked all rows.
         """
         self.cfg = validate_cfg(cfg)
         self._data_is_checked = data_is_checked
@@ -130,9 +130,9 @@ class RLExperiment(Experiment):
 
     @asynccontextmanager
     async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, RolloutGenerator]]:
-        """Create an engine for the policy `model` and a generator that plays with it; close both at the end.
+        """Create an engine for the policy `model` and a generator that plays with it. Close both on exit.
 
-        `model` is None if the policy is in other processes. Then the engine has a process of its own, too.
+        `model` is None if the policy is in other processes. Then the engine also runs in a separate process.
         """
         # A run or an engine that is killed during a weight sync leaves its files of weights.
         files = weight_folder(self.cfg)
@@ -160,7 +160,7 @@ class RLExperiment(Experiment):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of `get_tokenizer`."""
+        """The cached result of `get_tokenizer`."""
         return self.get_tokenizer()
 
     def get_tokenizer(self, padding_side: str = "left") -> PreTrainedTokenizerBase:
@@ -177,7 +177,7 @@ class RLExperiment(Experiment):
         return open_prompts(self.cfg, self.tokenizer, data.train_data, data.max_checked_rows)
 
     def get_eval_dataset(self) -> PromptDataset | None:
-        """Load the prompts to evaluate on; None without evaluations."""
+        """Load the prompts to evaluate on, or return None if there are no evaluations."""
         return None if self.cfg.trainer.eval_interval < 0 else open_eval_prompts(self.cfg, self.tokenizer)
 
     def get_model(self, path: str, key: str) -> PreTrainedModel:
@@ -202,7 +202,7 @@ class RLExperiment(Experiment):
         )
 
     def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
-        """Create the engine that samples from the policy `model`; None if it has weights of its own."""
+        """Create the engine. `model` is the policy, or None for an engine with its own weights."""
         return new_engine(self.cfg, model, self.tokenizer, self._reserved_bytes, self._compute)
 
     def _make_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
@@ -321,7 +321,7 @@ class RLExperiment(Experiment):
 
     @asynccontextmanager
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
-        """Start the processes of the models in `roles` and of the engines, and end them at the end."""
+        """Start the processes of the models in `roles` and of the engines. End them on exit."""
         plan = self.plan
         launcher = self.new_launcher(
             roles,

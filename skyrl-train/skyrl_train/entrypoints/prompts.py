@@ -39,7 +39,7 @@ def load_policy_tokenizer(cfg: SkyRLConfig) -> PreTrainedTokenizerBase:
 def open_prompts(
     cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], max_checked_rows: int | None = None
 ) -> PromptDataset:
-    """Open prompts and drop those that are too long once the generator renders them. Raise DataError on bad rows."""
+    """Open prompts, rendered as the generator does. Drop prompts that are too long. Raise DataError for bad rows."""
     return PromptDataset(
         sources,
         tokenizer,
@@ -51,14 +51,14 @@ def open_prompts(
 
 
 def open_eval_prompts(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:
-    """Open the prompts to evaluate on; None without validation data."""
+    """Open the prompts to evaluate on, or return None without validation data."""
     if cfg.data.custom_cls.path is not None:
         return CustomDataset(cfg, tokenizer, "validation")
     return open_prompts(cfg, tokenizer, cfg.data.val_data) if cfg.data.val_data else None
 
 
 def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
-    """Check that the environments accept the rows. Of lazily checked datasets, only a sample is checked.
+    """Check that the environments accept the rows. Lazy datasets check only a sample here.
 
     Raises:
         ConfigError: an environment does not exist, or its settings are invalid.

@@ -160,64 +160,23 @@ def read_episodes(folder: RemoteFolder, step: int) -> list[EvaluatedEpisode]:
 def _parse_episode(row: dict[str, Any]) -> EvaluatedEpisode:
     trajectory = parse_trajectory(row)
     earlier = [str(segment.get("output_response", "")) for segment in row.get("earlier") or ()]
-    messages = tuple(message for text in (*earlier, trajectory.response) for message in _split_messages(text))
+    messages = []
+    for response in (*earlier, trajectory.response):  # each starts with a reply of the model
+        parts = ROLE.split(response if ROLE.match(response) else f"<|im_start|>assistant\n{response}")
+        for chat_ml, llama, content in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+            role, text = chat_ml or llama, SPECIAL.sub("", content).strip()
+            if text or role == "assistant":
+                messages.append(EpisodeMessage(role, text))
     extras = row.get("env_extras") or {}
     uid = str(row.get("uid") or "")
     key = extras.get("task_key") or uid.rpartition("_")[0] or trajectory.prompt
     turns = row.get("turns") or []
-    n_turns = len(turns) or sum(role == "assistant" for role, _ in messages)
+    n_turns = len(turns) or sum(message.role == "assistant" for message in messages)
     is_success = row.get("is_success", (trajectory.score or 0.0) > 0)  # not in SkyRL's files
     last_turn = turns[-1] if turns else {}
     return EvaluatedEpisode(
-        trajectory, str(key), messages, n_turns, last_turn, row.get("env_metrics") or {}, bool(is_success)
+        trajectory, str(key), tuple(messages), n_turns, last_turn, row.get("env_metrics") or {}, bool(is_success)
     )
-
-
-def _split_messages(response: str) -> list[EpisodeMessage]:
-    """Split the text after a prompt into messages. It starts with a reply of the model."""
-    parts = ROLE.split(f"<|im_start|>assistant\n{response}" if not ROLE.match(response) else response)
-    found = [
-        EpisodeMessage(chat_ml or llama, SPECIAL.sub("", text).strip())
-        for chat_ml, llama, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True)
-    ]
-    return [message for message in found if message.text or message.role == "assistant"]
-
-
-class Summary(NamedTuple):
-    """The behavior in one environment at one step. Means are over valid episodes, or NaN if there are none."""
-
-    n_episodes: int
-    n_invalid: int
-    turns: float
-    tool_calls: float
-    tool_errors: float
-    success: float
-    pass_at_n: float
-    n_samples: int
-
-    @classmethod
-    def of(cls, episodes: Sequence[EvaluatedEpisode]) -> Summary:
-        """Summarize episodes."""
-        valid = [episode for episode in episodes if episode.is_valid]
-        samples: dict[str, list[bool]] = {}
-        for episode in valid:
-            samples.setdefault(episode.prompt_key, []).append(episode.is_success)
-        n_samples = max(map(len, samples.values()), default=0)
-        return cls(
-            n_episodes=len(episodes),
-            n_invalid=len(episodes) - len(valid),
-            turns=_mean(episode.n_turns for episode in valid),
-            tool_calls=_mean(episode.n_tool_calls for episode in valid),
-            tool_errors=_mean(len(episode.errors) for episode in valid),
-            success=_mean(float(episode.is_success) for episode in valid),
-            pass_at_n=_mean(float(any(passed)) for passed in samples.values()),
-            n_samples=n_samples,
-        )
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return statistics.fmean(found) if found else float("nan")
 
 
 def describe_trajectories(source: str, first: int | None = None, last: int | None = None, n_samples: int = 2) -> str:
@@ -258,18 +217,27 @@ def describe_trajectories(source: str, first: int | None = None, last: int | Non
 
 
 def _format_environments(evaluations: dict[int, list[EvaluatedEpisode]]) -> list[str]:
-    n_max = max((Summary.of(episodes).n_samples for episodes in evaluations.values()), default=1)
-    counts = ("environment", "step", "episodes", "invalid", "turns", "tool calls", "tool errors")
+    """Format a table of the behavior in each environment at each step. Means and rates are over valid episodes."""
     names = sorted({e.trajectory.data_source for episodes in evaluations.values() for e in episodes})
-    rows = []
+    rows, n_samples = [], 0
     for name in ["all", *names] if len(names) > 1 else names:
         for step, episodes in evaluations.items():
-            s = Summary.of([e for e in episodes if name in ("all", e.trajectory.data_source)])
-            means = [f"{mean:.1f}" for mean in (s.turns, s.tool_calls, s.tool_errors)]
-            shares = [f"{share:.1%}" for share in (s.success, s.pass_at_n)]
-            cells = ["–" if "nan" in text else text for text in (*means, *shares)]
-            rows.append([name, step, s.n_episodes, s.n_invalid, *cells])
-    return _format_table([*counts, "success", f"pass@{n_max}"], rows)
+            found = [e for e in episodes if name in ("all", e.trajectory.data_source)]
+            valid = [e for e in found if e.is_valid]
+            successes: dict[str, list[bool]] = {}  # of the samples of each task
+            for episode in valid:
+                successes.setdefault(episode.prompt_key, []).append(episode.is_success)
+            n_samples = max([n_samples, *map(len, successes.values())])
+            cells = ["–"] * 5
+            if valid:
+                turns, calls = [e.n_turns for e in valid], [e.n_tool_calls for e in valid]
+                means = map(statistics.fmean, (turns, calls, [len(e.errors) for e in valid]))
+                passed = [any(samples) for samples in successes.values()]
+                rates = map(statistics.fmean, ([e.is_success for e in valid], passed))
+                cells = [*(f"{mean:.1f}" for mean in means), *(f"{rate:.1%}" for rate in rates)]
+            rows.append([name, step, len(found), len(found) - len(valid), *cells])
+    head = ("environment", "step", "episodes", "invalid", "turns", "tool calls", "tool errors", "success")
+    return _format_table([*head, f"pass@{n_samples}"], rows)
 
 
 def _format_failures(evaluations: dict[int, list[EvaluatedEpisode]], n_samples: int) -> list[str]:

@@ -46,7 +46,7 @@ CLOSE_TIMEOUT_S = 10
 
 
 class TinkerRun:
-    """Base class of a run: rollouts with the sampling client, updates with the training client.
+    """Base class for runs: rollouts with the sampling client, updates with the training client.
 
     Subclasses may override `get_generator`, `check_rows`, `step_metrics` and `alert`.
     """

@@ -29,7 +29,7 @@ class Talkative(BaseTextEnv):
 
 @pytest.fixture(params=["pipe", "terminal"])
 def console(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A console whose reader reads a byte and goes."""
+    """A console whose reader closes it after one byte."""
     if request.param == "pipe":
         reader, writer = os.pipe()
     else:

@@ -102,7 +102,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
 def test_a_terminated_run_saves_its_step_and_ends_like_an_uninterrupted_one(
     overrides_of: MakeOverrides, uninterrupted: Callable[[str], Run], tmp_path: Path
 ) -> None:
-    """`test_runtime.py` has the other signals."""
+    """`test_base.py` has the other signals."""
 
     def terminate(_: object, step: int) -> None:
         if step == 3:

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
+from skyrl_train.entrypoints.base import collect_rarely, on_first_interrupt
 
 pytestmark = pytest.mark.usefixtures("without_nohup")
 
