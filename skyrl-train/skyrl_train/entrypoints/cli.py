@@ -155,11 +155,18 @@ def train_on_data(
         start_supervised(command, overrides or [], config, print_config, dry_run)
 
 
-for _name, _help in (
-    ("sft", "Fine-tune a model on demonstrations."),
-    ("dpo", "Train a model on preferences by direct preference optimization."),
-    ("reward", "Train a reward model on preferences."),
-):
+SUPERVISED = {
+    "sft": ("skyrl_train.config.sft:SFT", "skyrl_train.entrypoints.sft:SFTExp"),
+    "dpo": ("skyrl_train.config.preferences:DPO", "skyrl_train.entrypoints.preferences:DPOExp"),
+    "reward": ("skyrl_train.config.preferences:REWARD", "skyrl_train.entrypoints.preferences:RewardExp"),
+}
+"""Commands that train on fixed data: their schema and their experiment."""
+
+for _name, _help in {
+    "sft": "Fine-tune a model on demonstrations.",
+    "dpo": "Train a model on preferences by direct preference optimization.",
+    "reward": "Train a reward model on preferences.",
+}.items():
     app.command(_name, help=_help, context_settings=RUN_SETTINGS, add_help_option=False)(train_on_data)
 
 
@@ -277,14 +284,6 @@ def start_rl(
             from skyrl_train.entrypoints.evaluation import EvaluationExperiment
 
         EvaluationExperiment(cfg, data_is_checked=is_checked).run()
-
-
-SUPERVISED = {
-    "sft": ("skyrl_train.config.sft:SFT", "skyrl_train.entrypoints.sft:SFTExp"),
-    "dpo": ("skyrl_train.config.preferences:DPO", "skyrl_train.entrypoints.preferences:DPOExp"),
-    "reward": ("skyrl_train.config.preferences:REWARD", "skyrl_train.entrypoints.preferences:RewardExp"),
-}
-"""Commands that train on fixed data: their schema and their experiment."""
 
 
 def start_supervised(

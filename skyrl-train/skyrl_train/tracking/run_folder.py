@@ -73,7 +73,9 @@ class RunFolder:
 
         The folder holds one `<data_source>.jsonl` per source and `aggregated_results.jsonl`.
         """
-        return _folder(self.path / "evals" / (EVAL_ONLY if step is None else f"global_step_{step}"))
+        folder = self.path / "evals" / (EVAL_ONLY if step is None else f"global_step_{step}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def eval_steps(self) -> list[int]:
         """Return the steps that have an evaluation folder, ascending."""
@@ -82,7 +84,9 @@ class RunFolder:
 
     def trajectories(self, step: int) -> Path:
         """Return the trajectory file of one training step."""
-        return _folder(self.path / "trajectories") / f"global_step_{step}.jsonl"
+        folder = self.path / "trajectories"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"global_step_{step}.jsonl"
 
 
 @contextmanager
@@ -141,8 +145,3 @@ class _LogFile(logging.FileHandler):
         if not self._has_failed:
             self._has_failed = True
             logger.warning("%s lacks the last messages: %s", self.baseFilename, error)
-
-
-def _folder(path: Path) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    return path

@@ -205,9 +205,10 @@ def test_the_weights_of_an_engine_count_by_its_dtype_and_devices(
 
 def test_idle_models_and_engines_take_host_memory(describe: Callable[..., str]) -> None:
     def expected(shares: float, staying: float) -> str:
+        idle, kept = format_bytes(shares * N_PARAMETERS), format_bytes(staying * N_PARAMETERS)
         return (
-            f"offloading   {format_bytes(shares * N_PARAMETERS)} of host memory on each node for idle models and engines; "
-            f"{format_bytes(staying * N_PARAMETERS)} of the policy's weights stay on each device beside the engine\n"
+            f"offloading   {idle} of host memory on each node for idle models and engines; {kept} of the policy's "
+            "weights stay on each device beside the engine\n"
         )
 
     on = "trainer.placement.offload_idle=true"
