@@ -69,10 +69,7 @@ def _fields(context: typer.Context) -> Fields:
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE",
-        autocompletion=_complete_key,
-        help="Settings, e.g. trainer.epochs=3.",
-        show_default=False,
+        metavar="KEY=VALUE", autocompletion=_complete_key, help="Settings, e.g. trainer.epochs=3.", show_default=False
     ),
 ]
 ConfigFile = Annotated[
@@ -225,8 +222,8 @@ app.add_typer(report, name="report")
 app.add_typer(merge, name="merge")
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"skyrl {metadata.version('skyrl-train')}")
         raise typer.Exit
 

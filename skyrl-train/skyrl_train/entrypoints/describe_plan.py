@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 def plan_run(cfg: SkyRLConfig) -> RunPlan:
     """Return the plan of a run on this machine."""
-    import torch  # takes a second, which a mistake in the configuration should not cost
+    import torch  # slow, so only after the configuration is checked
 
     return RunPlan(cfg, torch.cuda.is_available())
 
@@ -190,7 +190,7 @@ def _describe_length(
 
 
 def _describe_device() -> tuple[str, str]:
-    import torch  # takes a second, which a mistake in the configuration should not cost
+    import torch  # slow, so only after the configuration is checked
 
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -205,7 +205,7 @@ def _describe_resources(plan: RunPlan) -> Iterator[tuple[str, str]]:
     engine, ranks, trainer = plan.engine, plan.ranks, plan.cfg.trainer
     yield _describe_device()
     if ranks:
-        devices = "its own device" if engine.n_devices == 1 else f"{engine.n_devices} devices of its own"
+        devices = "its own device" if engine.n_devices == 1 else f"its own {engine.n_devices} devices"
         own = f"{'the' if engine.n_local == 1 else 'each'} engine has {devices}"
         sharing = "all share the policy's devices" if trainer.placement.colocate_all or not engine.n_local else own
         sharing += ", and are offloaded while idle" if plan.offloads_idle else ""

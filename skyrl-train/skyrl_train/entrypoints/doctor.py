@@ -129,10 +129,12 @@ def _check_disk(plan: RunPlan, n_steps: int | None) -> Iterator[CheckResult]:
 def _check_memory(plan: RunPlan) -> Iterator[CheckResult]:
     import torch
 
-    n_gpus, n_asked = torch.cuda.device_count(), plan.cfg.trainer.placement.size("policy")[1]
-    if n_gpus and n_gpus < n_asked:
+    n_gpus, n_configured = torch.cuda.device_count(), plan.cfg.trainer.placement.size("policy")[1]
+    if n_gpus and n_gpus < n_configured:
         key = "trainer.placement.policy_num_gpus_per_node"
-        yield CheckResult("GPU", "failed", f"{key}={n_asked}, but this machine has {n_gpus}", f"set {key}={n_gpus}")
+        yield CheckResult(
+            "GPU", "failed", f"{key}={n_configured}, but this machine has {n_gpus}", f"set {key}={n_gpus}"
+        )
         return
     device = f"{n_gpus} × {torch.cuda.get_device_name(0)}" if n_gpus else "no GPU: the run uses the CPU"
     if not plan.has_known_sizes:
@@ -187,7 +189,7 @@ def _check_keys(cfg: SkyRLConfig) -> Iterator[CheckResult]:
             "keys", "failed", f"the Hub refuses the token: {error}", "run `hf auth login`, or unset HF_TOKEN"
         )
     except (OfflineModeIsEnabled, OSError) as error:
-        yield CheckResult("keys", "warning", f"the Hub cannot be asked about the token: {error}")
+        yield CheckResult("keys", "warning", f"the token could not be checked: {error}")
 
 
 def _check_ports(cfg: SkyRLConfig) -> Iterator[CheckResult]:

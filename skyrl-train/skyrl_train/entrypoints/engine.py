@@ -42,7 +42,7 @@ def new_engine(
     reserved_bytes: int,
     executor: ThreadPoolExecutor | None,
 ) -> InferenceEngine:
-    """Create an engine for the policy `model` that computes in `executor`, which has one thread.
+    """Create an engine for the policy `model` that computes in the single thread of `executor`.
 
     Its cache may use the free memory of this machine, less `reserved_bytes` that the trainer will allocate. Only the
     embedded engine needs `model`. Without `executor`, the engine has this process to itself.
@@ -134,7 +134,7 @@ def engine_sync(
     if isinstance(engine, EngineClient):
         if paused is not None and settings.in_flight_weight_updates:
             engine.follow(sync, paused.is_current)
-        else:  # the next sync waits for rollouts, which must not wait for it
+        else:  # the next sync waits for the rollouts, so a rollout must not wait for that sync
             engine.follow(sync)
     is_copied = launcher.policy is None or not plan.engine.needs_model
     tolerance = sync_tolerance(cfg, launcher.device, dtype, is_copied=is_copied)

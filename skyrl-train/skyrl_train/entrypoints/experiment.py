@@ -358,11 +358,11 @@ class RLExperiment(Experiment):
 
 
 def check_reward_functions(cfg: SkyRLConfig) -> None:
-    """Raise ConfigError for a reward function of whole batches, which asynchronous training does not have."""
+    """Raise ConfigError if a reward function needs whole batches and training is asynchronous."""
     if cfg.trainer.fully_async.enabled and (names := functions_of_batches(cfg.generator)):
         raise ConfigError(
-            f"generator.reward_functions={names[0]} compares the samples of a batch, and "
-            "trainer.fully_async.enabled=true scores those of one prompt at a time; register it with level=group, "
+            f"generator.reward_functions={names[0]} compares the samples of a batch, but "
+            "trainer.fully_async.enabled=true scores one prompt at a time; register it with level=group, "
             "or set trainer.fully_async.enabled=false"
         )
 

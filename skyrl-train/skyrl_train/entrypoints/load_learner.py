@@ -16,13 +16,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.launch.launcher import Launcher
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import Learner
-from skyrl_train.models.loading import (
-    CRITIC_PATH,
-    POLICY_PATH,
-    REF_PATH,
-    check_same_vocabulary,
-    check_vocabulary_size,
-)
+from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, REF_PATH, check_same_vocabulary, check_vocabulary_size
 from skyrl_train.types.specs import LoraSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
 
@@ -86,9 +80,7 @@ async def load_learner(
             partial(get_value_model, cfg.critic.model.path),
             ValueObjective(cfg.algorithm.value_clip),
             optimizer_spec(
-                cfg.critic.optimizer_config,
-                "trainer.critic.optimizer_config",
-                n_prompts // cfg.critic_mini_batch_size,
+                cfg.critic.optimizer_config, "trainer.critic.optimizer_config", n_prompts // cfg.critic_mini_batch_size
             ),
             lora_spec(cfg.critic.model, "trainer.critic.model.lora", cfg.seed),
         )

@@ -1,4 +1,4 @@
-"""Checks of the files, folders and names that a run needs. They run before PyTorch is imported or the Hub is asked."""
+"""Checks of the files, folders and names that a run needs, before PyTorch is imported or the Hub is contacted."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def find_folder_fault(folder: str) -> str | None:
     if any(len(os.fsencode(name)) > max_name for name in missing):
         return f"names of files have at most {max_name} bytes"
     if len(os.fsencode(path)) + MAX_SUBPATH > max_path:
-        return f"paths have at most {max_path:,} bytes, and those of files in it have up to {MAX_SUBPATH} more"
+        return f"paths have at most {max_path:,} bytes, and files in the folder add up to {MAX_SUBPATH}"
     if os.statvfs(parent).f_flag & os.ST_RDONLY:
         return f"{parent} is on a read-only file system"
     if parent.resolve().parts[1:2] in (("proc",), ("sys",)):

@@ -50,8 +50,14 @@ PANELS = {
     "val/loss": ("Validation loss", "the same on held-out rows; it rises when the model memorizes"),
     "train/accuracy": ("Preferred answers", "the fraction of pairs whose chosen answer has the higher reward"),
     "val/accuracy": ("Preferred held-out answers", "the same on held-out pairs; it should rise"),
-    "train/margin": ("Reward margin", "mean reward of the chosen answers minus that of the rejected ones"),
-    "train/chosen_reward": ("Reward of chosen answers", "in DPO it may fall, if that of rejected ones falls more"),
+    "train/margin": (
+        "Reward margin",
+        "mean reward of the chosen answers minus the mean reward of the rejected answers",
+    ),
+    "train/chosen_reward": (
+        "Reward of chosen answers",
+        "in DPO it may fall, if the reward of rejected answers falls more",
+    ),
     "train/rejected_reward": ("Reward of rejected answers", "it should fall below that of the chosen answers"),
     "train/grad_norm": ("Gradient norm", "before clipping; spikes mean unstable updates"),
     "train/lr": ("Learning rate", "the schedule"),
@@ -100,10 +106,7 @@ def report_own_run(run_folder: RunFolder) -> None:
 
 
 def write_report(
-    run_folder: RunFolder,
-    *,
-    command: str | None = None,
-    baselines: Mapping[str, Mapping[str, float]] | None = None,
+    run_folder: RunFolder, *, command: str | None = None, baselines: Mapping[str, Mapping[str, float]] | None = None
 ) -> Path:
     """Write a run's page from the files in its folder, and return its path. The run may be unfinished.
 

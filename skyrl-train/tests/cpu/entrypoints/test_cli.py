@@ -103,7 +103,7 @@ from skyrl_train.entrypoints.main_base import main
 
 class Quiet(RLExperiment):
     def get_callbacks(self, *args):
-        print("an experiment of its own")
+        print("a custom experiment")
         return super().get_callbacks(*args)
 
 
@@ -117,7 +117,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_of_ones_own_has_the_options_of_skyrl_train(tiny_model_path: Path, tmp_path: Path) -> None:
+def test_a_custom_program_has_the_options_of_skyrl_train(tiny_model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "length_env.py").write_text(ENVIRONMENT)
     (tmp_path / "own.py").write_text(OWN_PROGRAM)
     write_jsonl(tmp_path / "rows.jsonl", [prompt_row("State", "length")] * 4)
@@ -125,7 +125,7 @@ def test_a_program_of_ones_own_has_the_options_of_skyrl_train(tiny_model_path: P
     run = small_run(tmp_path / "outputs", bonus, model=tiny_model_path, data=Path("rows.jsonl"))
     assert "steps        1 " in run_python("own.py", *run, "--dry-run", cwd=tmp_path)
     assert "trainer.epochs=1" in run_python("own.py", "--help", "trainer.epochs", cwd=tmp_path)
-    assert "an experiment of its own" in run_python("own.py", *run, cwd=tmp_path)
+    assert "a custom experiment" in run_python("own.py", *run, cwd=tmp_path)
     imports = "environment.imports=[own:register_length]"
     command = ("-m", "skyrl_train.entrypoints.cli", "train", "--dry-run", *run)
     assert "steps        1 " in run_python(*command, imports, cwd=tmp_path)

@@ -11,7 +11,7 @@ from skyrl_train.entrypoints.providers import PROVIDERS
 
 @pytest.fixture(autouse=True)
 def without_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log out of the Hub, and unset the keys of GPU clouds, which test_providers asks."""
+    """Log out of the Hub, and unset the keys of GPU clouds. test_providers covers them."""
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     for provider in PROVIDERS:
         monkeypatch.delenv(provider.key_name or "NONE", raising=False)

@@ -43,7 +43,7 @@ json.dump(answers, sys.stdout)
 
 
 def test_a_mistake_is_answered_with_its_fix(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """All commands run in one process, which must not import PyTorch."""
+    """All commands run in one process. It must not import PyTorch."""
     write_inputs(tmp_path)
     mistakes = golden.read("entrypoints/mistakes")
     commands = []

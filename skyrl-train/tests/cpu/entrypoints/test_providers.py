@@ -1,4 +1,4 @@
-"""Wallets of GPU clouds, asked from a local server that answers as their documentation says."""
+"""Balances of GPU clouds, from a local server that answers as their documentation says."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ class Clouds:
 
 @pytest.fixture
 def clouds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clouds]:
-    """A running server, which all providers with an address are replaced by; their keys are set."""
+    """A local server that replaces all providers with a URL. Their keys are set."""
     clouds = Clouds({"lambda": LAMBDA, "runpod": RUNPOD, "vast": VAST, "primeintellect": PRIME})
     with serving(clouds.answer) as (address, clouds.requests):
         local = [replace(p, url=f"{address}/{p.name}?limit=1") if p.url else p for p in PROVIDERS]
@@ -58,7 +58,7 @@ def write_task(folder: Path, *clouds: str) -> Path:
     return folder / "task.yaml"
 
 
-def test_each_cloud_of_a_task_is_asked_as_its_documentation_says(clouds: Clouds, tmp_path: Path) -> None:
+def test_each_cloud_of_a_task_is_requested_as_documented(clouds: Clouds, tmp_path: Path) -> None:
     task = write_task(tmp_path, "lambda", "runpod", "vast/us", "primeintellect", "nebius")
     found = wallets(task)
     assert [(result.status, result.text) for result in found] == [
@@ -78,7 +78,7 @@ def test_each_cloud_of_a_task_is_asked_as_its_documentation_says(clouds: Clouds,
     assert KEY not in "".join(map(str, found))
 
 
-def test_without_a_task_the_clouds_with_a_key_are_asked(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_task_all_clouds_with_a_key_are_requested(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KEYS[:3]:
         monkeypatch.delenv(name)
     assert [result.text for result in wallets()] == ["primeintellect: $12.25"]

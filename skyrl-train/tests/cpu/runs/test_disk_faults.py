@@ -158,7 +158,7 @@ def test_a_folder_that_is_removed_during_a_save_is_created_again(catch_run: list
 def test_training_waits_for_a_stalled_call_only_as_long_as_configured(
     kind: type[Fault], catch_run: list[str], disk: Path
 ) -> None:
-    """The disk answers again only after step 5, which the run would never reach if it waited for the disk."""
+    """The disk recovers only after step 5. A run that waits for the disk never gets there."""
     fault = run_six_steps(kind(disk), catch_run)
     slow = [alert for alert in fault.alerts if "longer than trainer.ckpt_timeout_seconds=1" in alert]
     assert len(slow) == 1, "one alert for a stall"

@@ -179,7 +179,7 @@ def test_runs_that_are_killed_again_and_again_end_like_an_uninterrupted_one(
 
 
 def kill(process: psutil.Popen, generator: random.Random) -> None:
-    """Kill all processes of a run, as a lost machine does; or one of its ranks, and wait for the others to end."""
+    """Kill all processes of a run, like a lost machine, or kill one rank and wait until the others end."""
     with suppress(psutil.NoSuchProcess):
         process.suspend()  # it starts no others meanwhile
         processes = [process, *process.children(recursive=True)]

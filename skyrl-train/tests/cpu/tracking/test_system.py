@@ -38,7 +38,7 @@ def test_busy_cores_and_memory_are_measured() -> None:
         pass
     before = system_metrics()
     assert 0 < before["system/cpu_utilization"] <= 100
-    block = mmap.mmap(-1, 100_000_000)  # pages of its own, unlike an allocation, which may use freed memory again
+    block = mmap.mmap(-1, 100_000_000)  # new pages; an allocation may reuse freed memory
     for offset in range(0, len(block), mmap.PAGESIZE):
         block[offset] = 1
     assert system_metrics()["system/memory_usage"] - before["system/memory_usage"] == pytest.approx(0.1, abs=0.02)

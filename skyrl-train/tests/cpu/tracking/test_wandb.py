@@ -59,7 +59,7 @@ def log_offline(folder: Path, first: int, last: int, **variables: str) -> str:
 
 
 def offline_logs(folder: Path) -> dict[str, bytes]:
-    """Return the content of each log by its name, which ends with the run's ID."""
+    """Return the content of each log by its name. Names end with the run's ID."""
     files = (folder / "run/wandb").glob("offline-run-*/*.wandb")
     return {file.parent.name: file.read_bytes() for file in files}
 
