@@ -12,15 +12,14 @@ from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective, ValueObjective
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.policy import CriticConfig, PolicyConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.launcher import Launcher
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import Learner
 from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, REF_PATH, check_same_vocabulary, check_vocabulary_size
-from skyrl_train.types.specs import LoraSpec, OptimizerSpec, Role, lora_spec
+from skyrl_train.types.specs import LoraSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
-
-LORA = "trainer.policy.model.lora"
 
 
 async def load_learner(
@@ -46,9 +45,14 @@ async def load_learner(
         role: Role,
         model: Callable[[], PreTrainedModel],
         objective: Objective | None = None,
-        optimizer: OptimizerSpec | None = None,
+        trained: PolicyConfig | CriticConfig | None = None,
         lora: LoraSpec | None = None,
     ) -> WorkerGroup:
+        optimizer = None
+        if trained is not None:
+            size = cfg.policy_mini_batch_size if role == "policy" else cfg.critic_mini_batch_size
+            optimizer = optimizer_spec(trained.optimizer_config, f"trainer.{role}.optimizer_config", n_prompts // size)
+            lora = lora_spec(trained.model, f"trainer.{role}.model.lora", cfg.seed)
         spec = model_spec(
             role,
             model,
@@ -62,34 +66,20 @@ async def load_learner(
         )
         return await launcher.load(spec, objective)
 
-    policy = await load(
-        "policy",
-        partial(get_model, cfg.policy.model.path, POLICY_PATH),
-        PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm),
-        optimizer_spec(
-            cfg.policy.optimizer_config, "trainer.policy.optimizer_config", n_prompts // cfg.policy_mini_batch_size
-        ),
-        lora_spec(cfg.policy.model, LORA, cfg.seed),
-    )
+    objective = PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm)
+    policy = await load("policy", partial(get_model, cfg.policy.model.path, POLICY_PATH), objective, cfg.policy)
     n_embeddings = await policy.n_embeddings()
     critic, ref, reference_sync = None, None, None
-    if cfg.critic.model.path is not None:
-        check_same_vocabulary(cfg.critic.model.path, CRITIC_PATH, tokenizer)
-        critic = await load(
-            "critic",
-            partial(get_value_model, cfg.critic.model.path),
-            ValueObjective(cfg.algorithm.value_clip),
-            optimizer_spec(
-                cfg.critic.optimizer_config, "trainer.critic.optimizer_config", n_prompts // cfg.critic_mini_batch_size
-            ),
-            lora_spec(cfg.critic.model, "trainer.critic.model.lora", cfg.seed),
-        )
-        check_vocabulary_size(await critic.n_embeddings(), CRITIC_PATH, cfg.critic.model.path, n_embeddings)
+    if (path := cfg.critic.model.path) is not None:
+        check_same_vocabulary(path, CRITIC_PATH, tokenizer)
+        value_objective = ValueObjective(cfg.algorithm.value_clip)
+        critic = await load("critic", partial(get_value_model, path), value_objective, cfg.critic)
+        check_vocabulary_size(await critic.n_embeddings(), CRITIC_PATH, path, n_embeddings)
     if reads_reference(cfg.algorithm) and cfg.policy_is_reference:
         ref = policy
     elif reads_reference(cfg.algorithm):
         check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
-        lora = lora_spec(cfg.policy.model, LORA, cfg.seed)
+        lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed)
         lora = lora if cfg.ref.shares_adapter_with(cfg.policy.model) else None
         ref = await load("ref", partial(get_model, cfg.ref.model.path, REF_PATH), lora=lora)
         check_vocabulary_size(await ref.n_embeddings(), REF_PATH, cfg.ref.model.path, n_embeddings)

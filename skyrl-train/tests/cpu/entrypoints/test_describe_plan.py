@@ -104,12 +104,17 @@ def test_a_gpu_that_does_not_report_its_memory_has_no_forecast(
     assert contexts == [True] * (not settings)
 
 
-def test_trained_weights_count_in_float32(describe: Callable[..., str], tiny_model_path: Path) -> None:
+def test_trained_weights_count_in_float32_and_sizes_are_unknown_before_a_download(
+    describe: Callable[..., str], tiny_model_path: Path
+) -> None:
     plan = describe("trainer.policy.model.dtype=bfloat16", "trainer.ckpt_interval=1")
     assert f"policy       {tiny_model_path} · {N_PARAMETERS:,} parameters · bfloat16, trained in float32" in plan
     assert f"reference    {tiny_model_path} · {N_PARAMETERS:,} parameters · bfloat16\n" in plan
     assert f"memory       {format_bytes((16 + 2) * N_PARAMETERS)} for weights, gradients and optimizer" in plan
     assert f"disk         {format_bytes(12 * N_PARAMETERS)} per checkpoint" in plan
+    plan = describe("trainer.ref.model.path=owner/unknown")
+    assert "reference    owner/unknown · size unknown before the download" in plan
+    assert "memory       unknown before the download" in plan
 
 
 @pytest.mark.parametrize(
@@ -224,9 +229,3 @@ def test_idle_models_and_engines_take_host_memory(describe: Callable[..., str]) 
     assert "all share the policy's devices, and are offloaded while idle" in sharded
     assert "offloading" not in describe(*TWO_NODES), "there is no GPU"
     assert "offloading" not in describe(VLLM)
-
-
-def test_the_size_of_a_model_that_is_not_here_is_unknown(describe: Callable[..., str]) -> None:
-    plan = describe("trainer.ref.model.path=owner/unknown")
-    assert "reference    owner/unknown · size unknown before the download" in plan
-    assert "memory       unknown before the download" in plan
