@@ -81,11 +81,9 @@ def describe_plan(plan: RunPlan) -> str:
             lines.append(("val data", _describe_sources(cfg.data.val_data)))
         lines.append(_describe_length(trainer, plan.n_batches, plan.n_steps))
     n_prompts, n_samples = trainer.train_batch_size, generator.n_samples_per_prompt
-    updates = format_count(
-        trainer.update_epochs_per_batch * (n_prompts // trainer.policy_mini_batch_size), "optimizer step"
-    )
+    n_updates = trainer.update_epochs_per_batch * (n_prompts // trainer.policy_mini_batch_size)
     size = f"{n_prompts:,} prompts × {n_samples} samples = {n_prompts * n_samples:,} trajectories"
-    lines.append(("each step", f"{size}, {updates}"))
+    lines.append(("each step", f"{size}, {format_count(n_updates, 'optimizer step')}"))
     if trainer.fully_async.enabled and (n_steps := trainer.fully_async.max_staleness_steps):
         lines.append(("", f"generated up to {format_count(n_steps, 'step')} ahead, off-policy"))
     turns = format_count(generator.max_turns, "turn")

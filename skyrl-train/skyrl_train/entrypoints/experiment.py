@@ -90,7 +90,7 @@ class RunParts:
 
 
 class _AllocatedMemory(Callback):
-    """Releases the memory reserved for gradients and optimizer state after the first update.
+    """A callback that releases the memory reserved for gradients and optimizer state after the first update.
 
     By then they are allocated, so an engine that replaces a lost engine already sees them as used memory.
     """
@@ -297,9 +297,8 @@ class RLExperiment(Experiment):
     def trainer_parts(self, parts: RunParts) -> dict[str, Any]:
         """Return the keyword arguments of a `Trainer`."""
         cfg, total_steps = parts.source_cfg, parts.total_steps
-        is_greedy = bool(
-            required_inputs(advantage_estimator(cfg.trainer.algorithm.advantage_estimator)) & FROM_GREEDY_ROLLOUTS
-        )
+        estimator = advantage_estimator(cfg.trainer.algorithm.advantage_estimator)
+        is_greedy = bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS)
         source: Rollouts
         if cfg.trainer.fully_async.enabled:
             source = BufferedRollouts(
