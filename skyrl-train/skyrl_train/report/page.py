@@ -37,11 +37,12 @@ _CURVES = (
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|\[/?INST\]")
 
-# evaluation metric → the same quantity on the training rollouts
+# start of an evaluation metric → start of the same quantity on the training rollouts. The first match counts.
 _TRAINING_TWIN = {
     "eval/environment/": "environment/",
     "eval/all/avg_score": "reward/avg_raw_reward",
     "eval/all/pass_at_": "reward/avg_pass_at_",
+    "eval/": "",
 }
 
 # metric → (title, explanation)
@@ -188,12 +189,11 @@ def _eval_charts(rows: MetricRows, baselines: Mapping[str, Mapping[str, float]])
     charts = []
     for evaluation in headline_evals(rows):
         lines = [Line("evaluation", evaluation, "eval")]
-        starts = {start: twin for start, twin in _TRAINING_TWIN.items() if evaluation.name.startswith(start)}
-        start, twin = next(iter(starts.items()), ("eval/", ""))
-        if training := read_series(rows, twin + evaluation.name.removeprefix(start)):
+        name = evaluation.name
+        start, twin = next(item for item in _TRAINING_TWIN.items() if name.startswith(item[0]))
+        if training := read_series(rows, twin + name.removeprefix(start)):
             lines = [Line("", training, "raw"), Line("training rollouts", training.smoothed(), "train"), *lines]
-        title = format_name(evaluation.name).capitalize()
-        charts.append(Chart(title, "", lines, baselines.get(evaluation.name, {})))
+        charts.append(Chart(format_name(name).capitalize(), "", lines, baselines.get(name, {})))
     return charts
 
 
