@@ -94,7 +94,7 @@ class TinkerRun:
         dataset = open_prompts(options.train_data)
         eval_dataset = open_prompts(options.eval_data) if options.eval_data else None
         prompts = ShuffledPrompts(dataset, options.batch_size, options.seed)
-        state = json.loads(self._state_path.read_text()) if self._state_path.exists() else {"step": 0}
+        state: dict[str, Any] = json.loads(self._state_path.read_text()) if self._state_path.exists() else {"step": 0}
         if state["step"]:
             prompts.load_state_dict(state["prompts"])
             logger.info("Resuming after step %d from %s", state["step"], state["path"])
