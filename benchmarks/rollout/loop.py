@@ -27,7 +27,7 @@ from examples.catch.players import conversation, random_player
 from skyrl_gym.envs import register
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import load_config
-from skyrl_train.entrypoints.runtime import collect_rarely
+from skyrl_train.entrypoints.base import collect_rarely
 from skyrl_train.entrypoints.tiny import train_tokenizer
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest
 from skyrl_train.generators.gym_generator import GymGenerator

@@ -42,7 +42,7 @@ def train(task: Task, overrides: Overrides = None, config: ConfigFile = None, dr
     """Train an agent on its own trajectories."""
     with importing_torch():
         from skyrl_agent.integrations.skyrl_train import AgentExp, parse_task
-        from skyrl_train.entrypoints.plan import print_plan
+        from skyrl_train.entrypoints.describe_plan import print_plan
         from skyrl_train.entrypoints.preflight import find_missing
 
     agent, cfg = parse_task(task, overrides or [], config, partial(find_missing, trains=True))

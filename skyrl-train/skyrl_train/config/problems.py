@@ -33,6 +33,9 @@ FIELDS: Fields = dict(iter_fields(SkyRLConfig))
 OPEN_SECTION = "environment.skyrl_gym"
 """The only section with free-form subsections: one per environment class."""
 
+TASK_OPTIONS = {"cases", "game_list", "game_configs", "game_types", "max_random_steps", "reward_mode", "task_types"}
+"""Options of the dataset classes in veritas-rl. They are below an open field, so no search over fields finds them."""
+
 N_SUGGESTIONS = 3
 
 Rule = Callable[[Any], Iterator[str]]
@@ -83,6 +86,8 @@ def nearest_keys(key: str, fields: Fields = FIELDS) -> list[str]:
     The order is: keys with the same last name in other sections, keys below a misspelt open field, misspelt keys of the
     same section. Without any of these, return a user-defined key in that section, or else any similar key.
     """
+    if key in TASK_OPTIONS and "data.custom_cls.path" in fields:
+        return [f"data.custom_cls.config.adapter_config.{key}"]
     parent, _, name = key.rpartition(".")
     valid = [known for known, field in fields.items() if as_section(field.annotation) is None]
     same_name = [known for known in valid if known.rpartition(".")[2] == name]

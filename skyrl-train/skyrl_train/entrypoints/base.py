@@ -1,14 +1,17 @@
-"""The frame of every experiment: the run folder and its lock, logging, seeds, threads, trackers, interrupts."""
+"""Base class for experiments: run folder and locks, logging, seeds, compute thread, trackers, launchers, interrupts."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
 import random
+import signal
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,7 +25,6 @@ from skyrl_train.checkpoint import DISK_ERRORS, CheckpointStore, folder_lock, ma
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.entrypoints.command import log_to_console
 from skyrl_train.entrypoints.preflight import find_unusable_folders, saved_folders
-from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
 from skyrl_train.errors import ConfigError, EnvError, StorageError
 from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
@@ -59,9 +61,9 @@ class Experiment(ABC):
         return self.__dict__ | {"_compute": None}
 
     def run(self) -> None:
-        """Train to the last step; KeyboardInterrupt if a callback or a signal stopped the run before it.
+        """Train to the last step. Raise KeyboardInterrupt if a callback or a signal stops the run earlier.
 
-        Under torchrun, rank 0 trains. All other processes serve it as ranks.
+        Under torchrun, rank 0 trains, and all other processes serve as its ranks.
         """
         torchrun = Torchrun.find()
         if torchrun is not None and torchrun.rank > 0:
@@ -73,11 +75,8 @@ class Experiment(ABC):
             try:
                 asyncio.run(self._run())
             except KeyboardInterrupt:
-                logger.info(
-                    "Stopped. With trainer.run_name=%s, the same command %s",
-                    self.cfg.trainer.run_name,
-                    self._describe_rerun(),
-                )
+                name = self.cfg.trainer.run_name
+                logger.info("Stopped. With trainer.run_name=%s, the same command %s", name, self._describe_rerun())
                 raise
             except SystemExit as error:  # a task of user code called sys.exit: status 0 would look like success
                 raise EnvError(
@@ -95,65 +94,53 @@ class Experiment(ABC):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lock the folders of the run, log to its own, set the seeds and start the compute thread."""
+        """Lock the folders of the run, log to its folder, set the seeds and start the compute thread.
+
+        Raises:
+            StorageError: a disk is full, protected or broken, wherever the run writes.
+        """
         log_to_console()
         disable_progress_bar()  # transformers shows one for each file
-        with (
-            self._disk_errors(),
-            self._folder_locks(),
-            log_to_file(self.run_folder.train_log),
-            collect_rarely(),
-            compute_thread() as self._compute,
-        ):
-            seed = self.cfg.trainer.seed
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
-            yield
-
-    @contextmanager
-    def _folder_locks(self) -> Iterator[None]:
-        """Lock each folder in which another run would remove incomplete checkpoints or exports of this one."""
-        run = self.run_folder.path
-        with ExitStack() as stack:
-            stack.enter_context(folder_lock(run, "wait until it ends, or give this run another trainer.run_name"))
-            locked = [run]
-            for key, path in saved_folders(self.cfg.trainer, trains=self.trains).items():
-                folder = Path(path)
-                make_folder(folder)
-                if not any(folder.samefile(other) for other in locked):
-                    stack.enter_context(folder_lock(folder, f"wait until it ends, or set another {key}", run))
-                    locked.append(folder)
-            yield
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        """Raise StorageError if a disk is full, protected or broken, wherever the run writes."""
+        run, seed = self.run_folder.path, self.cfg.trainer.seed
         try:
-            yield
+            with ExitStack() as stack:
+                # In any of these folders, another run would remove incomplete checkpoints or exports of this run.
+                stack.enter_context(folder_lock(run, "wait until it ends, or give this run another trainer.run_name"))
+                locked = [run]
+                for key, path in saved_folders(self.cfg.trainer, trains=self.trains).items():
+                    folder = Path(path)
+                    make_folder(folder)
+                    if not any(folder.samefile(other) for other in locked):
+                        stack.enter_context(folder_lock(folder, f"wait until it ends, or set another {key}", run))
+                        locked.append(folder)
+                stack.enter_context(log_to_file(self.run_folder.train_log))
+                stack.enter_context(collect_rarely())
+                self._compute = stack.enter_context(compute_thread())
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                torch.manual_seed(seed)
+                yield
         except OSError as error:
             if error.errno not in DISK_ERRORS:
                 raise
-            rerun = self._describe_rerun()
             raise StorageError(
-                f"a file of the run in {self.run_folder.path} could not be written: {error}. Free disk space, or make "
-                f"it writable; the same command then {rerun}"
+                f"a file of the run in {run} could not be written: {error}. Free disk space, or make it writable; the "
+                f"same command then {self._describe_rerun()}"
             ) from error
 
     def _describe_rerun(self) -> str:
         trainer = self.cfg.trainer
-        store = CheckpointStore(
+        return CheckpointStore(
             Path(trainer.ckpt_path), resume_mode=trainer.resume_mode, resume_path=trainer.resume_path
-        )
-        return store.describe_rerun()
+        ).describe_rerun()
 
     def replaces(self, *methods: str) -> bool:
-        """Return True if a class that is not `is_stock` overrides one of these methods."""
+        """Return True if a user's subclass overrides any of these methods."""
         owners = (next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in methods)
         return not all(vars(cls).get("is_stock", False) for cls in owners)
 
     def get_tracker(self) -> Tracking:
-        """Open the backends that metrics are sent to."""
+        """Open the metrics backends."""
         trainer = self.cfg.trainer
         config = self.cfg.model_dump(mode="json")
         if trainer.wandb_environment:
@@ -185,12 +172,11 @@ class Experiment(ABC):
         offloads_idle: bool = False,
         has_engine_process: bool = False,
     ) -> Launcher:
-        """Create the launcher of `trainer.placement`, for the models in `roles` and `n_engines` engines of
-        `engine_size` devices each.
+        """Create the launcher that `trainer.placement` selects.
 
-        `sync` describes how weights are sent from one to another, and to the engines at the addresses of `servers`.
-        Without Ray, `has_engine_process` starts the engine in a second process, and `offloads_idle` lets models and an
-        engine with a copy of the weights leave the device while they are idle.
+        It runs the models in `roles` and `n_engines` engines of `engine_size` devices each. `sync` configures weight
+        syncs between them and to the engines at `servers`. Without Ray, `has_engine_process` starts the engine in a
+        second process, and `offloads_idle` moves idle models and an idle engine with its own weights off the device.
 
         Raises:
             ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
@@ -212,7 +198,7 @@ class Experiment(ABC):
         )
 
     def new_model_launcher(self, roles: Sequence[Role]) -> ModelLauncher:
-        """Create the launcher of a run without an engine. It uses the processes of torchrun, if there are several.
+        """Create the launcher of a run without an engine. It uses the processes that torchrun started, if any.
 
         Raises:
             ConfigError: as `new_launcher`, or `trainer.placement` does not match the processes of torchrun.
@@ -232,12 +218,75 @@ class Experiment(ABC):
 
     @abstractmethod
     async def _run(self) -> None:
-        """Load what the run needs, and train."""
+        """Load the models and data, and train."""
 
 
 async def train(trainer: TrainingRun) -> None:
-    """Train until the last step or an interrupt; KeyboardInterrupt if the run stopped before the last step."""
+    """Train to the last step. Raise KeyboardInterrupt if the run stops earlier."""
     with on_first_interrupt(lambda: trainer.request_stop("interrupted")):
         await trainer.train()
     if trainer.is_stopping and trainer.global_step < trainer.total_steps:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def collect_rarely() -> Iterator[None]:
+    """Exclude existing objects from garbage collection within the context, and collect new objects less often.
+
+    Imported libraries and rollouts in flight are millions of objects, and scanning them takes half of the agent loop's
+    time (`make bench-loop`). Reference counting still frees objects at once; only cycles wait longer.
+    """
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+@contextmanager
+def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at the first Ctrl-C, SIGTERM or SIGHUP. A second Ctrl-C or SIGTERM kills the program at once.
+
+    The kill does not close engines and environments, because that could take as long as the step. This is safe: files
+    are complete or absent at any time, and child processes end with their parent.
+
+    A closing terminal may cause several SIGHUPs, from the shell and from the kernel, so SIGHUP is ignored after the
+    first signal. If `nohup` ignores it, it stays ignored.
+
+    The context needs a running event loop. Outside of the main thread it does nothing, because only the main thread
+    receives signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    on_hangup, on_interrupt = signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGINT)
+    if on_hangup is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+
+    def remove() -> None:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+    def exit_at_once(number: int, _: object) -> None:
+        os.write(2, b"\nstopped at once, without a checkpoint of this step\n")
+        os._exit(128 + number)
+
+    def on_first() -> None:
+        remove()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, exit_at_once)
+        stop()
+
+    for number in numbers:
+        loop.add_signal_handler(number, on_first)
+    try:
+        yield
+    finally:
+        remove()
+        signal.signal(signal.SIGINT, on_interrupt)
+        signal.signal(signal.SIGHUP, on_hangup)

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_train.entrypoints.command import as_command, importing_torch, parse_cli
 from skyrl_train.entrypoints.merge import merge
 from skyrl_train.entrypoints.report import report
+from skyrl_train.errors import ConfigError, SkyRLError
 
 if TYPE_CHECKING:
     from skyrl_train.config import SkyRLConfig
-    from skyrl_train.config.loading import Schema
     from skyrl_train.config.problems import Fields, Rule
+    from skyrl_train.config.run import RunPlacementConfig
     from skyrl_train.config.sft import SupervisedConfig
     from skyrl_train.entrypoints.base import Experiment
 
@@ -61,16 +63,13 @@ def _fields(context: typer.Context) -> Fields:
     from skyrl_train.config.problems import FIELDS
 
     command = str(context.command.name)
-    return _supervised_schema(command).fields if command in SUPERVISED else FIELDS
+    return load_attribute(SUPERVISED[command][0]).fields if command in SUPERVISED else FIELDS
 
 
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE",
-        autocompletion=_complete_key,
-        help="Settings, e.g. trainer.epochs=3.",
-        show_default=False,
+        metavar="KEY=VALUE", autocompletion=_complete_key, help="Settings, e.g. trainer.epochs=3.", show_default=False
     ),
 ]
 ConfigFile = Annotated[
@@ -153,11 +152,18 @@ def train_on_data(
         start_supervised(command, overrides or [], config, print_config, dry_run)
 
 
-for _name, _help in (
-    ("sft", "Fine-tune a model on demonstrations."),
-    ("dpo", "Train a model on preferences by direct preference optimization."),
-    ("reward", "Train a reward model on preferences."),
-):
+SUPERVISED = {
+    "sft": ("skyrl_train.config.sft:SFT", "skyrl_train.entrypoints.sft:SFTExp"),
+    "dpo": ("skyrl_train.config.preferences:DPO", "skyrl_train.entrypoints.preferences:DPOExp"),
+    "reward": ("skyrl_train.config.preferences:REWARD", "skyrl_train.entrypoints.preferences:RewardExp"),
+}
+"""Commands that train on fixed data: their schema and their experiment."""
+
+for _name, _help in {
+    "sft": "Fine-tune a model on demonstrations.",
+    "dpo": "Train a model on preferences by direct preference optimization.",
+    "reward": "Train a reward model on preferences.",
+}.items():
     app.command(_name, help=_help, context_settings=RUN_SETTINGS, add_help_option=False)(train_on_data)
 
 
@@ -175,9 +181,14 @@ def doctor(
     Versions, configuration, data, model, disk, memory, remote storage, keys and ports. The exit status is 1 if a
     check fails.
     """
-    from skyrl_train.entrypoints.doctor import run_doctor
+    from skyrl_train.entrypoints.doctor import examine
 
-    run_doctor(overrides or [], config, task, typer.echo)
+    results = []
+    for result in examine(overrides or [], config, task):
+        typer.echo(result)
+        results.append(result)
+    if failed := [result.name for result in results if result.status == "failed"]:
+        raise SkyRLError(f"{len(failed)} of {len(results)} checks failed: {', '.join(dict.fromkeys(failed))}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
@@ -211,8 +222,8 @@ app.add_typer(report, name="report")
 app.add_typer(merge, name="merge")
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"skyrl {metadata.version('skyrl-train')}")
         raise typer.Exit
 
@@ -255,7 +266,7 @@ def start_rl(
     is_checked = program.experiment is None and check_data(cfg, trains=trains)  # other experiments may read other data
     if dry_run:
         with importing_torch():
-            from skyrl_train.entrypoints.plan import print_plan
+            from skyrl_train.entrypoints.describe_plan import print_plan
 
             print_plan(cfg, is_stock=program.experiment is None)
     elif program.experiment is not None:
@@ -272,20 +283,6 @@ def start_rl(
         EvaluationExperiment(cfg, data_is_checked=is_checked).run()
 
 
-SUPERVISED = {
-    "sft": ("skyrl_train.config.sft", "SFT", "skyrl_train.entrypoints.sft", "SFTExp"),
-    "dpo": ("skyrl_train.config.preferences", "DPO", "skyrl_train.entrypoints.preferences", "DPOExp"),
-    "reward": ("skyrl_train.config.preferences", "REWARD", "skyrl_train.entrypoints.preferences", "RewardExp"),
-}
-"""Commands that train on fixed data: module and name of their schema, module and name of their experiment."""
-
-
-def _supervised_schema(command: str) -> Schema[Any]:
-    module, name, *_ = SUPERVISED[command]
-    schema: Schema[Any] = getattr(import_module(module), name)
-    return schema
-
-
 def start_supervised(
     command: str,
     overrides: Sequence[str],
@@ -297,7 +294,6 @@ def start_supervised(
     """Check the configuration, then print it, print the plan of the run, or train (here or under torchrun)."""
     from skyrl_train.config import to_yaml
     from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
-    from skyrl_train.entrypoints.torchrun import replace_by_torchrun
 
     cfg = _parse_supervised(command, overrides, config, find_missing_for_supervised)
     if print_config:
@@ -305,7 +301,7 @@ def start_supervised(
         return
     check_answers(cfg)
     if dry_run:
-        from skyrl_train.entrypoints.plan import check_disk, check_memory, describe_supervised_plan
+        from skyrl_train.entrypoints.describe_plan import check_disk, check_memory, describe_supervised_plan
         from skyrl_train.plan.forecast import forecast_memory, plan_models
 
         typer.echo(describe_supervised_plan(cfg))
@@ -322,15 +318,41 @@ def start_supervised(
 def _parse_supervised(command: str, overrides: Sequence[str], config: Path | None, *rules: Rule) -> SupervisedConfig:
     from skyrl_train.config.cli import parse
 
-    cfg: SupervisedConfig = parse(overrides, _supervised_schema(command), rules, config)
+    cfg: SupervisedConfig = parse(overrides, load_attribute(SUPERVISED[command][0]), rules, config)
     return cfg
 
 
 def _train_on_data(command: str, cfg: SupervisedConfig) -> None:
-    *_, module, name = SUPERVISED[command]
     with importing_torch():
-        experiment = getattr(import_module(module), name)
+        experiment = load_attribute(SUPERVISED[command][1])
     experiment(cfg).run()
+
+
+def replace_by_torchrun(arguments: Sequence[str], placement: RunPlacementConfig, flags: Sequence[str] = ()) -> NoReturn:
+    """Replace this process by torchrun. Its processes run `skyrl` with these arguments.
+
+    `flags` are additional flags of torchrun, such as `--node_rank=1`. Without a flag for the rendezvous, torchrun uses
+    a free port of this machine.
+
+    Raises:
+        ConfigError: there are several nodes, and no flag for their rendezvous.
+    """
+    n_nodes, n_per_node = placement.size("policy")
+    has_rendezvous = any(flag.startswith(("--standalone", "--rdzv", "--master")) for flag in flags)
+    if n_nodes > 1 and not has_rendezvous:
+        raise ConfigError(
+            f"trainer.placement.policy_num_nodes={n_nodes}: trainer.placement.launcher=torchrun starts the ranks of "
+            f"one node; run torchrun --nnodes={n_nodes} --nproc_per_node={n_per_node} --rdzv_backend=c10d "
+            "--rdzv_endpoint=<first node>:29400 --no-python skyrl … on each node, or set trainer.placement.launcher=ray"
+        )
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_cores // n_per_node)))  # otherwise torchrun sets 1 and warns
+    counts = [f"--nnodes={n_nodes}", f"--nproc_per_node={n_per_node}"]
+    torchrun = ["-m", "torch.distributed.run", *counts, *([] if has_rendezvous else ["--standalone"]), *flags]
+    command = [sys.executable, *torchrun, "-m", "skyrl_train.entrypoints.cli", *arguments]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, command)
 
 
 COMMANDS = ("skyrl_train.compat.verl.cli",)

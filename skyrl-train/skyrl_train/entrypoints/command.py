@@ -34,10 +34,19 @@ def run_command(command: Callable[[], None]) -> None:
     """
     log_to_console()
     try:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            _run_on_ranks(command)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            command()
+            return
+        from skyrl_train.launch import torchrun  # imports torch
+
+        processes = torchrun.Torchrun.find()
+        assert processes is not None
+        if processes.rank > 0:
+            logging.getLogger("skyrl_train").setLevel(logging.WARNING)  # all ranks would log the same lines
+            torchrun.serve_driver(processes)
         else:
             command()
+            torchrun.release_ranks(processes)
     except* SkyRLError as group:
         errors = _leaves(group)
         for message in dict.fromkeys(map(str, errors)):  # concurrent rollouts fail for the same reason
@@ -74,22 +83,9 @@ def importing_torch() -> Iterator[None]:
         gc.enable()
 
 
-def _run_on_ranks(command: Callable[[], None]) -> None:
-    from skyrl_train.launch import torchrun  # imports torch
-
-    processes = torchrun.Torchrun.find()
-    assert processes is not None
-    if processes.rank > 0:
-        logging.getLogger("skyrl_train").setLevel(logging.WARNING)  # all ranks would log the same lines
-        torchrun.serve_driver(processes)
-        return
-    command()
-    torchrun.release_ranks(processes)
-
-
 @contextmanager
 def exit_on_mistake(*, is_program: bool) -> Iterator[None]:
-    """If `is_program`, print an error of this project as one message and exit with its status. Else let it through."""
+    """If `is_program`, print a SkyRLError as one message and exit with its status. Otherwise, let it propagate."""
     try:
         yield
     except SkyRLError as error:
@@ -124,7 +120,7 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
 
     Register your own estimators and losses first, so that the rules apply to them as well.
 
-    In a script with `@hydra.main`, a mistake ends the process with one message, where Hydra would print a traceback.
+    In a script with `@hydra.main`, a mistake ends the process with one message instead of Hydra's traceback.
     Hydra also refuses `--dry-run`. Set `SKYRL_DRY_RUN=1` in the environment to print the plan of the run and exit.
 
     Raises:
@@ -141,7 +137,7 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
         validated = config.validate_cfg(cfg, (import_modules, *ALGORITHM_RULES))
         if is_one_run and os.environ.get("SKYRL_DRY_RUN") == "1":
             from skyrl_train.config.problems import raise_problems
-            from skyrl_train.entrypoints.plan import print_plan
+            from skyrl_train.entrypoints.describe_plan import print_plan
             from skyrl_train.entrypoints.preflight import find_missing
 
             raise_problems(find_missing(validated, trains=True))

@@ -6,10 +6,10 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import yaml
 from packaging.requirements import InvalidRequirement, Requirement
@@ -18,9 +18,9 @@ from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, find_credential
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints import providers
 from skyrl_train.entrypoints.command import parse_cli
-from skyrl_train.entrypoints.plan import plan_run
+from skyrl_train.entrypoints.describe_plan import plan_run
 from skyrl_train.entrypoints.preflight import check_data, find_missing
-from skyrl_train.errors import ConfigError, DataError, SkyRLError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.plan import RunPlan
 from skyrl_train.plan.forecast import forecast_disk, format_bytes, free_bytes
 
@@ -33,8 +33,8 @@ FLAGS = '--git-url "$(git remote get-url origin)" --git-ref "$(git rev-parse HEA
 Status = Literal["ok", "warning", "failed"]
 
 
-class Finding(NamedTuple):
-    """The result of one check."""
+class CheckResult(NamedTuple):
+    """The result of one check, with the fix if there is one."""
 
     name: str
     status: Status
@@ -45,18 +45,18 @@ class Finding(NamedTuple):
         return f"{self.status:<8} {self.name:<13} {self.text}" + (f"\n{'':<23}{self.fix}" if self.fix else "")
 
 
-def examine(overrides: Sequence[str], file: Path | None = None, task: Path | None = None) -> Iterator[Finding]:
-    """Check a training run, and the SkyPilot `task` that starts it. Yield a finding per check."""
+def examine(overrides: Sequence[str], file: Path | None = None, task: Path | None = None) -> Iterator[CheckResult]:
+    """Check a training run, and the SkyPilot `task` that starts it. Yield the result of each check."""
     yield from _check_versions()
     try:
         cfg = parse_cli(overrides, file)
     except ConfigError as error:
-        yield Finding("configuration", "failed", str(error), "the other checks need a valid configuration")
+        yield CheckResult("configuration", "failed", str(error), "the other checks need a valid configuration")
     else:
-        yield Finding("configuration", "ok", "every key and value is valid")
+        yield CheckResult("configuration", "ok", "every key and value is valid")
         data = list(_check_data(cfg))
         yield from data
-        can_count = all(finding.status != "failed" for finding in data)
+        can_count = all(result.status != "failed" for result in data)
         plan = plan_run(cfg)
         yield from _check_disk(plan, plan.n_steps if can_count else None)
         yield from _check_memory(plan)
@@ -68,7 +68,7 @@ def examine(overrides: Sequence[str], file: Path | None = None, task: Path | Non
     yield from _check_wallets(_read_clouds(task))
 
 
-def _check_versions() -> Iterator[Finding]:
+def _check_versions() -> Iterator[CheckResult]:
     """Compare installed packages with the requirements of skyrl-train."""
     wrong = []
     for text in metadata.requires("skyrl-train") or ():
@@ -85,79 +85,83 @@ def _check_versions() -> Iterator[Finding]:
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
     if wrong:
-        yield Finding("versions", "failed", "; ".join(wrong), "pip install -c constraints.txt -e skyrl-train")
+        yield CheckResult("versions", "failed", "; ".join(wrong), "pip install -c constraints.txt -e skyrl-train")
     else:
         versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
-        yield Finding("versions", "ok", f"{versions}, and all others that skyrl-train requires")
+        yield CheckResult("versions", "ok", f"{versions}, and all other requirements of skyrl-train")
 
 
-def _check_data(cfg: SkyRLConfig) -> Iterator[Finding]:
+def _check_data(cfg: SkyRLConfig) -> Iterator[CheckResult]:
     missing = list(find_missing(cfg, trains=True))
     for sentence in missing:
         text, _, fix = sentence.rpartition("; ")
-        yield Finding("files", "failed", text or sentence, fix if text else "")
+        yield CheckResult("files", "failed", text or sentence, fix if text else "")
     if missing:
         return
-    yield Finding("files", "ok", "data, model and folders are there")
+    yield CheckResult("files", "ok", "data, model and folders exist")
     try:
         is_complete = check_data(cfg, trains=True)
     except (ConfigError, DataError) as error:
-        yield Finding("data", "failed", str(error))
+        yield CheckResult("data", "failed", str(error))
         return
     if is_complete:
-        yield Finding("data", "ok", "every row fits its environment")
+        yield CheckResult("data", "ok", "every row fits its environment")
     else:
-        yield Finding("data", "warning", "rows on the Hub, or of a custom class, are checked when the run starts")
+        yield CheckResult("data", "warning", "rows on the Hub, or of a custom class, are checked when the run starts")
 
 
-def _check_disk(plan: RunPlan, n_steps: int | None) -> Iterator[Finding]:
+def _check_disk(plan: RunPlan, n_steps: int | None) -> Iterator[CheckResult]:
     forecast = forecast_disk(plan.cfg.trainer, plan.models, n_steps)
     if forecast is None:
-        yield Finding("disk", "warning", "the size of the model is unknown before the download")
+        yield CheckResult("disk", "warning", "the size of the model is unknown before the download")
         return
     free = free_bytes(plan.cfg.trainer.ckpt_path)
     text = f"{forecast.describe()} · {format_bytes(free)} free"
     if free < forecast.min_bytes:
-        yield Finding("disk", "failed", text, "set trainer.ckpt_path and trainer.export_path to a larger disk")
+        yield CheckResult("disk", "failed", text, "set trainer.ckpt_path and trainer.export_path to a larger disk")
     elif free < forecast.total_bytes:
         fix = "set trainer.max_ckpts_to_keep=1, or trainer.remote_ckpt_url to upload them; export less often"
-        yield Finding("disk", "warning", text, fix)
+        yield CheckResult("disk", "warning", text, fix)
     else:
-        yield Finding("disk", "ok", text)
+        yield CheckResult("disk", "ok", text)
 
 
-def _check_memory(plan: RunPlan) -> Iterator[Finding]:
+def _check_memory(plan: RunPlan) -> Iterator[CheckResult]:
     import torch
 
-    n_gpus, n_asked = torch.cuda.device_count(), plan.cfg.trainer.placement.size("policy")[1]
-    if n_gpus and n_gpus < n_asked:
+    n_gpus, n_configured = torch.cuda.device_count(), plan.cfg.trainer.placement.size("policy")[1]
+    if n_gpus and n_gpus < n_configured:
         key = "trainer.placement.policy_num_gpus_per_node"
-        yield Finding("GPU", "failed", f"{key}={n_asked}, but this machine has {n_gpus}", f"set {key}={n_gpus}")
+        yield CheckResult(
+            "GPU", "failed", f"{key}={n_configured}, but this machine has {n_gpus}", f"set {key}={n_gpus}"
+        )
         return
     device = f"{n_gpus} × {torch.cuda.get_device_name(0)}" if n_gpus else "no GPU: the run uses the CPU"
     if not plan.has_known_sizes:
-        yield Finding("memory", "warning", f"{device} · the size of the model is unknown before the download")
+        yield CheckResult("memory", "warning", f"{device} · the size of the model is unknown before the download")
         return
     memory = plan.forecast_memory()
     if memory is None:
         reason = "training may be on other machines of a Ray cluster, or the driver does not report it"
-        yield Finding("memory", "warning", f"{device} · the free memory is unknown: {reason}")
+        yield CheckResult("memory", "warning", f"{device} · the free memory is unknown: {reason}")
     elif memory.shortage is not None:
         text, _, fix = memory.shortage.partition(": ")
-        yield Finding("memory", "failed", f"{device} · {text}", fix)
+        yield CheckResult("memory", "failed", f"{device} · {text}", fix)
     else:
         needed, free = format_bytes(memory.needed_bytes), format_bytes(memory.free_bytes)
-        yield Finding("memory", "ok", f"{device} · {needed} for training, without activations · {free} free")
+        yield CheckResult("memory", "ok", f"{device} · {needed} for training, without activations · {free} free")
 
 
-def _check_storage(cfg: SkyRLConfig) -> Iterator[Finding]:
+def _check_storage(cfg: SkyRLConfig) -> Iterator[CheckResult]:
     """Check that the run can upload: write and remove a small file at each URL."""
     urls = {key: getattr(cfg.trainer, key) for key in ("remote_ckpt_url", "remote_trajectory_url")}
     for key, url in urls.items():
         if url is None:
             continue
         if fault := find_credentials_fault(url, os.environ):
-            yield Finding("storage", "failed", f"trainer.{key}={url}: {fault}", "export both AWS keys, or AWS_PROFILE")
+            yield CheckResult(
+                "storage", "failed", f"trainer.{key}={url}: {fault}", "export both AWS keys, or AWS_PROFILE"
+            )
             continue
         folder = RemoteFolder(url)
         try:
@@ -165,44 +169,43 @@ def _check_storage(cfg: SkyRLConfig) -> Iterator[Finding]:
             folder.remove(PROBE)
         except STORAGE_ERRORS as error:
             fix = "check the bucket's name and region, and that the key may list, write and delete there"
-            yield Finding("storage", "failed", f"trainer.{key}={url} cannot be written: {error}", fix)
+            yield CheckResult("storage", "failed", f"trainer.{key}={url} cannot be written: {error}", fix)
         else:
-            yield Finding("storage", "ok", f"trainer.{key}={url} can be written")
+            yield CheckResult("storage", "ok", f"trainer.{key}={url} can be written")
 
 
-def _check_keys(cfg: SkyRLConfig) -> Iterator[Finding]:
+def _check_keys(cfg: SkyRLConfig) -> Iterator[CheckResult]:
     """Check the Hugging Face token. (The rules of the configuration check the key for Weights & Biases.)"""
     from huggingface_hub import get_token, whoami
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     if get_token() is None:
-        yield Finding("keys", "ok", "no Hub token: gated and private models cannot be downloaded")
+        yield CheckResult("keys", "ok", "no Hub token: gated and private models cannot be downloaded")
         return
     try:
-        yield Finding("keys", "ok", f"the Hub knows the token of {whoami()['name']}")
+        yield CheckResult("keys", "ok", f"the Hub knows the token of {whoami()['name']}")
     except (HfHubHTTPError, LocalTokenNotFoundError) as error:
-        yield Finding("keys", "failed", f"the Hub refuses the token: {error}", "run `hf auth login`, or unset HF_TOKEN")
+        yield CheckResult(
+            "keys", "failed", f"the Hub refuses the token: {error}", "run `hf auth login`, or unset HF_TOKEN"
+        )
     except (OfflineModeIsEnabled, OSError) as error:
-        yield Finding("keys", "warning", f"the Hub cannot be asked about the token: {error}")
+        yield CheckResult("keys", "warning", f"the token could not be checked: {error}")
 
 
-def _check_ports(cfg: SkyRLConfig) -> Iterator[Finding]:
+def _check_ports(cfg: SkyRLConfig) -> Iterator[CheckResult]:
     if not cfg.trainer.placement.uses_ray or os.environ.get("RAY_ADDRESS"):
         return
-    if _is_free(RAY_PORT):
-        yield Finding("ports", "ok", f"{RAY_PORT} is free for Ray")
-    else:
-        text = f"port {RAY_PORT} is in use: the run joins the Ray cluster there, or fails if it is something else"
-        yield Finding("ports", "warning", text, "run `ray status`; `ray stop` ends a cluster of yours")
-
-
-def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1)
-        return probe.connect_ex(("127.0.0.1", port)) != 0
+        is_free = probe.connect_ex(("127.0.0.1", RAY_PORT)) != 0
+    if is_free:
+        yield CheckResult("ports", "ok", f"{RAY_PORT} is free for Ray")
+    else:
+        text = f"port {RAY_PORT} is in use: the run joins the Ray cluster there, or fails if another program uses it"
+        yield CheckResult("ports", "warning", text, "run `ray status`; `ray stop` ends a cluster of yours")
 
 
-def _check_wallets(clouds: Sequence[str]) -> Iterator[Finding]:
+def _check_wallets(clouds: Sequence[str]) -> Iterator[CheckResult]:
     """Check the balance at the clouds of a task, or else at all clouds with a key in the environment."""
     statuses = []
     for provider in providers.PROVIDERS:
@@ -215,9 +218,9 @@ def _check_wallets(clouds: Sequence[str]) -> Iterator[Finding]:
                 "unknown": "look at its console; `sky check` tests the login",
             }
             result: Status = "ok" if status == "ok" else "failed" if status == "refused" else "warning"
-            yield Finding("wallet", result, f"{provider.name}: {text}", fix.get(status, ""))
+            yield CheckResult("wallet", result, f"{provider.name}: {text}", fix.get(status, ""))
     if statuses and set(statuses) <= {"empty", "refused"}:
-        yield Finding("wallet", "failed", "no cloud would start a machine", "add funds to one of them")
+        yield CheckResult("wallet", "failed", "no cloud would start a machine", "add funds to one of them")
 
 
 def _read_clouds(task: Path | None) -> list[str]:
@@ -233,50 +236,48 @@ def _read_clouds(task: Path | None) -> list[str]:
     return [str(name).partition("/")[0].lower() for name in names if name]
 
 
-def _check_task(path: Path) -> Iterator[Finding]:
+def _check_task(path: Path) -> Iterator[CheckResult]:
     """Check that a SkyPilot task's required variables are set and that its `workdir.ref` is the pushed branch."""
     try:
         task = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        yield Finding("task", "failed", f"{path} cannot be read: {error}")
+        yield CheckResult("task", "failed", f"{path} cannot be read: {error}")
         return
     if not isinstance(task, dict):
-        yield Finding("task", "failed", f"{path} is not a mapping", "pass a SkyPilot task, e.g. tasks/my-task.yaml")
+        yield CheckResult("task", "failed", f"{path} is not a mapping", "pass a SkyPilot task, e.g. tasks/my-task.yaml")
         return
-    unset = [name for section in ("envs", "secrets") for name in _unset(task.get(section)) if not os.environ.get(name)]
+    # A variable must be set if it is null in the file. An empty string counts as a value of an optional variable.
+    sections = [task[name] for name in ("envs", "secrets") if isinstance(task.get(name), dict)]
+    names = [name for variables in sections for name, value in variables.items() if value is None]
+    unset = [name for name in names if not os.environ.get(name)]
     if unset:
         fix = "; ".join(f"--env {name}=${name}" for name in unset)
-        yield Finding("task", "failed", f"{path}: {', '.join(unset)} must have a value", f"export and pass: {fix}")
+        yield CheckResult("task", "failed", f"{path}: {', '.join(unset)} must have a value", f"export and pass: {fix}")
     workdir = task.get("workdir")
     if not isinstance(workdir, dict) or "ref" not in workdir:
-        yield Finding("workdir.ref", "ok", f"{path} uploads local files, or uses the default branch")
+        yield CheckResult("workdir.ref", "ok", f"{path} uploads local files, or uses the default branch")
         return
     yield from _check_workdir(path, str(workdir["ref"]), str(workdir.get("url") or "origin"))
 
 
-def _unset(variables: Any) -> list[str]:
-    """Return the variables without a value. An empty string counts as a value, e.g. for an optional variable."""
-    return [name for name, value in variables.items() if value is None] if isinstance(variables, dict) else []
-
-
-def _check_workdir(path: Path, ref: str, url: str) -> Iterator[Finding]:
+def _check_workdir(path: Path, ref: str, url: str) -> Iterator[CheckResult]:
     """Check that the task will run the local commit."""
     folder = path.absolute().parent
     branch, commit = _git(folder, "rev-parse", "--abbrev-ref", "HEAD"), _git(folder, "rev-parse", "HEAD")
     listed = _git(folder, "ls-remote", url, ref)
     if branch is None or commit is None:
-        yield Finding("workdir.ref", "warning", f"{folder} is no git repository: {ref} cannot be compared")
+        yield CheckResult("workdir.ref", "warning", f"{folder} is no git repository: {ref} cannot be compared")
     elif listed is None:
-        yield Finding("workdir.ref", "warning", f"{url} cannot be reached: {ref} cannot be compared with {branch}")
+        yield CheckResult("workdir.ref", "warning", f"{url} cannot be reached: {ref} cannot be compared with {branch}")
     elif not listed and not commit.startswith(ref):
         fix = f"push it, or set workdir.ref: {branch} in {path}, or launch with {FLAGS}"
-        yield Finding("workdir.ref", "failed", f"{url} has no branch or tag {ref}", fix)
+        yield CheckResult("workdir.ref", "failed", f"{url} has no branch or tag {ref}", fix)
     elif listed and listed.split()[0] != commit:
         fix = f"git push {url} {branch}, and set workdir.ref: {branch} in {path}, or launch with {FLAGS}"
         text = f"the task would run {ref} at {listed[:8]}, not the local {branch} at {commit[:8]}"
-        yield Finding("workdir.ref", "failed", text, fix)
+        yield CheckResult("workdir.ref", "failed", text, fix)
     else:
-        yield Finding("workdir.ref", "ok", f"{ref} is the local commit {commit[:8]}")
+        yield CheckResult("workdir.ref", "ok", f"{ref} is the local commit {commit[:8]}")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -285,25 +286,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
         return None
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
     try:
-        done = subprocess.run(
-            [git, *arguments],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=True,
-        )
+        command = [git, "-C", str(folder), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def run_doctor(overrides: Sequence[str], file: Path | None, task: Path | None, write: Callable[[str], None]) -> None:
-    """Print every finding. Raise SkyRLError if a check failed."""
-    findings = []
-    for finding in examine(overrides, file, task):
-        write(str(finding))
-        findings.append(finding)
-    if failed := [finding.name for finding in findings if finding.status == "failed"]:
-        raise SkyRLError(f"{len(failed)} of {len(findings)} checks failed: {', '.join(dict.fromkeys(failed))}")

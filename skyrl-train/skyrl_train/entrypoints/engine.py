@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
-from skyrl_train.inference_engines.setup import EngineSetup, weight_folder
+from skyrl_train.inference_engines.setup import EngineSetup
 from skyrl_train.launch.launcher import Launcher
 from skyrl_train.launch.paused_sync import PausedSync
 from skyrl_train.launch.weight_check import CheckedSync
@@ -43,7 +42,7 @@ def new_engine(
     reserved_bytes: int,
     executor: ThreadPoolExecutor | None,
 ) -> InferenceEngine:
-    """Create an engine for the policy `model` that computes in `executor`, which has one thread.
+    """Create an engine for the policy `model` that computes in the single thread of `executor`.
 
     Its cache may use the free memory of this machine, less `reserved_bytes` that the trainer will allocate. Only the
     embedded engine needs `model`. Without `executor`, the engine has this process to itself.
@@ -51,7 +50,11 @@ def new_engine(
     generator = cfg.generator
     if not generator.run_engines_locally:
         return _connect_servers(EngineSetup(cfg, tokenizer))
-    free, total = _memory()
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available, memory.total
     n_sharing = 1 if torch.cuda.is_available() else generator.num_inference_engines  # each GPU has one engine
     usable = int(max(free - reserved_bytes, 0) * generator.gpu_memory_utilization) // n_sharing
     start: Callable[[EngineSetup], InferenceEngine] = load_attribute(generator.engine.start)
@@ -59,7 +62,7 @@ def new_engine(
 
 
 def _connect_servers(setup: EngineSetup) -> EngineClient:
-    """Connect to the servers that other programs have started; wait for one that is started again."""
+    """Connect to running servers. A lost server has `engine_start_timeout_seconds` to return."""
     generator = setup.cfg.generator
     urls, timeout_s = generator.remote_inference_engine_urls, generator.engine_start_timeout_seconds
     assert generator.engine.connect is not None
@@ -79,11 +82,6 @@ def _connect_servers(setup: EngineSetup) -> EngineClient:
             await asyncio.sleep(RECONNECT_INTERVAL_S)
 
     return EngineClient([connect(url, setup) for url in urls], reconnect)
-
-
-def delete_weight_files(cfg: SkyRLConfig) -> None:
-    """Delete weights that were left in this run folder because the run or an engine was killed during a weight sync."""
-    shutil.rmtree(weight_folder(cfg), ignore_errors=True)
 
 
 def sync_options(cfg: GeneratorConfig) -> SyncOptions:
@@ -136,20 +134,12 @@ def engine_sync(
     if isinstance(engine, EngineClient):
         if paused is not None and settings.in_flight_weight_updates:
             engine.follow(sync, paused.is_current)
-        else:  # the next sync waits for rollouts, which must not wait for it
+        else:  # the next sync waits for the rollouts, so a rollout must not wait for that sync
             engine.follow(sync)
     is_copied = launcher.policy is None or not plan.engine.needs_model
     tolerance = sync_tolerance(cfg, launcher.device, dtype, is_copied=is_copied)
     if tolerance is None:
         return paused or sync
-    # later, the sampled tokens would wait for rollouts in progress
+    # after the first sync, sampling for the check would wait for rollouts in progress
     once = settings.continues_rollouts and cfg.generator.weight_sync_check == "auto"
     return CheckedSync(paused or sync, engine, policy, n_tokens, tolerance, once=once)
-
-
-def _memory() -> tuple[int, int]:
-    """Return free and total bytes of the device that generates."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total

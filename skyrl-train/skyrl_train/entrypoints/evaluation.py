@@ -33,30 +33,28 @@ class EvaluationExperiment(RLExperiment):
     is_stock = True
 
     def run(self) -> None:
-        """Evaluate, print the metrics and write the trajectories."""
-        with self.running():
-            self._record_settings()
-            metrics = asyncio.run(self.evaluate())
-            report_own_run(self.run_folder)
-            for name, value in sorted(metrics.items()):
-                print(f"{name:<50} {value:.6g}")
-
-    def _record_settings(self) -> None:
-        """Write `config.yaml`.
+        """Evaluate, print the metrics and write the trajectories.
 
         Raises:
             ConfigError: the run folder belongs to a training run, or to an evaluation with other settings.
         """
-        folder, settings = self.run_folder, self.cfg.model_dump(mode="json")
-        choose = "set trainer.run_name to another name"
-        if folder.has_training:
-            raise ConfigError(f"{folder.path} has a training run, whose metrics an evaluation would replace; {choose}")
-        if folder.evaluation_results.exists():
-            before = yaml.safe_load(folder.config_yaml.read_text(encoding="utf-8"))
-            if changes := changed_settings(before, settings):
-                raise ConfigError(f"{folder.path} has an evaluation with other settings ({changes[0]}); {choose}")
-        folder.evals(None)  # marks the folder as an evaluation's
-        folder.config_yaml.write_text(to_yaml(self.cfg), encoding="utf-8")
+        with self.running():
+            folder, settings = self.run_folder, self.cfg.model_dump(mode="json")
+            choose = "set trainer.run_name to another name"
+            if folder.has_training:
+                raise ConfigError(
+                    f"{folder.path} has a training run, whose metrics an evaluation would replace; {choose}"
+                )
+            if folder.evaluation_results.exists():
+                before = yaml.safe_load(folder.config_yaml.read_text(encoding="utf-8"))
+                if changes := changed_settings(before, settings):
+                    raise ConfigError(f"{folder.path} has an evaluation with other settings ({changes[0]}); {choose}")
+            folder.evals(None)  # marks the folder as an evaluation's
+            folder.config_yaml.write_text(to_yaml(self.cfg), encoding="utf-8")
+            metrics = asyncio.run(self.evaluate())
+            report_own_run(folder)
+            for name, value in sorted(metrics.items()):
+                print(f"{name:<50} {value:.6g}")
 
     def get_eval_dataset(self) -> PromptDataset:
         """Load the prompts to evaluate on."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,45 +14,85 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.callbacks import Callback, Run, StepReport
+from skyrl_gym.envs.entry_point import load_attribute
+from skyrl_gym.error import InvalidSpec
+from skyrl_train.algorithms import advantage_estimator, required_inputs
+from skyrl_train.algorithms.contract import resolve_policy_loss
+from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
+from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS
+from skyrl_train.callbacks import (
+    Callback,
+    Checkpointing,
+    Curriculum,
+    CurriculumStep,
+    Evaluation,
+    Export,
+    Logging,
+    Reporting,
+    Run,
+    SavedConfig,
+    StepReport,
+    TrajectoryDump,
+)
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.dataset.order import PromptOrder
+from skyrl_train.config.problems import raise_problems
+from skyrl_train.config.validation import find_problems
+from skyrl_train.dataset.custom import CustomDataset
+from skyrl_train.dataset.mixture import MixedPrompts
+from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.dataset.rows import check_environments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
-from skyrl_train.entrypoints.engine import delete_weight_files, engine_sync, new_engine, sync_options
-from skyrl_train.entrypoints.load_models import load_causal_model, load_critic_model, load_learner, load_policy_copy
-from skyrl_train.entrypoints.parts import (
-    RunParts,
-    check_functions,
-    curriculum_callbacks,
-    prompt_order,
-    rollout_source,
-    standard_callbacks,
-    warn_of_functions,
-)
-from skyrl_train.entrypoints.plan import check_memory
+from skyrl_train.entrypoints.describe_plan import check_memory
+from skyrl_train.entrypoints.engine import engine_sync, new_engine, sync_options
+from skyrl_train.entrypoints.load_learner import load_learner
 from skyrl_train.entrypoints.preflight import check_data
-from skyrl_train.entrypoints.prompts import (
-    check_dataset_rows,
-    load_policy_tokenizer,
-    open_eval_prompts,
-    open_train_prompts,
-)
+from skyrl_train.entrypoints.prompts import check_rows, load_policy_tokenizer, open_eval_prompts, open_prompts
+from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import RolloutGenerator
+from skyrl_train.generators.buffered import BufferedRollouts
+from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.gym_generator import GymGenerator
+from skyrl_train.generators.rewards import functions_of_batches
+from skyrl_train.generators.source import LockstepRollouts, Rollouts
 from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.setup import weight_folder
 from skyrl_train.launch.launcher import Launcher, started
+from skyrl_train.learner import Learner
+from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_value_model
+from skyrl_train.models.lora import add_adapter
 from skyrl_train.plan import RunPlan, limit_steps
+from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.tracking import Tracking
 from skyrl_train.trainer import Trainer
-from skyrl_train.types.specs import Role
+from skyrl_train.types.specs import Role, lora_spec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """The parts of a run from which its trainer is made."""
+
+    source_cfg: SkyRLConfig
+    """Configuration of the rollout source. Defaults to the run's."""
+    launcher: Launcher
+    learner: Learner
+    engine: InferenceEngine
+    generator: RolloutGenerator
+    tracker: Tracking
+    prompts: PromptOrder
+    train_dataset: PromptDataset
+    eval_dataset: PromptDataset | None
+    curriculum: list[Callback]
+    total_steps: int
 
 
 class _AllocatedMemory(Callback):
-    """A callback that ends the reservation of memory for gradients and moments after the first update.
+    """A callback that releases the memory reserved for gradients and optimizer state after the first update.
 
-    From then on they are allocated, so an engine that replaces a lost engine sees them in the memory that is taken.
+    By then they are allocated, so an engine that replaces a lost engine already sees them as used memory.
     """
 
     def __init__(self, experiment: RLExperiment) -> None:
@@ -71,11 +114,12 @@ class RLExperiment(Experiment):
     def __init__(self, cfg: SkyRLConfig | DictConfig, *, data_is_checked: bool = False) -> None:
         """Check the configuration and create the run folder; ConfigError lists every problem.
 
-        With `data_is_checked`, `preflight.check_data` has checked all rows.
+        Set `data_is_checked` if `preflight.check_data` has already checked all rows.
         """
         self.cfg = validate_cfg(cfg)
         self._data_is_checked = data_is_checked
-        warn_of_functions(self.cfg)
+        for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
+            logger.warning(sentence)
         super().__init__(self.cfg)
         self._reserved_bytes = 0  # for gradients and optimizer state, which the first update allocates
         self._launcher: Launcher | None = None
@@ -86,13 +130,15 @@ class RLExperiment(Experiment):
 
     @asynccontextmanager
     async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, RolloutGenerator]]:
-        """Create an engine for the policy `model` and a generator that plays with it; close both at the end.
+        """Create an engine for the policy `model` and a generator that plays with it. Close both on exit.
 
-        `model` is None if the policy is in other processes. Then the engine has a process of its own, too.
+        `model` is None if the policy is in other processes. Then the engine also runs in a separate process.
         """
-        delete_weight_files(self.cfg)
+        # A run or an engine that is killed during a weight sync leaves its files of weights.
+        files = weight_folder(self.cfg)
+        shutil.rmtree(files, ignore_errors=True)
         async with AsyncExitStack() as stack:
-            stack.callback(delete_weight_files, self.cfg)  # of engines that were killed
+            stack.callback(shutil.rmtree, files, ignore_errors=True)
             launcher = self._launcher
             if launcher is None or not self.cfg.generator.run_engines_locally:
                 engine = self._make_engine(model)
@@ -114,7 +160,7 @@ class RLExperiment(Experiment):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of `get_tokenizer`."""
+        """The cached result of `get_tokenizer`."""
         return self.get_tokenizer()
 
     def get_tokenizer(self, padding_side: str = "left") -> PreTrainedTokenizerBase:
@@ -125,28 +171,48 @@ class RLExperiment(Experiment):
 
     def get_train_dataset(self) -> PromptDataset:
         """Load the prompts to train on."""
-        return open_train_prompts(self.cfg, self.tokenizer)
+        data = self.cfg.data
+        if data.custom_cls.path is not None:
+            return CustomDataset(self.cfg, self.tokenizer, "train")
+        return open_prompts(self.cfg, self.tokenizer, data.train_data, data.max_checked_rows)
 
     def get_eval_dataset(self) -> PromptDataset | None:
-        """Load the prompts to evaluate on; None without evaluations."""
+        """Load the prompts to evaluate on, or return None if there are no evaluations."""
         return None if self.cfg.trainer.eval_interval < 0 else open_eval_prompts(self.cfg, self.tokenizer)
 
     def get_model(self, path: str, key: str) -> PreTrainedModel:
         """Load the causal language model at `path`, the value of the configuration key `key`."""
-        return load_causal_model(self.cfg, path, key)
+        trainer = self.cfg.trainer
+        return load_model(
+            path,
+            dtype=getattr(torch, trainer.policy.model.dtype),
+            device=default_device(),
+            gradient_checkpointing=trainer.gradient_checkpointing,
+            key=key,
+        )
 
     def get_value_model(self, path: str) -> PreTrainedModel:
         """Load the critic's model."""
-        return load_critic_model(self.cfg, path)
+        trainer = self.cfg.trainer
+        return load_value_model(
+            path,
+            dtype=getattr(torch, trainer.critic.model.dtype),
+            device=default_device(),
+            gradient_checkpointing=trainer.gradient_checkpointing,
+        )
 
     def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
-        """Create the engine that samples from the policy `model`; None if it has weights of its own."""
+        """Create the engine. `model` is the policy, or None for an engine with its own weights."""
         return new_engine(self.cfg, model, self.tokenizer, self._reserved_bytes, self._compute)
 
     def _make_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
-        """Create the engine for the policy `model`; without it, for a new copy with its adapter if it needs one."""
+        """Create the engine. Without a `model`, an engine that needs one gets a new copy of the policy."""
         if model is None and self.plan.engine.needs_model:
-            model = load_policy_copy(self.cfg, self.get_model)
+            section = self.cfg.trainer.policy.model
+            model = self.get_model(section.path, POLICY_PATH)
+            lora = lora_spec(section, "trainer.policy.model.lora", self.cfg.trainer.seed)
+            if lora is not None:
+                add_adapter(model, lora)
         return self.get_engine(model)
 
     def get_generator(
@@ -157,17 +223,42 @@ class RLExperiment(Experiment):
 
     def get_prompts(self, train_dataset: PromptDataset) -> PromptOrder:
         """Return the order in which training draws its prompts."""
-        return prompt_order(self.cfg, train_dataset)
+        cfg, mixture = self.cfg.trainer, self.cfg.data.mixture
+        if not mixture.is_used:
+            return ShuffledPrompts(train_dataset, cfg.train_batch_size, cfg.seed)
+        return MixedPrompts(
+            train_dataset,
+            cfg.train_batch_size,
+            cfg.seed,
+            mixture.weights,
+            mixture.min_per_batch,
+            resumes_weights=mixture.curriculum is not None,
+        )
 
     def get_callbacks(
         self, eval_dataset: PromptDataset | None, generator: RolloutGenerator, tracker: Tracking
     ) -> list[Callback]:
         """Return the callbacks of a step, in order."""
-        return standard_callbacks(self.cfg, self.run_folder, self.tokenizer, eval_dataset, generator, tracker)
+        trainer, folder, chat = self.cfg.trainer, self.run_folder, ChatEncoder(self.tokenizer)
+        evaluation = [] if eval_dataset is None else [Evaluation(eval_dataset, generator, folder, chat)]
+        return [
+            SavedConfig(folder),
+            *evaluation,
+            Logging(tracker),
+            *([TrajectoryDump(folder, chat)] if trainer.dump_trajectories else []),
+            Checkpointing(),
+            Export(),
+            Reporting(folder),
+            RemoteStorage(folder, trainer.remote_trajectory_url),
+        ]
 
     async def _run(self) -> None:
         cfg = self.cfg.trainer
-        check_functions(self.cfg)  # they may have been registered since __init__
+        # Estimators, losses and reward functions may have been registered since __init__.
+        advantage_estimator(cfg.algorithm.advantage_estimator)
+        resolve_policy_loss(cfg.algorithm)
+        raise_problems(find_problems(self.cfg, ALGORITHM_RULES))
+        check_reward_functions(self.cfg)
         self.check_data()
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
@@ -185,6 +276,7 @@ class RLExperiment(Experiment):
             async with self.playing(launcher.policy) as (engine, generator):
                 with self.open_tracker() as tracker:
                     parts = RunParts(
+                        self.cfg,
                         launcher,
                         learner,
                         engine,
@@ -200,25 +292,35 @@ class RLExperiment(Experiment):
 
     def new_trainer(self, parts: RunParts) -> Trainer:
         """Create the trainer: an instance of `trainer_class`."""
-        return self.trainer_class(self.cfg, **self.trainer_parts(parts, self.cfg))
+        return self.trainer_class(self.cfg, **self.trainer_parts(parts))
 
-    def trainer_parts(self, parts: RunParts, source_cfg: SkyRLConfig) -> dict[str, Any]:
-        """Return the keyword arguments of a `Trainer`. Its source of rollouts reads `source_cfg`."""
+    def trainer_parts(self, parts: RunParts) -> dict[str, Any]:
+        """Return the keyword arguments of a `Trainer`."""
+        cfg, total_steps = parts.source_cfg, parts.total_steps
+        estimator = advantage_estimator(cfg.trainer.algorithm.advantage_estimator)
+        is_greedy = bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS)
+        source: Rollouts
+        if cfg.trainer.fully_async.enabled:
+            source = BufferedRollouts(
+                cfg, parts.generator, parts.prompts, total_steps=total_steps, with_greedy_rewards=is_greedy
+            )
+        else:
+            source = LockstepRollouts(cfg, parts.generator, parts.prompts, with_greedy_rewards=is_greedy)
         callbacks = self.get_callbacks(parts.eval_dataset, parts.generator, parts.tracker)
         return {
-            "source": rollout_source(source_cfg, parts),
+            "source": source,
             "learner": parts.learner,
             "sync_engines": engine_sync(
                 self.plan, parts.launcher, parts.learner.policy, parts.engine, len(self.tokenizer)
             ),
-            "total_steps": parts.total_steps,
+            "total_steps": total_steps,
             "pad_token_id": self.tokenizer.pad_token_id,
             "callbacks": [_AllocatedMemory(self), *parts.curriculum, *callbacks],
         }
 
     @asynccontextmanager
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
-        """Start the processes of the models in `roles` and of the engines, and end them at the end."""
+        """Start the processes of the models in `roles` and of the engines. End them on exit."""
         plan = self.plan
         launcher = self.new_launcher(
             roles,
@@ -246,4 +348,33 @@ class RLExperiment(Experiment):
         """
         if self.replaces("get_generator"):
             return
-        check_dataset_rows(self.cfg, datasets, is_checked=self._data_is_checked)
+        environment, max_turns = self.cfg.environment, self.cfg.generator.max_turns
+        for dataset in datasets:
+            if not dataset.is_checked:
+                dataset.check_drawn = lambda row: check_environments([row], environment, max_turns, is_complete=False)
+        if not self._data_is_checked:
+            check_rows(self.cfg, datasets)
+
+
+def check_reward_functions(cfg: SkyRLConfig) -> None:
+    """Raise ConfigError if a reward function needs whole batches and training is asynchronous."""
+    if cfg.trainer.fully_async.enabled and (names := functions_of_batches(cfg.generator)):
+        raise ConfigError(
+            f"generator.reward_functions={names[0]} compares the samples of a batch, but "
+            "trainer.fully_async.enabled=true scores one prompt at a time; register it with level=group, "
+            "or set trainer.fully_async.enabled=false"
+        )
+
+
+def curriculum_callbacks(cfg: SkyRLConfig, prompts: PromptOrder) -> list[Callback]:
+    """Return the callback of `data.mixture.curriculum`, if it is set. ConfigError if it names no function."""
+    name = cfg.data.mixture.curriculum
+    if name is None or not isinstance(prompts, MixedPrompts):
+        return []
+    try:
+        curriculum: Curriculum = load_attribute(name)
+    except (ImportError, InvalidSpec) as error:
+        raise ConfigError(f"data.mixture.curriculum={name}: {error}") from error
+    if not callable(curriculum):
+        raise ConfigError(f"data.mixture.curriculum={name} is {curriculum!r}; it must be a function")
+    return [CurriculumStep(prompts, curriculum)]

@@ -105,6 +105,6 @@ def _load_merging(**options: str) -> Any:
 def _print_report(report: MergeReport) -> None:
     changed = "not compared with the base" if report.n_changed is None else f"{report.n_changed:,} of them changed"
     typer.echo(
-        f"{report.folder}: {report.n_tensors:,} tensors, {changed}; the logits are those of the sources up to "
+        f"{report.folder}: {report.n_tensors:,} tensors, {changed}; the logits differ from the sources by "
         f"{report.logit_gap:.1g} of their norm"
     )

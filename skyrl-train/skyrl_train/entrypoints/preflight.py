@@ -1,4 +1,4 @@
-"""Checks of the files, folders and names that a run needs. They run before PyTorch is imported or the Hub is asked."""
+"""Checks of the files, folders and names that a run needs, before PyTorch is imported or the Hub is contacted."""
 
 from __future__ import annotations
 
@@ -50,37 +50,38 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     trainer = cfg.trainer
     yield from find_unusable_folders(trainer, trains=trains)
     if trains:
-        for look_up, name in (
-            (advantage_estimator, trainer.algorithm.advantage_estimator),
-            (policy_loss, trainer.algorithm.policy_loss_type),
-        ):
+        algorithm = trainer.algorithm
+        names = {advantage_estimator: algorithm.advantage_estimator, policy_loss: algorithm.policy_loss_type}
+        for look_up, name in names.items():
             try:
                 look_up(name)
             except ConfigError as error:
                 yield str(error)
-    is_custom = cfg.data.custom_cls.path is not None
-    if trains and not is_custom:
-        yield from _find_missing_data("data.train_data", cfg.data.train_data)
-    if not is_custom and (not trains or trainer.eval_interval > 0):
-        yield from _find_missing_data("data.val_data", cfg.data.val_data)
+    if cfg.data.custom_cls.path is None:
+        yield from _find_missing_data("data.train_data", cfg.data.train_data if trains else [])
+        is_evaluated = not trains or trainer.eval_interval > 0
+        yield from _find_missing_data("data.val_data", cfg.data.val_data if is_evaluated else [])
     for key in ("data.custom_cls.path", "custom_reward_function.path"):
         if (path := value_at(cfg, key)) is not None and (fault := find_fault(Path(path))) is not None:
             yield f"{key}={show(path)}: the file {Path(path).absolute()} {fault}; use the path of a Python file"
-    yield from _find_missing_interpreter(cfg)
+    python = cfg.environment.skyrl_gym.python
+    if python is not None and shutil.which(python) is None:
+        yield (
+            f"environment.skyrl_gym.python={show(python)} cannot be run: there is no such program; use the path of an "
+            "interpreter that has skyrl-gym"
+        )
     yield from _find_missing_models(cfg, trains=trains)
     yield from _find_model_mismatches(cfg, trains=trains)
     if trains:
-        for role in ("policy", "critic", *(("ref",) if loads_reference(cfg) else ())):
-            section = getattr(trainer, role)
-            yield from _find_indivisible_model(role, section, section.model.path, trainer)
-        yield from _find_long_sync(cfg)
+        yield from _find_rank_problems(cfg)
 
 
-def _find_long_sync(cfg: SkyRLConfig) -> Iterator[str]:
-    """Yield a problem if the collective timeout of local ranks is shorter than the timeout of a weight sync.
-
-    A running Ray cluster has its own environment variables. Its ranks are checked when they join.
-    """
+def _find_rank_problems(cfg: SkyRLConfig) -> Iterator[str]:
+    """Yield a problem if ranks cannot divide a model, or would not wait for a weight sync."""
+    for role in ("policy", "critic", *(("ref",) if loads_reference(cfg) else ())):
+        section = getattr(cfg.trainer, role)
+        yield from _find_indivisible_model(role, section, section.model.path, cfg.trainer)
+    # A running Ray cluster has its own environment variables. Its ranks are checked when they join.
     starts_cluster = os.environ.get("RAY_ADDRESS", "local") == "local"
     if starts_cluster and math.prod(cfg.trainer.placement.size("policy")) > 1:
         yield from find_long_sync(cfg.generator.weight_sync_timeout_seconds, COLLECTIVE_TIMEOUT)
@@ -94,8 +95,15 @@ def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
     yield from _find_missing_data("data.train_data", cfg.data.train_data)
     yield from _find_missing_data("data.val_data", cfg.data.val_data)
     path = cfg.data.chat_template
-    if path is not None and (fault := _find_template_fault(Path(path))) is not None:
-        yield f"data.chat_template={show(path)} {fault}; set it to a Jinja file, or null for the tokenizer's"
+    if path is not None:
+        try:
+            fault = find_fault(Path(path))
+            if fault is None and not Path(path).read_text(encoding="utf-8").strip():
+                fault = "is empty"
+        except (OSError, UnicodeDecodeError) as error:
+            fault = f"cannot be read ({error})"
+        if fault is not None:
+            yield f"data.chat_template={show(path)} {fault}; set it to a Jinja file, or null for the tokenizer's"
     yield from _find_missing_trained_model("trainer.policy.model", cfg.trainer.policy.model, has_tokenizer=True)
     model = cfg.trainer.policy.model.path
     if isinstance(cfg, DPOConfig) and cfg.trainer.ref.model.path != model:
@@ -122,15 +130,6 @@ def read_context_length(path: str) -> int | None:
     return n_context if isinstance(n_context, int) else None
 
 
-def _find_template_fault(path: Path) -> str | None:
-    if (fault := find_fault(path)) is not None:
-        return fault
-    try:
-        return None if path.read_text(encoding="utf-8").strip() else "is empty"
-    except (OSError, UnicodeDecodeError) as error:
-        return f"cannot be read ({error})"
-
-
 def check_answers(cfg: SupervisedConfig) -> None:
     """Check the rows of all data files, but only a sample if training data exceeds `data.max_checked_rows` rows.
 
@@ -152,8 +151,8 @@ def check_answers(cfg: SupervisedConfig) -> None:
 
 def saved_folders(trainer: RunConfig, *, trains: bool) -> dict[str, str]:
     """Return the folders for a run's checkpoints and exports, by configuration key. An evaluation has none."""
-    names = ["ckpt_path", *(["export_path"] if trainer.hf_save_interval > 0 else [])] if trains else []
-    return {f"trainer.{name}": getattr(trainer, name) for name in names}
+    exports = {"trainer.export_path": trainer.export_path} if trainer.hf_save_interval > 0 else {}
+    return {"trainer.ckpt_path": trainer.ckpt_path, **exports} if trains else {}
 
 
 def find_unusable_folders(trainer: RunConfig, *, trains: bool) -> Iterator[str]:
@@ -193,7 +192,7 @@ def find_folder_fault(folder: str) -> str | None:
     if any(len(os.fsencode(name)) > max_name for name in missing):
         return f"names of files have at most {max_name} bytes"
     if len(os.fsencode(path)) + MAX_SUBPATH > max_path:
-        return f"paths have at most {max_path:,} bytes, and those of files in it have up to {MAX_SUBPATH} more"
+        return f"paths have at most {max_path:,} bytes, and files in the folder add up to {MAX_SUBPATH}"
     if os.statvfs(parent).f_flag & os.ST_RDONLY:
         return f"{parent} is on a read-only file system"
     if parent.resolve().parts[1:2] in (("proc",), ("sys",)):
@@ -248,12 +247,8 @@ def _find_missing_models(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
         yield from _find_missing_trained_model("trainer.critic.model", trainer.critic.model)
     if trains and reads_reference(trainer.algorithm) and trainer.ref.model.path != trainer.policy.model.path:
         yield from _find_missing_model("trainer.ref.model.path", trainer.ref.model.path)
-    if cfg.generator.reward_model.path is not None:
-        yield from _find_missing_reward_model(cfg.generator.reward_model.path)
-
-
-def _find_missing_reward_model(path: str) -> Iterator[str]:
-    """Yield a problem for each missing file of a reward model, or of its adapter and base model."""
+    if (path := cfg.generator.reward_model.path) is None:
+        return
     key, (config, weights) = f"generator.reward_model.path={show(path)}", (Path(path) / name for name in ADAPTER_FILES)
     if not config.is_file():
         yield from _find_missing_model("generator.reward_model.path", path)
@@ -264,15 +259,6 @@ def _find_missing_reward_model(path: str) -> Iterator[str]:
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if isinstance(base, str):
         yield from _find_missing_model(f"{key} is an adapter of base_model_name_or_path", base)
-
-
-def _find_missing_interpreter(cfg: SkyRLConfig) -> Iterator[str]:
-    python = cfg.environment.skyrl_gym.python
-    if python is not None and shutil.which(python) is None:
-        yield (
-            f"environment.skyrl_gym.python={show(python)} cannot be run: there is no such program; use the path of an "
-            "interpreter that has skyrl-gym"
-        )
 
 
 def _find_model_mismatches(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
@@ -311,7 +297,7 @@ def _find_indivisible_model(
     role: str, section: DividedModelConfig | CriticConfig, path: str | None, trainer: RunConfig
 ) -> Iterator[str]:
     """Yield a problem if ranks cannot divide the heads or layers of a model on this machine."""
-    if path is None:
+    if path is None:  # there is no critic
         return
     model = _read_model_config(path)
     if isinstance(section, DividedModelConfig) and trainer.strategy_traits.is_model_parallel:

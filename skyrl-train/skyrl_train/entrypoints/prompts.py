@@ -39,7 +39,7 @@ def load_policy_tokenizer(cfg: SkyRLConfig) -> PreTrainedTokenizerBase:
 def open_prompts(
     cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], max_checked_rows: int | None = None
 ) -> PromptDataset:
-    """Open prompts and drop those that are too long once the generator renders them. Raise DataError on bad rows."""
+    """Open prompts, rendered as the generator does. Drop prompts that are too long. Raise DataError for bad rows."""
     return PromptDataset(
         sources,
         tokenizer,
@@ -50,22 +50,15 @@ def open_prompts(
     )
 
 
-def open_train_prompts(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-    """Open the prompts to train on: of the user's own dataset class, or of data files."""
-    if cfg.data.custom_cls.path is not None:
-        return CustomDataset(cfg, tokenizer, "train")
-    return open_prompts(cfg, tokenizer, cfg.data.train_data, cfg.data.max_checked_rows)
-
-
 def open_eval_prompts(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:
-    """Open the prompts to evaluate on; None without validation data."""
+    """Open the prompts to evaluate on, or return None without validation data."""
     if cfg.data.custom_cls.path is not None:
         return CustomDataset(cfg, tokenizer, "validation")
     return open_prompts(cfg, tokenizer, cfg.data.val_data) if cfg.data.val_data else None
 
 
 def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
-    """Check that the environments accept the rows. Of lazily checked datasets, only a sample is checked.
+    """Check that the environments accept the rows. Lazy datasets check only a sample here.
 
     Raises:
         ConfigError: an environment does not exist, or its settings are invalid.
@@ -78,16 +71,6 @@ def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
     )
     is_complete = all(dataset.is_checked for dataset in datasets)
     check_environments(rows, cfg.environment, cfg.generator.max_turns, is_complete=is_complete)
-
-
-def check_dataset_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset], *, is_checked: bool) -> None:
-    """Check the rows of datasets, unless all of them have been checked. Lazy datasets check each row when drawn."""
-    environment, max_turns = cfg.environment, cfg.generator.max_turns
-    for dataset in datasets:
-        if not dataset.is_checked:
-            dataset.check_drawn = lambda row: check_environments([row], environment, max_turns, is_complete=False)
-    if not is_checked:
-        check_rows(cfg, datasets)
 
 
 def check_prompts(cfg: SkyRLConfig) -> None:

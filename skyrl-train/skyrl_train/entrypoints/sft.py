@@ -18,7 +18,7 @@ from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.sft import SFT, SupervisedConfig
 from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, build_segments
 from skyrl_train.entrypoints.base import Experiment, train
-from skyrl_train.entrypoints.plan import check_memory
+from skyrl_train.entrypoints.describe_plan import check_memory
 from skyrl_train.entrypoints.preflight import find_long_rows
 from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.launch.launcher import ModelLauncher, started
@@ -133,7 +133,10 @@ class SupervisedExp(Experiment):
         if not self.replaces("get_model"):
             check_memory(cfg, forecast_memory(cfg, plan_models(self.cfg)))
         async with started(self.new_model_launcher(self.roles)) as launcher:
-            models = await self.load_models(launcher, optimizer)
+            lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed)
+            spec = self.model_spec(self.role, self.get_model, optimizer, lora)
+            policy = await launcher.load(spec, self.get_objective())
+            models = TrainedModels(cfg, policy, await self.load_reference(launcher, policy, lora))
             with self.open_tracker() as tracker:
                 trainer = SupervisedTrainer(
                     self.cfg,
@@ -148,12 +151,6 @@ class SupervisedExp(Experiment):
     def roles(self) -> list[Role]:
         """Roles of the models in the run."""
         return [self.role]
-
-    async def load_models(self, launcher: ModelLauncher, optimizer: OptimizerSpec) -> TrainedModels:
-        """Load the trained model, and the reference if the objective reads it."""
-        lora = lora_spec(self.cfg.trainer.policy.model, "trainer.policy.model.lora", self.cfg.trainer.seed)
-        policy = await launcher.load(self.model_spec(self.role, self.get_model, optimizer, lora), self.get_objective())
-        return TrainedModels(self.cfg.trainer, policy, await self.load_reference(launcher, policy, lora))
 
     def model_spec(
         self,

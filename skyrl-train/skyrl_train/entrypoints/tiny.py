@@ -6,7 +6,7 @@ Use it for first runs, examples and tests, because it needs no download. It is s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,14 @@ def train_tokenizer(
         special_tokens=[PAD, TURN_START, TURN_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train_from_iterator(_between_special_tokens(conversations), trainer)
+
+    def between_special_tokens() -> Iterator[str]:
+        """Yield the text between special tokens. The tokenizer splits at them before it merges."""
+        for messages in conversations:
+            text = "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
+            yield from filter(None, re.split(f"{re.escape(TURN_START)}|{re.escape(TURN_END)}", text))
+
+    tokenizer.train_from_iterator(between_special_tokens(), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=PAD, chat_template=CHAT_TEMPLATE
     )
@@ -121,10 +128,3 @@ def _conversation(row: Row) -> Any:
     if isinstance(prompt, list) and isinstance(response, str):
         return [*prompt, {"role": "assistant", "content": response}]
     return prompt
-
-
-def _between_special_tokens(conversations: Iterable[Sequence[Mapping[str, Any]]]) -> Iterable[str]:
-    """Yield the text between special tokens. The tokenizer splits at them before it merges."""
-    for messages in conversations:
-        text = "".join(f"{TURN_START}{m['role']}\n{m['content']}{TURN_END}\n" for m in messages)
-        yield from filter(None, re.split(f"{re.escape(TURN_START)}|{re.escape(TURN_END)}", text))

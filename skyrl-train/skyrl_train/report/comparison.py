@@ -50,12 +50,13 @@ class ComparedRun:
         keys = ("trainer.output_dir", "trainer.project_name", "trainer.run_name")
         parts = [str(values[key]) for key in keys if key in values]
         folders = [self.path, *([Path(*parts)] if len(parts) == len(keys) else [])]  # the second may be relative
-        return {
-            key: _show(value)
-            for key, value in values.items()
-            if key != "trainer.run_name"
-            and not (isinstance(value, str) and any(Path(value).is_relative_to(folder) for folder in folders))
-        }
+        texts = {}
+        for key, value in values.items():
+            is_inside = isinstance(value, str) and any(Path(value).is_relative_to(folder) for folder in folders)
+            if key != "trainer.run_name" and not is_inside:  # YAML on one line
+                text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+                texts[key] = text.removesuffix("...\n").strip()
+        return texts
 
 
 def compare_runs(folders: Sequence[Path], output: Path) -> Path:
@@ -81,12 +82,14 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
         config = yaml.safe_load(config_text) or {}
         results = {headline.label: headline for headline in headlines(rows, config)}
         runs.append(ComparedRun(path, path.relative_to(root).as_posix(), f"c{len(runs)}", rows, config, results))
+    settings = [run.settings for run in runs]
+    values = {key: [own.get(key, "–") for own in settings] for key in _union(settings)}
     page = render(
         "comparison.html.j2",
         runs=runs,
         titles=_union(run.headlines for run in runs),
         nothing=Headline("", "–", ""),
-        settings=_differences([run.settings for run in runs]),
+        settings={key: texts for key, texts in values.items() if len(set(texts)) > 1},
         charts=_charts(runs),
     )
     try:
@@ -113,24 +116,12 @@ def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
     return charts
 
 
-def _differences(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return {key: values, one per run} for the keys whose values differ. A missing key is shown as a dash."""
-    values = {key: [own.get(key, "–") for own in settings] for key in _union(settings)}
-    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
-
-
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _show(value: Any) -> str:
-    """Format a value as YAML on one line."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
-    return text.removesuffix("...\n").strip()
 
 
 def _union(parts: Iterable[Iterable[str]]) -> list[str]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from skyrl_train.errors import DataError
 from skyrl_train.report.series import MetricRows, Series, format_name, format_value, is_share, read_series
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 _COLORS = ("#2f6fde", "#e0742c", "#2a9d6f", "#9a55c8", "#c83e5d", "#7a7a7a")
 _INK, _QUIET, _GRID = "#1d2430", "#6a7383", "#e6e9ee"
+
+
+class _Curve(NamedTuple):
+    """A line of the picture."""
+
+    series: Series
+    color: str
+    width: float
+    label: str | None = None
+    has_points: bool = False
 
 
 def plot_learning_curve(
@@ -34,12 +40,13 @@ def plot_learning_curve(
         DataError: the run has no value of `metric`.
     """
     curve = _require(metrics, metric)
-    figure, axes = _canvas(title, _change(curve), metric)
+    curves = [_Curve(curve, _COLORS[0], 2.4, _describe_origin(metric), has_points=True)]
     if train_metric is not None and (training := read_series(metrics, train_metric)):
-        _draw(axes, training, "#c9d3e3", 1.0)
-        _draw(axes, training.smoothed(), "#8fa3c4", 1.6, label="training rollouts (smoothed)")
-    _draw(axes, curve, _COLORS[0], 2.4, label=_describe_origin(metric), has_points=True)
-    return _finish(figure, axes, baselines or {}, metric, output)
+        smoothed = _Curve(training.smoothed(), "#8fa3c4", 1.6, "training rollouts (smoothed)")
+        curves = [_Curve(training, "#c9d3e3", 1.0), smoothed, *curves]
+    first, last = (format_value(metric, value) for value in (curve.first, curve.last))
+    subtitle = f"{format_name(metric)}: {first} → {last} after {curve.steps[-1]} training steps"
+    return _plot(curves, output, metric, title, subtitle, baselines or {})
 
 
 def compare_curves(
@@ -51,12 +58,13 @@ def compare_curves(
     baselines: Mapping[str, float] | None = None,
 ) -> Path:
     """Plot `metric` of several labeled runs in one picture. DataError if a run has no value of it."""
-    figure, axes = _canvas(title, f"{format_name(metric)}, {_describe_origin(metric)}", metric)
+    curves = []
     for index, (label, rows) in enumerate(runs.items()):
         curve = _require(rows, metric, label)
         text = f"{label}: {format_value(metric, curve.last)}"
-        _draw(axes, curve, _COLORS[index % len(_COLORS)], 2.4, label=text, has_points=True)
-    return _finish(figure, axes, baselines or {}, metric, output)
+        curves.append(_Curve(curve, _COLORS[index % len(_COLORS)], 2.4, text, has_points=True))
+    subtitle = f"{format_name(metric)}, {_describe_origin(metric)}"
+    return _plot(curves, output, metric, title, subtitle, baselines or {})
 
 
 def _require(metrics: MetricRows, metric: str, label: str = "the run") -> Series:
@@ -66,19 +74,17 @@ def _require(metrics: MetricRows, metric: str, label: str = "the run") -> Series
     return curve
 
 
-def _change(curve: Series) -> str:
-    first, last = (format_value(curve.name, value) for value in (curve.first, curve.last))
-    return f"{format_name(curve.name)}: {first} → {last} after {curve.steps[-1]} training steps"
-
-
 def _describe_origin(metric: str) -> str:
     names = {"eval": "evaluation", "val": "validation data", "train": "training data"}
     return names.get(metric.partition("/")[0], "training rollouts")
 
 
-def _canvas(title: str, subtitle: str, metric: str) -> tuple[Figure, Axes]:
+def _plot(
+    curves: Sequence[_Curve], output: Path, metric: str, title: str, subtitle: str, baselines: Mapping[str, float]
+) -> Path:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.patheffects import withStroke
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     figure = Figure(figsize=(8, 4.8), dpi=160, facecolor="white")
     axes = figure.add_axes((0.12, 0.12, 0.84, 0.70))
@@ -92,28 +98,17 @@ def _canvas(title: str, subtitle: str, metric: str) -> tuple[Figure, Axes]:
     axes.spines["bottom"].set_color(_GRID)
     axes.tick_params(colors=_QUIET, length=0)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    return figure, axes
-
-
-def _draw(
-    axes: Axes, curve: Series, color: str, width: float, *, label: str | None = None, has_points: bool = False
-) -> None:
-    values = [float("nan") if value is None else value for value in curve.values]
-    marker = "o" if has_points and len(values) <= 60 else None
-    axes.plot(curve.steps, values, color=color, linewidth=width, label=label, marker=marker, markersize=4.5)
-
-
-def _finish(figure: Figure, axes: Axes, baselines: Mapping[str, float], metric: str, output: Path) -> Path:
-    from matplotlib.patheffects import withStroke
-    from matplotlib.ticker import PercentFormatter
-
+    for series, color, width, label, has_points in curves:
+        values = [float("nan") if value is None else value for value in series.values]
+        marker = "o" if has_points and len(values) <= 60 else None
+        axes.plot(series.steps, values, color=color, linewidth=width, label=label, marker=marker, markersize=4.5)
     if is_share(metric):
         axes.set_ylim(-0.03, 1.06)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    for label, value in baselines.items():
+    for name, value in baselines.items():
         axes.axhline(value, color=_QUIET, linewidth=1.1, linestyle=(0, (5, 4)), zorder=1)
         axes.annotate(
-            f"{label} {format_value(metric, value)}",
+            f"{name} {format_value(metric, value)}",
             (1.0, value),
             xycoords=("axes fraction", "data"),
             xytext=(-2, 3),

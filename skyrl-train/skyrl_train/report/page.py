@@ -17,7 +17,7 @@ from markupsafe import Markup
 from skyrl_train.report.charts import Chart, Line, sparkline
 from skyrl_train.report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
 from skyrl_train.report.learning_curve import plot_learning_curve
-from skyrl_train.report.series import MetricRows, Series, distinct, format_name, format_value, metric_names, read_series
+from skyrl_train.report.series import MetricRows, distinct, format_name, format_value, metric_names, read_series
 from skyrl_train.report.summary import (
     find_method,
     format_duration,
@@ -37,11 +37,12 @@ _CURVES = (
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|\[/?INST\]")
 
-# evaluation metric → the same quantity on the training rollouts
+# start of an evaluation metric → start of the same quantity on the training rollouts. The first match counts.
 _TRAINING_TWIN = {
     "eval/environment/": "environment/",
     "eval/all/avg_score": "reward/avg_raw_reward",
     "eval/all/pass_at_": "reward/avg_pass_at_",
+    "eval/": "",
 }
 
 # metric → (title, explanation)
@@ -50,8 +51,14 @@ PANELS = {
     "val/loss": ("Validation loss", "the same on held-out rows; it rises when the model memorizes"),
     "train/accuracy": ("Preferred answers", "the fraction of pairs whose chosen answer has the higher reward"),
     "val/accuracy": ("Preferred held-out answers", "the same on held-out pairs; it should rise"),
-    "train/margin": ("Reward margin", "mean reward of the chosen answers minus that of the rejected ones"),
-    "train/chosen_reward": ("Reward of chosen answers", "in DPO it may fall, if that of rejected ones falls more"),
+    "train/margin": (
+        "Reward margin",
+        "mean reward of the chosen answers minus the mean reward of the rejected answers",
+    ),
+    "train/chosen_reward": (
+        "Reward of chosen answers",
+        "in DPO it may fall, if the reward of rejected answers falls more",
+    ),
     "train/rejected_reward": ("Reward of rejected answers", "it should fall below that of the chosen answers"),
     "train/grad_norm": ("Gradient norm", "before clipping; spikes mean unstable updates"),
     "train/lr": ("Learning rate", "the schedule"),
@@ -100,10 +107,7 @@ def report_own_run(run_folder: RunFolder) -> None:
 
 
 def write_report(
-    run_folder: RunFolder,
-    *,
-    command: str | None = None,
-    baselines: Mapping[str, Mapping[str, float]] | None = None,
+    run_folder: RunFolder, *, command: str | None = None, baselines: Mapping[str, Mapping[str, float]] | None = None
 ) -> Path:
     """Write a run's page from the files in its folder, and return its path. The run may be unfinished.
 
@@ -185,18 +189,12 @@ def _eval_charts(rows: MetricRows, baselines: Mapping[str, Mapping[str, float]])
     charts = []
     for evaluation in headline_evals(rows):
         lines = [Line("evaluation", evaluation, "eval")]
-        if training := read_series(rows, _training_twin(evaluation.name)):
+        name = evaluation.name
+        start, twin = next(item for item in _TRAINING_TWIN.items() if name.startswith(item[0]))
+        if training := read_series(rows, twin + name.removeprefix(start)):
             lines = [Line("", training, "raw"), Line("training rollouts", training.smoothed(), "train"), *lines]
-        title = format_name(evaluation.name).capitalize()
-        charts.append(Chart(title, "", lines, baselines.get(evaluation.name, {})))
+        charts.append(Chart(format_name(name).capitalize(), "", lines, baselines.get(name, {})))
     return charts
-
-
-def _training_twin(name: str) -> str:
-    for start, twin in _TRAINING_TWIN.items():
-        if name.startswith(start):
-            return twin + name.removeprefix(start)
-    return name.removeprefix("eval/")
 
 
 def _training_charts(rows: MetricRows) -> list[Chart]:
@@ -206,15 +204,14 @@ def _training_charts(rows: MetricRows) -> list[Chart]:
         rates = [n for n in metric_names(rows) if n.startswith("environment/") and n.endswith("_rate")]
         titles = {n: (format_name(n).capitalize(), "reported by the environment") for n in sorted(rates, key=len)}
         panels = titles | panels
-    found = distinct(read_series(rows, name) for name in panels)
-    return [Chart(*panels[series.name], _training_lines(series)) for series in found]
-
-
-def _training_lines(series: Series) -> list[Line]:
-    """Return a raw line and, in front of it, a smoothed line. A learning rate is not smoothed."""
-    if series.name.endswith(("_lr", "/lr")):
-        return [Line("", series, "train")]
-    return [Line("", series, "raw"), Line("", series.smoothed(), "train")]
+    charts = []
+    for series in distinct(read_series(rows, name) for name in panels):
+        if series.name.endswith(("_lr", "/lr")):
+            lines = [Line("", series, "train")]
+        else:
+            lines = [Line("", series, "raw"), Line("", series.smoothed(), "train")]
+        charts.append(Chart(*panels[series.name], lines))
+    return charts
 
 
 def _eval_table(rows: MetricRows) -> dict[str, Any] | None:
@@ -226,29 +223,22 @@ def _eval_table(rows: MetricRows) -> dict[str, Any] | None:
     steps = sorted({step for _, values in points for step in values})
     if not steps:
         return None
-
-    def cell(name: str, value: float | None) -> str:
-        return "–" if value is None else format_value(name, value)
-
-    cells = [[cell(name, values.get(step)) for name, values in points] for step in steps]
-    titles = [name.removeprefix("eval/") for name, _ in points]
-    return {"titles": titles, "rows": list(zip(steps, cells, strict=True))}
+    table = []
+    for step in steps:
+        found = [(name, values.get(step)) for name, values in points]
+        table.append((step, ["–" if value is None else format_value(name, value) for name, value in found]))
+    return {"titles": [name.removeprefix("eval/") for name, _ in points], "rows": table}
 
 
 def _all_metrics(rows: MetricRows) -> list[dict[str, Any]]:
-    found = [series for name in metric_names(rows) if (series := read_series(rows, name))]
-    return [
-        {
-            "name": series.name,
-            "spark": sparkline(series),
-            "numbers": [
-                format_value(series.name, value)
-                for value in (series.first, series.last, min(series.finite), max(series.finite))
-            ],
-            "n_not_finite": series.n_not_finite,
-        }
-        for series in found
-    ]
+    table = []
+    for name in metric_names(rows):
+        if series := read_series(rows, name):
+            values = (series.first, series.last, min(series.finite), max(series.finite))
+            numbers = [format_value(name, value) for value in values]
+            n_gaps = series.n_not_finite
+            table.append({"name": name, "spark": sparkline(series), "numbers": numbers, "n_not_finite": n_gaps})
+    return table
 
 
 def mark_special_tokens(text: str) -> Markup:

@@ -83,7 +83,9 @@ def headlines(rows: MetricRows, config: Mapping[str, Any]) -> list[Headline]:
         if loss := read_series(rows, name):
             found.append(replace(_before_and_after(loss), label=label))
     if reward := read_series(rows, "reward/avg_raw_reward"):
-        found.append(_training_reward(reward))
+        first, last = reward.finite[:_N_AVERAGED], reward.finite[-_N_AVERAGED:]
+        note = f"{statistics.fmean(first):.3g} in the first {len(first)} steps"
+        found.append(Headline("training reward", f"{statistics.fmean(last):.3g}", note))
     if steps := read_series(rows, "timing/step"):
         total = sum(part.seconds for part in time_split(rows))
         found.append(Headline("time", format_duration(total), f"{statistics.median(steps.finite):.2g} s per step"))
@@ -161,12 +163,6 @@ def _before_and_after(series: Series) -> Headline:
     before = "before training" if series.steps[0] == 0 else f"at step {series.steps[0]}"
     note = f"{format_value(name, series.first)} {before}" if len(series.steps) > 1 else "the only evaluation"
     return Headline(format_name(name), format_value(name, series.last), note)
-
-
-def _training_reward(series: Series) -> Headline:
-    first, last = (statistics.fmean(part) for part in (series.finite[:_N_AVERAGED], series.finite[-_N_AVERAGED:]))
-    n_steps = min(_N_AVERAGED, len(series.finite))
-    return Headline("training reward", f"{last:.3g}", f"{first:.3g} in the first {n_steps} steps")
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:

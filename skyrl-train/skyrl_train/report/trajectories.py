@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -93,86 +93,57 @@ class EvaluatedEpisode:
 
 
 def _count_calls(reply: str) -> int:
+    return 1 if _find_call_error(reply) is not None else len(parse_tool_calls(reply))
+
+
+def _find_call_error(reply: str) -> str | None:
     try:
-        return len(parse_tool_calls(reply))
-    except ToolCallError:
-        return 1
+        parse_tool_calls(reply)
+    except ToolCallError as error:
+        return str(error)
+    return None
 
 
-def _error_finder(pattern: re.Pattern[str]) -> Callable[[EvaluatedEpisode], str | None]:
-    return lambda episode: next((text for text in episode.errors if pattern.search(text)), None)
-
-
-def _find_argument_error(episode: EvaluatedEpisode) -> str | None:
-    for reply in episode.replies:
-        try:
-            parse_tool_calls(reply)
-        except ToolCallError as error:
-            return str(error)
-    other = (AUTHORIZATION, NOT_FOUND)
-    errors = (text for text in episode.errors if not any(pattern.search(text) for pattern in other))
-    return next((text for text in errors if ARGUMENTS.search(text)), None)
-
-
-def _find_false_completion(episode: EvaluatedEpisode) -> str | None:
-    last = episode.replies[-1] if episode.replies else ""
-    has_stopped = (
-        episode.trajectory.stop_reason == StopReason.STOP and episode.n_tool_calls > 0 and not _count_calls(last)
-    )
-    return last if DONE.search(last) or has_stopped else None
-
-
-def _is_reply_cut(episode: EvaluatedEpisode) -> bool:
-    """Return True if the token limit of a reply ended the episode, not the limit of the whole conversation."""
-    ends_turn = episode.last_turn.get("stop_reason") == StopReason.LENGTH if episode.last_turn else episode.n_turns == 1
-    return episode.trajectory.stop_reason == StopReason.LENGTH and ends_turn
-
-
-def _find_cut_reply(episode: EvaluatedEpisode) -> str | None:
-    return f"… {episode.replies[-1][-EXCERPT_CHARACTERS:]}" if _is_reply_cut(episode) and episode.replies else None
-
-
-def _find_overflow(episode: EvaluatedEpisode) -> str | None:
-    has_ended = episode.trajectory.stop_reason == StopReason.LENGTH and not _is_reply_cut(episode)
-    return _describe_turns(episode) if has_ended else None
-
-
-def _find_turn_limit(episode: EvaluatedEpisode) -> str | None:
-    return _describe_turns(episode) if episode.trajectory.stop_reason == StopReason.MAX_TURNS else None
-
-
-def _describe_turns(episode: EvaluatedEpisode) -> str:
-    return f"after {episode.n_turns} turn{'' if episode.n_turns == 1 else 's'}"
-
-
-class Category(NamedTuple):
-    """A kind of failure. `find` returns the evidence in an episode, or None."""
-
-    name: str
-    rule: str
-    find: Callable[[EvaluatedEpisode], str | None]
-
-
-CATEGORIES = (
-    Category("tool arguments", "a call is not valid JSON, or a tool refused its arguments", _find_argument_error),
-    Category("authorization", "a tool answered 401, 403 or denied access", _error_finder(AUTHORIZATION)),
-    Category("resource not found", "a tool answered 404 or that something does not exist", _error_finder(NOT_FOUND)),
-    Category("false completion", "the model declared the task done", _find_false_completion),
-    Category("cut reply", "the last reply reached its maximum of tokens", _find_cut_reply),
-    Category("context overflow", "the conversation ended with stop reason `length`", _find_overflow),
-    Category("turn limit", "the episode ended with stop reason `max_turns`", _find_turn_limit),
-)
+CATEGORIES = {
+    "tool arguments": "a call is not valid JSON, or a tool refused its arguments",
+    "authorization": "a tool answered 401, 403 or denied access",
+    "resource not found": "a tool answered 404 or that something does not exist",
+    "false completion": "the model declared the task done",
+    "cut reply": "the last reply reached its maximum of tokens",
+    "context overflow": "the conversation ended with stop reason `length`",
+    "turn limit": "the episode ended with stop reason `max_turns`",
+}
+"""Kinds of failures, and the rule for each."""
 
 
 def classify(episode: EvaluatedEpisode) -> dict[str, str]:
     """Return {category: evidence} of a failed episode: "other" if no category fits, and {} for a success."""
+    trajectory, n_turns = episode.trajectory, episode.n_turns
     if not episode.is_valid:
-        trajectory = episode.trajectory
         return {f"invalid: {trajectory.stop_reason}": trajectory.error or trajectory.stop_reason}
     if episode.is_success:
         return {}
-    found = {name: evidence for name, _, find in CATEGORIES if (evidence := find(episode)) is not None}
-    return found or {"other": episode.replies[-1] if episode.replies else ""}
+    errors, reply = episode.errors, episode.replies[-1] if episode.replies else ""
+    authorization = next((text for text in errors if AUTHORIZATION.search(text)), None)
+    not_found = next((text for text in errors if NOT_FOUND.search(text)), None)
+    others = (text for text in errors if not AUTHORIZATION.search(text) and not NOT_FOUND.search(text))
+    arguments = next((text for text in others if ARGUMENTS.search(text)), None)
+    # The model says that it is done, or stops calling tools.
+    has_stopped = trajectory.stop_reason == StopReason.STOP and episode.n_tool_calls > 0 and not _count_calls(reply)
+    # The stop reason `length` means that either the reply or the whole conversation has reached its limit of tokens.
+    is_length = trajectory.stop_reason == StopReason.LENGTH
+    ends_turn = episode.last_turn.get("stop_reason") == StopReason.LENGTH if episode.last_turn else n_turns == 1
+    turns = f"after {n_turns} turn{'' if n_turns == 1 else 's'}"
+    evidence = {
+        "tool arguments": next(filter(None, map(_find_call_error, episode.replies)), arguments),
+        "authorization": authorization,
+        "resource not found": not_found,
+        "false completion": reply if DONE.search(reply) or has_stopped else None,
+        "cut reply": f"… {reply[-EXCERPT_CHARACTERS:]}" if is_length and ends_turn and episode.replies else None,
+        "context overflow": turns if is_length and not ends_turn else None,
+        "turn limit": turns if trajectory.stop_reason == StopReason.MAX_TURNS else None,
+    }
+    return {name: text for name, text in evidence.items() if text is not None} or {"other": reply}
 
 
 def read_episodes(folder: RemoteFolder, step: int) -> list[EvaluatedEpisode]:
@@ -189,64 +160,23 @@ def read_episodes(folder: RemoteFolder, step: int) -> list[EvaluatedEpisode]:
 def _parse_episode(row: dict[str, Any]) -> EvaluatedEpisode:
     trajectory = parse_trajectory(row)
     earlier = [str(segment.get("output_response", "")) for segment in row.get("earlier") or ()]
-    messages = tuple(message for text in (*earlier, trajectory.response) for message in _split_messages(text))
+    messages = []
+    for response in (*earlier, trajectory.response):  # each starts with a reply of the model
+        parts = ROLE.split(response if ROLE.match(response) else f"<|im_start|>assistant\n{response}")
+        for chat_ml, llama, content in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+            role, text = chat_ml or llama, SPECIAL.sub("", content).strip()
+            if text or role == "assistant":
+                messages.append(EpisodeMessage(role, text))
     extras = row.get("env_extras") or {}
     uid = str(row.get("uid") or "")
     key = extras.get("task_key") or uid.rpartition("_")[0] or trajectory.prompt
     turns = row.get("turns") or []
-    n_turns = len(turns) or sum(role == "assistant" for role, _ in messages)
+    n_turns = len(turns) or sum(message.role == "assistant" for message in messages)
     is_success = row.get("is_success", (trajectory.score or 0.0) > 0)  # not in SkyRL's files
     last_turn = turns[-1] if turns else {}
     return EvaluatedEpisode(
-        trajectory, str(key), messages, n_turns, last_turn, row.get("env_metrics") or {}, bool(is_success)
+        trajectory, str(key), tuple(messages), n_turns, last_turn, row.get("env_metrics") or {}, bool(is_success)
     )
-
-
-def _split_messages(response: str) -> list[EpisodeMessage]:
-    """Split the text after a prompt into messages. It starts with a reply of the model."""
-    parts = ROLE.split(f"<|im_start|>assistant\n{response}" if not ROLE.match(response) else response)
-    found = [
-        EpisodeMessage(chat_ml or llama, SPECIAL.sub("", text).strip())
-        for chat_ml, llama, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True)
-    ]
-    return [message for message in found if message.text or message.role == "assistant"]
-
-
-class Summary(NamedTuple):
-    """The behavior in one environment at one step. Means are over valid episodes, or NaN if there are none."""
-
-    n_episodes: int
-    n_invalid: int
-    turns: float
-    tool_calls: float
-    tool_errors: float
-    success: float
-    pass_at_n: float
-    n_samples: int
-
-    @classmethod
-    def of(cls, episodes: Sequence[EvaluatedEpisode]) -> Summary:
-        """Summarize episodes."""
-        valid = [episode for episode in episodes if episode.is_valid]
-        samples: dict[str, list[bool]] = {}
-        for episode in valid:
-            samples.setdefault(episode.prompt_key, []).append(episode.is_success)
-        n_samples = max(map(len, samples.values()), default=0)
-        return cls(
-            n_episodes=len(episodes),
-            n_invalid=len(episodes) - len(valid),
-            turns=_mean(episode.n_turns for episode in valid),
-            tool_calls=_mean(episode.n_tool_calls for episode in valid),
-            tool_errors=_mean(len(episode.errors) for episode in valid),
-            success=_mean(float(episode.is_success) for episode in valid),
-            pass_at_n=_mean(float(any(passed)) for passed in samples.values()),
-            n_samples=n_samples,
-        )
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return statistics.fmean(found) if found else float("nan")
 
 
 def describe_trajectories(source: str, first: int | None = None, last: int | None = None, n_samples: int = 2) -> str:
@@ -280,32 +210,34 @@ def describe_trajectories(source: str, first: int | None = None, last: int | Non
         evaluations = {step: read_episodes(folder, step) for step in sorted(set(chosen))}
     except STORAGE_ERRORS as error:
         raise DataError(f"cannot read {source}: {error!r}; check the path and the credentials") from error
-    return _format_page(source, evaluations, n_samples)
-
-
-def _format_page(source: str, evaluations: dict[int, list[EvaluatedEpisode]], n_samples: int) -> str:
-    steps = " and ".join(map(str, evaluations))
-    lines = [f"# Trajectories of {source}", "", f"Evaluations of steps {steps}.", "", "## Environments", ""]
+    compared = " and ".join(map(str, evaluations))
+    lines = [f"# Trajectories of {source}", "", f"Evaluations of steps {compared}.", "", "## Environments", ""]
     lines += _format_environments(evaluations)
     return "\n".join([*lines, "", "## Failures", "", *_format_failures(evaluations, n_samples), ""])
 
 
 def _format_environments(evaluations: dict[int, list[EvaluatedEpisode]]) -> list[str]:
-    n_max = max((Summary.of(episodes).n_samples for episodes in evaluations.values()), default=1)
-    counts = ("environment", "step", "episodes", "invalid", "turns", "tool calls", "tool errors")
-    return _format_table(
-        [*counts, "success", f"pass@{n_max}"],
-        [
-            [
-                *(name, step, s.n_episodes, s.n_invalid),
-                *(_format_number(s.turns), _format_number(s.tool_calls), _format_number(s.tool_errors)),
-                *(_format_percent(s.success), _format_percent(s.pass_at_n)),
-            ]
-            for name in _list_environments(evaluations)
-            for step, episodes in evaluations.items()
-            for s in [Summary.of([e for e in episodes if name in ("all", e.trajectory.data_source)])]
-        ],
-    )
+    """Format a table of the behavior in each environment at each step. Means and rates are over valid episodes."""
+    names = sorted({e.trajectory.data_source for episodes in evaluations.values() for e in episodes})
+    rows, n_samples = [], 0
+    for name in ["all", *names] if len(names) > 1 else names:
+        for step, episodes in evaluations.items():
+            found = [e for e in episodes if name in ("all", e.trajectory.data_source)]
+            valid = [e for e in found if e.is_valid]
+            successes: dict[str, list[bool]] = {}  # of the samples of each task
+            for episode in valid:
+                successes.setdefault(episode.prompt_key, []).append(episode.is_success)
+            n_samples = max([n_samples, *map(len, successes.values())])
+            cells = ["–"] * 5
+            if valid:
+                turns, calls = [e.n_turns for e in valid], [e.n_tool_calls for e in valid]
+                means = map(statistics.fmean, (turns, calls, [len(e.errors) for e in valid]))
+                passed = [any(samples) for samples in successes.values()]
+                rates = map(statistics.fmean, ([e.is_success for e in valid], passed))
+                cells = [*(f"{mean:.1f}" for mean in means), *(f"{rate:.1%}" for rate in rates)]
+            rows.append([name, step, len(found), len(found) - len(valid), *cells])
+    head = ("environment", "step", "episodes", "invalid", "turns", "tool calls", "tool errors", "success")
+    return _format_table([*head, f"pass@{n_samples}"], rows)
 
 
 def _format_failures(evaluations: dict[int, list[EvaluatedEpisode]], n_samples: int) -> list[str]:
@@ -315,7 +247,7 @@ def _format_failures(evaluations: dict[int, list[EvaluatedEpisode]], n_samples: 
         for step, episodes in evaluations.items()
     }
     counts = {step: [name for _, name, _ in failures] for step, failures in found.items()}
-    rules = {name: rule for name, rule, _ in CATEGORIES} | {"other": "none of the rules fits"}
+    rules = CATEGORIES | {"other": "none of the rules fits"}
     others = sorted({name for names in counts.values() for name in names} - set(rules))
     rules |= dict.fromkeys(others, "no reward: left out of all rates")
     lines = ["An episode may be in several categories.", ""]
@@ -323,34 +255,21 @@ def _format_failures(evaluations: dict[int, list[EvaluatedEpisode]], n_samples: 
         ["category", *(f"step {step}" for step in found), "rule"],
         [[name, *(counts[step].count(name) for step in found), rule] for name, rule in rules.items()],
     )
-    samples = [
-        f"- **{name}**, step {step}, {episode.trajectory.data_source}, task `{episode.prompt_key[:80]}`: "
-        f"{_excerpt(evidence)}"
-        for name in rules
-        for step, failures in found.items()
-        for episode, _, evidence in [failure for failure in failures if failure[1] == name][:n_samples]
-    ]
+    samples = []
+    for name in rules:
+        for step, failures in found.items():
+            for episode, _, evidence in [failure for failure in failures if failure[1] == name][:n_samples]:
+                source, task, words = (
+                    episode.trajectory.data_source,
+                    episode.prompt_key[:80],
+                    " ".join(evidence.split()),
+                )
+                excerpt = words[:EXCERPT_CHARACTERS] + ("…" if len(words) > EXCERPT_CHARACTERS else "")
+                text = json.dumps(excerpt, ensure_ascii=False)
+                samples.append(f"- **{name}**, step {step}, {source}, task `{task}`: {text}")
     return [*lines, *(["", "## Samples", "", *samples] if samples else [])]
-
-
-def _list_environments(evaluations: dict[int, list[EvaluatedEpisode]]) -> list[str]:
-    names = sorted({e.trajectory.data_source for episodes in evaluations.values() for e in episodes})
-    return ["all", *names] if len(names) > 1 else names
 
 
 def _format_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
-
-
-def _format_number(value: float) -> str:
-    return "–" if value != value else f"{value:.1f}"
-
-
-def _format_percent(value: float) -> str:
-    return "–" if value != value else f"{value:.1%}"
-
-
-def _excerpt(text: str) -> str:
-    words = " ".join(text.split())
-    return json.dumps(words[:EXCERPT_CHARACTERS] + ("…" if len(words) > EXCERPT_CHARACTERS else ""), ensure_ascii=False)

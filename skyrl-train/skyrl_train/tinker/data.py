@@ -32,16 +32,6 @@ def apply_overlong_filtering(segment: Segment, max_sequence_length: int) -> Segm
     )
 
 
-def grpo_advantages(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return the GRPO advantage of each trajectory. All of them must be valid."""
-    if not trajectories:
-        return []
-    rewards = torch.tensor([[t.total_reward] for t in trajectories], dtype=torch.float32)  # (B, 1)
-    index = [f"{t.id.draw}/{t.id.instance_id}" for t in trajectories]
-    advantages, _ = grpo(rewards, torch.ones_like(rewards), index)
-    return [float(value) for value in advantages[:, 0]]
-
-
 def training_data(
     trajectories: Sequence[Trajectory], max_sequence_length: int
 ) -> tuple[list[tinker.Datum], dict[str, float]]:
@@ -54,36 +44,33 @@ def training_data(
         EngineError: the service reported no log-probs.
     """
     valid = [t for t in trajectories if t.is_valid]
-    advantages = grpo_advantages(valid)
+    rewards = torch.tensor([[t.total_reward] for t in valid], dtype=torch.float32).view(-1, 1)  # (B, 1)
+    advantages, _ = grpo(rewards, torch.ones_like(rewards), [f"{t.id.draw}/{t.id.instance_id}" for t in valid])
     data, n_overlong = [], 0
-    for t, advantage in zip(valid, advantages, strict=True):
+    for t, advantage in zip(valid, advantages[:, 0].tolist(), strict=True):
         for segment in t.segments:
             kept = apply_overlong_filtering(segment, max_sequence_length)
             n_overlong += kept is not segment
             if advantage and any(kept.loss_mask):
                 data.append(_datum(kept, advantage))
     metrics = {"rollouts/truncated_overlong": float(n_overlong)}
-    if advantages:
-        values = torch.tensor(advantages)
-        metrics |= {"advantage/mean": float(values.mean()), "advantage/std": float(values.std(correction=0))}
+    if valid:
+        metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std(correction=0))}
     return data, metrics
 
 
 def _datum(segment: Segment, advantage: float) -> tinker.Datum:
     """Return the datum of a segment. The target at a position is the next token."""
     if segment.logprobs is None:
-        raise EngineError(
-            "the Tinker service reported no log-probs, which the loss ppo needs; check the sampling client"
-        )
-    n_before = segment.n_prompt - 1
-    zeros = [0.0] * n_before
+        text = "the Tinker service reported no log-probs, which the loss ppo needs; check the sampling client"
+        raise EngineError(text)
+    zeros = [0.0] * (segment.n_prompt - 1)
+    advantages = [*zeros, *(advantage * mask for mask in segment.loss_mask)]
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(segment.token_ids[:-1]),
         loss_fn_inputs={
             "target_tokens": tinker.TensorData(data=segment.token_ids[1:], dtype="int64"),
             "logprobs": tinker.TensorData(data=[*zeros, *segment.logprobs], dtype="float32"),
-            "advantages": tinker.TensorData(
-                data=[*zeros, *(advantage * mask for mask in segment.loss_mask)], dtype="float32"
-            ),
+            "advantages": tinker.TensorData(data=advantages, dtype="float32"),
         },
     )

@@ -15,7 +15,7 @@ SEED_MASK = 2**31 - 1
 
 
 class TinkerEngine:
-    """The part of `InferenceEngine` that a generator calls, on a Tinker sampling client. Each step loads its own."""
+    """The part of `InferenceEngine` that a generator calls, on a Tinker sampling client. Each step loads a new one."""
 
     def __init__(self, context_length: int) -> None:
         self.info = EngineInfo(context_length, context_length)

@@ -45,25 +45,8 @@ STATE = "tinker_state.json"
 CLOSE_TIMEOUT_S = 10
 
 
-def speed_metrics(trajectories: Sequence[Trajectory], rollout_s: float) -> dict[str, float]:
-    """Return `time/rollout`, `throughput/*`, and `rollout/*_duration` in seconds."""
-    n_tokens = sum(t.n_response_tokens for t in trajectories)
-    metrics = {
-        "time/rollout": rollout_s,
-        "throughput/tokens_total": float(n_tokens),
-        "throughput/tokens_per_sec_effective": n_tokens / max(rollout_s, 1e-9),
-    }
-    if durations := [sum(t.timing.values()) for t in trajectories if t.is_valid]:
-        metrics |= {
-            "rollout/avg_duration": statistics.fmean(durations),
-            "rollout/max_duration": max(durations),
-            "rollout/min_duration": min(durations),
-        }
-    return metrics
-
-
 class TinkerRun:
-    """Base class of a run: rollouts with the sampling client, updates with the training client.
+    """Base class for runs: rollouts with the sampling client, updates with the training client.
 
     Subclasses may override `get_generator`, `check_rows`, `step_metrics` and `alert`.
     """
@@ -102,24 +85,24 @@ class TinkerRun:
     async def _run(self) -> None:
         options = self.options
         tokenizer = load_tokenizer(options.tokenizer or options.model_name)
-        dataset = self._open_prompts(options.train_data, tokenizer)
-        eval_dataset = self._open_prompts(options.eval_data, tokenizer) if options.eval_data else None
+
+        def open_prompts(path: str) -> PromptDataset:
+            dataset = PromptDataset([path], tokenizer, options.max_input_length)
+            self.check_rows(TaskRow(f"row {row.uid}", row.env_class, row.env_extras) for row in dataset)
+            return dataset
+
+        dataset = open_prompts(options.train_data)
+        eval_dataset = open_prompts(options.eval_data) if options.eval_data else None
         prompts = ShuffledPrompts(dataset, options.batch_size, options.seed)
-        state: dict[str, Any] = {"step": 0}
-        if self._state_path.exists():
-            state = json.loads(self._state_path.read_text())
+        state: dict[str, Any] = json.loads(self._state_path.read_text()) if self._state_path.exists() else {"step": 0}
         if state["step"]:
             prompts.load_state_dict(state["prompts"])
             logger.info("Resuming after step %d from %s", state["step"], state["path"])
         engine = TinkerEngine(options.max_input_length + options.max_generate_length)
-        generator = self.get_generator(
-            cast(InferenceEngine, engine), tokenizer
-        )  # it has the part that a generator calls
-        backends = options.logger.split(",")
+        generator = self.get_generator(cast(InferenceEngine, engine), tokenizer)  # it has what a generator calls
+        names, folder = (options.project_name, options.run_name), self.run_folder.path
         async with self._training_client(state) as trainer:
-            with Tracking(
-                options.project_name, options.run_name, backends, asdict(options), self.run_folder.path
-            ) as tracking:
+            with Tracking(*names, options.logger.split(","), asdict(options), folder) as tracking:
                 tracking.truncate_after(state["step"] or -1)
                 try:
                     for step in range(state["step"] + 1, options.max_steps + 1):
@@ -139,11 +122,6 @@ class TinkerRun:
                         tracking.log(final, options.max_steps)
                 finally:
                     await generator.close()
-
-    def _open_prompts(self, path: str, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-        dataset = PromptDataset([path], tokenizer, self.options.max_input_length)
-        self.check_rows(TaskRow(f"row {row.uid}", row.env_class, row.env_extras) for row in dataset)
-        return dataset
 
     @asynccontextmanager
     async def _training_client(self, state: dict[str, Any]) -> AsyncIterator[tinker.TrainingClient]:
@@ -179,19 +157,27 @@ class TinkerRun:
         rollout_s = time.perf_counter() - started
         data, metrics = training_data(trajectories, options.max_sequence_length)
         if data:
-            await self._update(trainer, data)
+            adam = tinker.AdamParams(learning_rate=options.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
+            gradient, update = trainer.forward_backward(data, "ppo"), trainer.optim_step(adam)
+            await gradient
+            await update
         else:
             logger.warning("Step %d: the rewards within each group are equal or unknown; nothing was trained", step)
-        metrics |= self.step_metrics(trajectories) | generator.take_metrics() | speed_metrics(trajectories, rollout_s)
+        metrics |= self.step_metrics(trajectories) | generator.take_metrics()
+        n_tokens = sum(t.n_response_tokens for t in trajectories)
+        metrics |= {
+            "time/rollout": rollout_s,
+            "throughput/tokens_total": float(n_tokens),
+            "throughput/tokens_per_sec_effective": n_tokens / max(rollout_s, 1e-9),
+        }
+        if durations := [sum(t.timing.values()) for t in trajectories if t.is_valid]:
+            metrics |= {
+                "rollout/avg_duration": statistics.fmean(durations),
+                "rollout/max_duration": max(durations),
+                "rollout/min_duration": min(durations),
+            }
         await self.alert(step, metrics)
         return metrics | {"time/train": time.perf_counter() - started - rollout_s}
-
-    async def _update(self, trainer: tinker.TrainingClient, data: list[tinker.Datum]) -> None:
-        adam = tinker.AdamParams(learning_rate=self.options.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
-        gradient = trainer.forward_backward(data, "ppo")
-        update = trainer.optim_step(adam)
-        await gradient
-        await update
 
     async def _evaluate(
         self, dataset: PromptDataset, generator: RolloutGenerator, tokenizer: PreTrainedTokenizerBase, step: int

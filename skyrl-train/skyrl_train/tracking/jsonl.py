@@ -32,7 +32,11 @@ class MetricsFile:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         assert "step" not in metrics, "the step is a separate argument"
-        self._unwritten += _line({"step": step, **{name: _finite(value) for name, value in metrics.items()}}).encode()
+        row: dict[str, float | None] = {"step": step}
+        for name, value in metrics.items():  # Python, NumPy and one-element torch numbers
+            number = value if isinstance(value, int) else float(value)
+            row[name] = number if math.isfinite(number) else None
+        self._unwritten += _line(row).encode()
         self._write()
 
     def _write(self) -> None:
@@ -72,16 +76,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    rows = [_parse(line) for line in lines]
-    if rows[-1] is None:  # nothing, or a torn line, follows the last newline
-        rows.pop()
-    for number, row in enumerate(rows, start=1):
-        if row is None:
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if (row := _parse(line)) is not None:
+            rows.append(row)
+        elif number < len(lines):  # nothing, or a torn line, may follow the last newline
             raise DataError(
-                f"{path}:{number} is not a JSON object with an integer 'step': {lines[number - 1][:80]!r}; "
-                "remove that line to read the rest"
+                f"{path}:{number} is not a JSON object with an integer 'step': {line[:80]!r}; remove that line to read "
+                "the rest"
             )
-    return [row for row in rows if row is not None]
+    return rows
 
 
 def _parse(line: str) -> dict[str, Any] | None:
@@ -96,17 +100,9 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
-def _finite(value: float) -> float | None:
-    """Convert a Python, NumPy or one-element torch number to a plain number, or to None if it is NaN or infinite."""
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None
-
-
 def _drop_torn_line(path: Path) -> None:
     """Make the file end with a newline: terminate a complete last line, and cut off a torn one."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
+    content = path.read_bytes() if path.exists() else b""
     if not content or content.endswith(b"\n"):
         return
     start = content.rfind(b"\n") + 1

@@ -10,12 +10,12 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-_BAR = "{desc}{n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}"
+_BAR = "{desc}{n_fmt}/{total_fmt} {percentage:.0f}% |{bar:20}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
 _MAX_EVAL_METRICS = 3
 
 
 class Progress:
-    """A progress line: step/total, reward or loss, latest evaluation, tokens per second and time left.
+    """A progress line: steps done, reward or loss, latest evaluation, tokens per second, time left, steps per second.
 
     `stream` defaults to standard error. A terminal shows one changing line. Elsewhere, a line is written every
     `seconds_between_lines`, and for the first step, the last step and steps with evaluation metrics.
@@ -32,12 +32,14 @@ class Progress:
         self._last_line: float | None = None
         self._shown: dict[str, str] = {}
         self._bar: tqdm | None = None
-        if _is_terminal(self._stream):
+        # In some containers a terminal has a width of 0, and a bar would show nothing.
+        if self._stream.isatty() and os.get_terminal_size(self._stream.fileno()).columns > 0:
             self._bar = tqdm(
                 total=total_steps,
                 initial=initial_step,
                 file=self._stream,
                 desc="step ",
+                unit=" steps",
                 bar_format=_BAR,
                 dynamic_ncols=True,
             )
@@ -58,46 +60,37 @@ class Progress:
         if loss is not None:
             self._shown["loss"] = f"loss {loss:.4f}"
         if eval_metrics:
-            self._shown["eval"] = f"eval at step {step}: {_format_eval(eval_metrics)}"
+            newest = list(eval_metrics.items())[:_MAX_EVAL_METRICS]
+            values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in newest)
+            self._shown["eval"] = f"eval at step {step}: {values}"
         if tokens_per_second is not None:
             self._shown["speed"] = f"{tokens_per_second:,.0f} tok/s"
+        shown = [self._shown[key] for key in ("reward", "loss", "eval", "speed") if key in self._shown]
         if self._bar is not None:
-            self._bar.set_postfix_str(" · ".join(self._shown_parts()), refresh=False)
+            self._bar.set_postfix_str(" · ".join(shown), refresh=False)
             self._bar.update(step - self._bar.n)
             self._bar.refresh()
-        elif self._is_line_due(step, has_eval=bool(eval_metrics)):
-            self._write_line(step)
+            return
+        now = time.monotonic()
+        is_recent = self._last_line is not None and now - self._last_line < self._seconds_between_lines
+        if not is_recent or eval_metrics or step >= self._total_steps:
+            self._last_line = now
+            self._write_line(step, shown, now - self._started)
+
+    def _write_line(self, step: int, shown: list[str], elapsed: float) -> None:
+        percentage = 100 * step / max(self._total_steps, 1)
+        parts = [f"step {step}/{self._total_steps} ({percentage:.0f}%)", *shown]
+        parts.append(f"{tqdm.format_interval(elapsed)} elapsed")
+        n_done = step - self._initial_step
+        if n_done > 0 and step < self._total_steps:
+            parts.append(f"{tqdm.format_interval(elapsed / n_done * (self._total_steps - step))} left")
+        if n_done > 0:
+            is_slow = elapsed > n_done
+            parts.append(f"{elapsed / n_done:.2f} s/step" if is_slow else f"{n_done / max(elapsed, 1e-9):.2f} steps/s")
+        self._stream.write(" · ".join(parts) + "\n")
+        self._stream.flush()
 
     def close(self) -> None:
         """Move the terminal to a fresh line. Safe to call twice."""
         if self._bar is not None:
             self._bar.close()
-
-    def _shown_parts(self) -> list[str]:
-        return [self._shown[key] for key in ("reward", "loss", "eval", "speed") if key in self._shown]
-
-    def _is_line_due(self, step: int, *, has_eval: bool) -> bool:
-        if self._last_line is None or has_eval or step >= self._total_steps:
-            return True
-        return time.monotonic() - self._last_line >= self._seconds_between_lines
-
-    def _write_line(self, step: int) -> None:
-        now = time.monotonic()
-        elapsed, n_done = now - self._started, step - self._initial_step
-        parts = [f"step {step}/{self._total_steps}", *self._shown_parts(), f"{tqdm.format_interval(elapsed)} elapsed"]
-        if n_done > 0 and step < self._total_steps:
-            parts.append(f"{tqdm.format_interval(elapsed / n_done * (self._total_steps - step))} left")
-        self._stream.write(" · ".join(parts) + "\n")
-        self._stream.flush()
-        self._last_line = now
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    """Return True for a terminal with a width. In some containers the width is 0, and a bar would show nothing."""
-    return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
-
-
-def _format_eval(metrics: Mapping[str, float]) -> str:
-    """Format the first few metrics without their prefixes: `avg_score 0.91, catch_rate 0.97`."""
-    shown = list(metrics.items())[:_MAX_EVAL_METRICS]
-    return ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in shown)

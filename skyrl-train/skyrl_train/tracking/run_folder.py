@@ -22,7 +22,7 @@ EVAL_ONLY = "eval_only"
 AGGREGATED = "aggregated_results.jsonl"
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunFolder:
     """The files of one run. Methods create the folders of the paths they return, but never the files."""
 
@@ -41,35 +41,21 @@ class RunFolder:
         make_folder(path)
         return cls(path)
 
-    @property
-    def config_yaml(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def changes(self) -> Path:
-        return self.path / "changes.jsonl"
+    def __post_init__(self) -> None:
+        self.config_yaml = self.path / "config.yaml"
+        self.changes = self.path / "changes.jsonl"
+        self.metrics = self.path / "metrics.jsonl"
+        self.train_log = self.path / "train.log"
+        self.learning_curve = self.path / "learning_curve.png"
+        self.report = self.path / "report.html"
+        self.evaluation_results = self.path / "evals" / EVAL_ONLY / AGGREGATED
+        """The metrics file of a run that only evaluates. Written at its end, if there are valid rollouts."""
 
     def read_changes(self) -> list[dict[str, Any]]:
         """Return changed settings by ascending step: `{"after_step": 10, "settings": ["trainer.seed: 1 -> 2"]}`."""
         if not self.changes.exists():
             return []
         return [json.loads(line) for line in self.changes.read_text(encoding="utf-8").splitlines()]
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def train_log(self) -> Path:
-        return self.path / "train.log"
-
-    @property
-    def learning_curve(self) -> Path:
-        return self.path / "learning_curve.png"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     @property
     def has_training(self) -> bool:
@@ -82,17 +68,14 @@ class RunFolder:
         """True for the folder of a run that only evaluates."""
         return (self.path / "evals" / EVAL_ONLY).is_dir() and not self.has_training
 
-    @property
-    def evaluation_results(self) -> Path:
-        """The metrics file of a run that only evaluates. Written at its end, if there are valid rollouts."""
-        return self.path / "evals" / EVAL_ONLY / AGGREGATED
-
     def evals(self, step: int | None) -> Path:
         """Return the folder of one evaluation. `step` is None for a run that only evaluates.
 
         The folder holds one `<data_source>.jsonl` per source and `aggregated_results.jsonl`.
         """
-        return _folder(self.path / "evals" / (EVAL_ONLY if step is None else f"global_step_{step}"))
+        folder = self.path / "evals" / (EVAL_ONLY if step is None else f"global_step_{step}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def eval_steps(self) -> list[int]:
         """Return the steps that have an evaluation folder, ascending."""
@@ -101,7 +84,9 @@ class RunFolder:
 
     def trajectories(self, step: int) -> Path:
         """Return the trajectory file of one training step."""
-        return _folder(self.path / "trajectories") / f"global_step_{step}.jsonl"
+        folder = self.path / "trajectories"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"global_step_{step}.jsonl"
 
 
 @contextmanager
@@ -160,8 +145,3 @@ class _LogFile(logging.FileHandler):
         if not self._has_failed:
             self._has_failed = True
             logger.warning("%s lacks the last messages: %s", self.baseFilename, error)
-
-
-def _folder(path: Path) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    return path

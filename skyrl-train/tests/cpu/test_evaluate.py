@@ -168,15 +168,6 @@ def test_the_dump_has_a_file_per_source_and_one_with_all_metrics(
     assert json.loads((tmp_path / "aggregated_results.jsonl").read_text()) == {"eval/all/avg_score": 1.0}
 
 
-def test_sources_with_colliding_names_share_file_and_metrics(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    both = [make_trajectory("a", [1.0], data_source="x/y"), make_trajectory("b", [0.0], data_source="x_y")]
-    dump_evaluation(tmp_path, both, {}, ChatEncoder(tiny_tokenizer), None)
-    assert [row["data_source"] for row in read_rows(str(tmp_path / "x_y.jsonl"))] == ["x/y", "x_y"]
-    assert eval_metrics(both, 1, None)["eval/x_y/avg_score"] == 0.5
-
-
 def test_all_rows_of_a_trajectory_are_dumped(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     chat = ChatEncoder(tiny_tokenizer)
     first, second = (tiny_tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("L", "R"))
@@ -203,12 +194,19 @@ def test_all_rows_of_a_trajectory_are_dumped(tiny_tokenizer: PreTrainedTokenizer
     assert (invalid["score"], invalid["total_reward"], invalid["earlier"][0]["score"]) == (None, None, None)
 
 
-def test_a_source_named_like_an_aggregate_is_renamed(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    names = ["all", "aggregated_results", "games"]
+def test_sources_with_reserved_or_colliding_names(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """`x/y` and `x_y` share file and metrics, and a source named like an aggregate is renamed."""
+    names = ["all", "aggregated_results", "games", "x/y", "x_y"]
     trajectories = [make_trajectory(str(i), [float(i)], data_source=name) for i, name in enumerate(names)]
     metrics = eval_metrics(trajectories, 1, None)
-    assert (metrics["eval/all/avg_score"], metrics["eval/all_/avg_score"]) == (1.0, 0.0)
+    scores = [metrics[f"eval/{name}/avg_score"] for name in ("all", "all_", "x_y")]
+    assert scores == [2.0, 0.0, 3.5]
     dump_evaluation(tmp_path, trajectories, metrics, ChatEncoder(tiny_tokenizer), None)
-    files = {path.name: len(read_rows(str(path))) for path in tmp_path.iterdir()}
-    source_files = ("aggregated_results_.jsonl", "all_.jsonl", "games.jsonl")
-    assert files == dict.fromkeys([*source_files, "aggregated_results.jsonl"], 1)
+    sources = {path.name: [row.get("data_source") for row in read_rows(str(path))] for path in tmp_path.iterdir()}
+    assert sources == {
+        "aggregated_results.jsonl": [None],
+        "aggregated_results_.jsonl": ["aggregated_results"],
+        "all_.jsonl": ["all"],
+        "games.jsonl": ["games"],
+        "x_y.jsonl": ["x/y", "x_y"],
+    }

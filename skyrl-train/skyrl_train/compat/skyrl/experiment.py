@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -18,8 +19,7 @@ from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.validation import find_problems
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.evaluation import EvaluationExperiment
-from skyrl_train.entrypoints.experiment import RLExperiment
-from skyrl_train.entrypoints.parts import RunParts, check_reward_functions
+from skyrl_train.entrypoints.experiment import RLExperiment, RunParts, check_reward_functions
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
@@ -119,7 +119,7 @@ class BasePPOExp(RLExperiment):
                 *(buffer, type(trainer).__name__),
             )
             source_cfg = with_value(self.cfg, "trainer.algorithm.overlong_buffer_len", None)
-        trainer.attach(**self.trainer_parts(parts, source_cfg))
+        trainer.attach(**self.trainer_parts(replace(parts, source_cfg=source_cfg)))
         return trainer
 
     def _enable_fully_async(self, launcher: Launcher) -> None:

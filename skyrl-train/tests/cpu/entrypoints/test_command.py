@@ -11,9 +11,7 @@ def test_problems_of_configuration_and_algorithms_are_in_one_error() -> None:
     composed.trainer.algorithm.advantage_estimator = "gae"
     for check in (
         lambda: validate_cfg(composed),
-        lambda: validate_cfg(
-            {"trainer": {"policy_mini_batch_size": 48, "algorithm": {"advantage_estimator": "gae"}}},
-        ),
+        lambda: validate_cfg({"trainer": {"policy_mini_batch_size": 48, "algorithm": {"advantage_estimator": "gae"}}}),
         lambda: parse_cli(["trainer.policy_mini_batch_size=48", "trainer.algorithm.advantage_estimator=gae"]),
     ):
         with pytest.raises(

@@ -10,20 +10,15 @@ from skyrl_train.entrypoints.providers import PROVIDERS
 
 
 @pytest.fixture(autouse=True)
-def without_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Log out of the Hub."""
+def without_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log out of the Hub, and unset the keys of GPU clouds. test_providers covers them."""
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-
-
-@pytest.fixture(autouse=True)
-def without_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unset the keys of GPU clouds; test_providers asks them."""
     for provider in PROVIDERS:
         monkeypatch.delenv(provider.key_name or "NONE", raising=False)
 
 
-def findings(*overrides: str, task: Path | None = None) -> dict[str, doctor.Finding]:
-    return {finding.name: finding for finding in doctor.examine(overrides, task=task)}
+def examine(*overrides: str, task: Path | None = None) -> dict[str, doctor.CheckResult]:
+    return {result.name: result for result in doctor.examine(overrides, task=task)}
 
 
 def test_a_run_that_can_start_passes_every_check(catch_run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,17 +33,12 @@ def test_every_failed_check_is_printed_with_its_fix(catch_run: list[str], capsys
     missing = ["data.train_data=nowhere.parquet", "trainer.remote_ckpt_url=nosuch://bucket"]
     assert main(["doctor", *catch_run, "environment.env_class=catch", *missing]) == 1
     captured = capsys.readouterr()
-    assert (
-        "failed   files         data.train_data=nowhere.parquet: the file nowhere.parquet does not exist"
-        in captured.out
-    )
+    fault = "data.train_data=nowhere.parquet: the file nowhere.parquet does not exist"
+    assert f"failed   files         {fault}" in captured.out
     assert "use a .parquet, .json or .jsonl file" in captured.out
     assert "failed   storage       trainer.remote_ckpt_url=nosuch://bucket cannot be written: " in captured.out
     assert "error: 2 of " in captured.err
     assert "checks failed: files, storage" in captured.err
-
-
-def test_an_invalid_configuration_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "trainer.epochs=0"]) == 1
     assert "failed   configuration" in capsys.readouterr().out
 
@@ -57,19 +47,23 @@ def test_a_disk_that_is_too_small_for_a_checkpoint_fails_and_for_all_warns(
     catch_run: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = [*catch_run, "environment.env_class=catch", "trainer.epochs=50", "trainer.ckpt_interval=1"]
-    for free, status in ((1_000_000, "failed"), (10_000_000, "warning"), (10**12, "ok")):
+    one = "trainer.max_ckpts_to_keep=1"
+    for free, status, settings in (
+        (1_000_000, "failed", []),
+        (10_000_000, "warning", []),
+        (10**12, "ok", []),
+        (10_000_000, "ok", [one]),
+        (10_000_000, "warning", [one, "trainer.hf_save_interval=1"]),
+    ):
         monkeypatch.setattr(doctor, "free_bytes", lambda folder, free=free: free)
-        disk = findings(*overrides)["disk"]
+        disk = examine(*overrides, *settings)["disk"]
         assert disk.status == status, disk
-        assert "per checkpoint, every 1 step, all kept" in disk.text
-    monkeypatch.setattr(doctor, "free_bytes", lambda folder: 10_000_000)
-    assert findings(*overrides, "trainer.max_ckpts_to_keep=1")["disk"].status == "ok"
-    assert findings(*overrides, "trainer.max_ckpts_to_keep=1", "trainer.hf_save_interval=1")["disk"].status == "warning"
+        assert f"per checkpoint, every 1 step, {'the last 1 kept' if settings else 'all kept'}" in disk.text
 
 
 def test_storage_is_written_and_left_empty(catch_run: list[str], tmp_path: Path) -> None:
     url = f"file://{tmp_path}/remote"
-    assert findings(*catch_run, f"trainer.remote_ckpt_url={url}")["storage"].status == "ok"
+    assert examine(*catch_run, f"trainer.remote_ckpt_url={url}")["storage"].status == "ok"
     assert list((tmp_path / "remote").iterdir()) == []
 
 
@@ -77,7 +71,7 @@ def test_a_port_in_use_is_a_warning(catch_run: list[str], monkeypatch: pytest.Mo
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(doctor, "RAY_PORT", taken.getsockname()[1])
-        ports = findings(*catch_run, "trainer.placement.launcher=ray")["ports"]
+        ports = examine(*catch_run, "trainer.placement.launcher=ray")["ports"]
     assert (ports.status, "ray stop" in ports.fix) == ("warning", True)
 
 
@@ -97,15 +91,15 @@ def test_the_ref_of_a_task_must_be_the_pushed_commit(tmp_path: Path, monkeypatch
     task.write_text(f"workdir:\n  url: {remote}\n  ref: main\n{variables}")
     git("add", ".")
     git("commit", "-m", "one")
-    assert findings(task=task)["workdir.ref"].text == f"{remote} has no branch or tag main"
+    assert examine(task=task)["workdir.ref"].text == f"{remote} has no branch or tag main"
     git("push", str(remote), "main")
-    assert findings(task=task)["workdir.ref"].status == "ok"
+    assert examine(task=task)["workdir.ref"].status == "ok"
     git("commit", "--allow-empty", "-m", "two")
-    stale = findings(task=task)["workdir.ref"]
+    stale = examine(task=task)["workdir.ref"]
     assert (stale.status, f"git push {remote} main" in stale.fix, "--git-url" in stale.fix) == ("failed", True, True)
-    assert findings(task=task)["task"].text == f"{task}: WANDB_API_KEY must have a value"
+    assert examine(task=task)["task"].text == f"{task}: WANDB_API_KEY must have a value"
     monkeypatch.setenv("WANDB_API_KEY", "key")
-    assert "task" not in findings(task=task)
+    assert "task" not in examine(task=task)
 
 
 TRAIN = Path(__file__).parents[3]
@@ -116,14 +110,14 @@ TASK_FILES = [*sorted(TRAIN.glob("tasks/*.yaml")), TRAIN / "examples/cluster/sky
 def test_a_task_file_of_this_repository_needs_nothing_but_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FLEET_API_KEY", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "key")
-    assert [finding for finding in doctor._check_task(path) if finding.name == "task"] == []
+    assert [result for result in doctor._check_task(path) if result.name == "task"] == []
 
 
 def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor.metadata, "requires", lambda name: ["torch>=99", "no-such-package", "ray; extra == 'ray'"]
     )
-    (finding,) = doctor._check_versions()
-    assert finding.status == "failed"
-    assert "is not >=99; no-such-package is missing" in finding.text
-    assert "ray" not in finding.text
+    (result,) = doctor._check_versions()
+    assert result.status == "failed"
+    assert "is not >=99; no-such-package is missing" in result.text
+    assert "ray" not in result.text

@@ -41,6 +41,8 @@ def test_scores_equal_those_of_the_evaluation_before_training(arguments: list[st
 
 
 def test_an_evaluation_describes_itself_and_leaves_other_runs_alone(arguments: list[str]) -> None:
+    message = expect_error(*arguments, "data.val_data=[]", "trainer.eval_interval=-1", command="generate")
+    assert "data.val_data=[] leaves nothing to evaluate" in message
     run = train(*arguments, command="generate")
     page = (run.folder / "report.html").read_text()
     assert "Evaluation, environment: catch" in page
@@ -66,8 +68,3 @@ def test_the_command_fails_if_every_rollout_fails_and_may_be_tried_again(argumen
     assert run.metrics[0]["eval/generate/n_invalid/trajectory_timeout"] == 48
     assert train(*arguments, command="generate").folder == run.folder  # with another timeout
     assert "eval/all/avg_score" in run.metrics[-1]
-
-
-def test_missing_prompts_are_refused(arguments: list[str]) -> None:
-    message = expect_error(*arguments, "data.val_data=[]", "trainer.eval_interval=-1", command="generate")
-    assert "data.val_data=[] leaves nothing to evaluate" in message

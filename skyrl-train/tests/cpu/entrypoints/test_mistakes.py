@@ -43,7 +43,7 @@ json.dump(answers, sys.stdout)
 
 
 def test_a_mistake_is_answered_with_its_fix(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """All commands run in one process, which must not import PyTorch."""
+    """All commands run in one process. It must not import PyTorch."""
     write_inputs(tmp_path)
     mistakes = golden.read("entrypoints/mistakes")
     commands = []
@@ -94,17 +94,14 @@ def write_inputs(folder: Path) -> None:
     (folder / "broken_link").symlink_to("nowhere")
     (folder / "run/ckpts/global_step_3").mkdir(parents=True)
     (folder / "folder.parquet").mkdir()
+    whole = ["config.json", "model.safetensors", "tokenizer.json"]
     for name, files in {
-        "model": ["config.json", "model.safetensors", "tokenizer.json"],
+        **dict.fromkeys(("model", "list_config", "small_vocabulary", "lfs", "cut_off"), whole),
         "without_tokenizer": ["config.json", "model.safetensors"],
         "without_weights": ["config.json", "tokenizer.json"],
-        "list_config": ["config.json", "model.safetensors", "tokenizer.json"],
         "folder_config": ["model.safetensors", "tokenizer.json"],
-        "small_vocabulary": ["config.json", "model.safetensors", "tokenizer.json"],
         "without_index": ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"],
         "without_shard": ["config.json", "model.safetensors.index.json", "tokenizer.json"],
-        "lfs": ["config.json", "model.safetensors", "tokenizer.json"],
-        "cut_off": ["config.json", "model.safetensors", "tokenizer.json"],
     }.items():
         (folder / name).mkdir()
         for file in files:

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 from train_kit.datasets import write_pairs
-from train_kit.runs import (
-    assert_equal_runs,
-    expect_error,
-    preference_run,
-    read_lines,
-    stop_after,
-    train,
-    train_with,
-)
+from train_kit.runs import assert_equal_runs, expect_error, preference_run, read_lines, stop_after, train, train_with
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -53,7 +45,7 @@ def read_pairs(file: Path) -> list[tuple[str, str, str]]:
 
 
 def token_ids(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Return the tokens of a prompt with the header of an answer, and those of the answer."""
+    """Return the tokens of a prompt with the answer's header, and the answer's tokens."""
     parts = (f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n", f"{answer}<|im_end|>")
     head, body = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts)
     return head, body

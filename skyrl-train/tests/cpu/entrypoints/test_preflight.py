@@ -33,7 +33,7 @@ def test_a_folder_that_exists_or_can_be_created_has_no_fault(tmp_path: Path, mon
         ("~no_such_user/x", "there is no user no_such_user"),
         ("n" * 256, "names of files have at most 255 bytes"),
         ("ü" * 128, "names of files have at most 255 bytes"),
-        ("d/" * 2000, "paths have at most 4,096 bytes, and those of files in it have up to 300 more"),
+        ("d/" * 2000, "paths have at most 4,096 bytes, and files in the folder add up to 300"),
         ("nul\0", "it contains a NUL character"),
         ("half\ud83d", "it contains a lone surrogate"),
     ],

@@ -1,4 +1,4 @@
-"""Wallets of GPU clouds, asked from a local server that answers as their documentation says."""
+"""Balances of GPU clouds, from a local server that answers as their documentation says."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ class Clouds:
 
 @pytest.fixture
 def clouds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clouds]:
-    """A running server, which all providers with an address are replaced by; their keys are set."""
+    """A local server that replaces all providers with a URL. Their keys are set."""
     clouds = Clouds({"lambda": LAMBDA, "runpod": RUNPOD, "vast": VAST, "primeintellect": PRIME})
     with serving(clouds.answer) as (address, clouds.requests):
         local = [replace(p, url=f"{address}/{p.name}?limit=1") if p.url else p for p in PROVIDERS]
@@ -48,7 +48,7 @@ def clouds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clouds]:
         yield clouds
 
 
-def wallets(task: Path | None = None) -> list[doctor.Finding]:
+def wallets(task: Path | None = None) -> list[doctor.CheckResult]:
     return list(doctor._check_wallets(doctor._read_clouds(task)))
 
 
@@ -58,10 +58,10 @@ def write_task(folder: Path, *clouds: str) -> Path:
     return folder / "task.yaml"
 
 
-def test_each_cloud_of_a_task_is_asked_as_its_documentation_says(clouds: Clouds, tmp_path: Path) -> None:
+def test_each_cloud_of_a_task_is_requested_as_documented(clouds: Clouds, tmp_path: Path) -> None:
     task = write_task(tmp_path, "lambda", "runpod", "vast/us", "primeintellect", "nebius")
     found = wallets(task)
-    assert [(finding.status, finding.text) for finding in found] == [
+    assert [(result.status, result.text) for result in found] == [
         (
             "warning",
             "lambda: the key is valid, but the API does not report the balance; available now: gpu_1x_h100_pcie",
@@ -78,10 +78,10 @@ def test_each_cloud_of_a_task_is_asked_as_its_documentation_says(clouds: Clouds,
     assert KEY not in "".join(map(str, found))
 
 
-def test_without_a_task_the_clouds_with_a_key_are_asked(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_task_all_clouds_with_a_key_are_requested(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KEYS[:3]:
         monkeypatch.delenv(name)
-    assert [finding.text for finding in wallets()] == ["primeintellect: $12.25"]
+    assert [result.text for result in wallets()] == ["primeintellect: $12.25"]
 
 
 def test_empty_wallets_and_refused_keys_fail_if_no_cloud_is_left(clouds: Clouds, tmp_path: Path) -> None:
@@ -94,16 +94,16 @@ def test_empty_wallets_and_refused_keys_fail_if_no_cloud_is_left(clouds: Clouds,
         "primeintellect: the key in PRIME_INTELLECT_API_KEY is refused (HTTP 401)",
     )
     assert (none_left.status, none_left.text) == ("failed", "no cloud would start a machine")
-    assert [finding.status for finding in wallets(write_task(tmp_path, "vast", "runpod"))] == ["ok", "warning"]
+    assert [result.status for result in wallets(write_task(tmp_path, "vast", "runpod"))] == ["ok", "warning"]
 
 
 @pytest.mark.parametrize("answer", [500, "<html>", [], {"data": None}, {"errors": [{"message": "Unauthorized"}]}])
 @pytest.mark.parametrize("name", ["lambda", "runpod", "vast", "primeintellect"])
 def test_an_undocumented_answer_is_unknown(clouds: Clouds, name: str, answer: Any, tmp_path: Path) -> None:
     clouds.answers[name] = answer
-    (finding,) = wallets(write_task(tmp_path, name))
-    assert finding.status == "warning"
-    assert "HTTP 500" in finding.text if answer == 500 else "gave no answer that can be read" in finding.text
+    (result,) = wallets(write_task(tmp_path, name))
+    assert result.status == "warning"
+    assert "HTTP 500" in result.text if answer == 500 else "gave no answer that can be read" in result.text
 
 
 def test_a_cloud_that_cannot_be_reached_or_has_no_key_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

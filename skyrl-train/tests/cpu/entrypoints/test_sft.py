@@ -52,34 +52,20 @@ def test_rows_are_as_long_as_the_context_by_default(overrides_of: Overrides, dat
 
 
 def test_the_command_line_of_verl_is_read(data: Path, tiny_model_path: Path, tmp_path: Path) -> None:
-    overrides = [
-        f"data.train_files='{data}/train.jsonl'",
-        f"data.val_files='{data}/val.jsonl'",
-        "data.prompt_key=prompt",
-        "data.response_key=response",
-        "data.train_batch_size=5",
-        "data.micro_batch_size_per_gpu=8",
-        "data.max_length=200",
-        f"model.partial_pretrain='{tiny_model_path}'",
-        "model.fsdp_config.model_dtype=bf16",
-        "optim.lr=2e-4",
-        "optim.betas=[0.9,0.95]",
-        "optim.weight_decay=0.1",
-        "optim.lr_scheduler=wsd",
-        f"trainer.default_local_dir='{tmp_path}/ckpts'",
-        "trainer.experiment_name=test_run",
-        "trainer.total_epochs=1",
-        "trainer.save_freq=50",
-        "trainer.test_freq=50",
-        "trainer.logger=jsonl",
-        f"trainer.output_dir='{tmp_path}/out'",
-    ]
-    assert main(["sft", *overrides]) == 0
+    command = f"""
+        data.train_files={data}/train.jsonl data.val_files={data}/val.jsonl data.prompt_key=prompt
+        data.response_key=response data.train_batch_size=5 data.micro_batch_size_per_gpu=8 data.max_length=200
+        model.partial_pretrain={tiny_model_path} model.fsdp_config.model_dtype=bf16
+        optim.lr=2e-4 optim.betas=[0.9,0.95] optim.weight_decay=0.1 optim.lr_scheduler=wsd
+        trainer.default_local_dir={tmp_path}/ckpts trainer.experiment_name=test_run trainer.total_epochs=1
+        trainer.save_freq=50 trainer.test_freq=50 trainer.logger=jsonl trainer.output_dir={tmp_path}/out
+    """
+    assert main(["sft", *command.split()]) == 0
     assert "val/loss" in Run(tmp_path / "out/skyrl/test_run").metrics[-1]
     assert (tmp_path / "ckpts/global_step_2").is_dir()
 
 
-def test_a_template_that_is_no_text_is_refused(overrides_of: Overrides, data: Path) -> None:
+def test_a_chat_template_without_text_is_refused(overrides_of: Overrides, data: Path) -> None:
     for content, fault in ((b"\xff", "cannot be read"), (b"\n", "is empty")):
         (data / "template.jinja").write_bytes(content)
         message = expect_error(*overrides_of(f"data.chat_template='{data}/template.jinja'"), command="sft")

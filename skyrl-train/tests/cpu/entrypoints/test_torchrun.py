@@ -45,6 +45,12 @@ def overrides_of(tiny_model_path: Path, tmp_path: Path) -> Callable[..., list[st
     return make
 
 
+def process_options() -> dict[str, Any]:
+    """Return the options of a process that starts torchrun."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": python()}
+    return {"cwd": TRAIN_FOLDER, "env": env, "text": True}
+
+
 @pytest.mark.parametrize(
     ("command", "settings", "division"),
     [
@@ -90,13 +96,7 @@ def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
     overrides = overrides_of(command, "killed", *settings, *sharding)
     module = ["-m", "skyrl_train.entrypoints.cli", command]
     torchrun = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    options: dict[str, Any] = {
-        "cwd": TRAIN_FOLDER,
-        "env": os.environ | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": python()},
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **process_options()}
     run = run_of(overrides)
     with subprocess.Popen([*torchrun, *module, *overrides], **options) as process:
         wait_until((run.folder / "ckpts/global_step_1").exists)
@@ -132,16 +132,11 @@ def test_a_command_line_of_verl_starts_its_ranks_with_torchrun(
     assert "processes    2 of torchrun" in capsys.readouterr().out
     expected = train("fsdp_sft_trainer", *one, command="verl")
     command = [python(), "-m", "skyrl_train.entrypoints.cli", "verl", *program, *two]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": python()}
-    finished = subprocess.run(command, cwd=TRAIN_FOLDER, env=environment, capture_output=True, text=True, check=False)
+    finished = subprocess.run(command, capture_output=True, check=False, **process_options())
     messages = finished.stdout + finished.stderr
     assert finished.returncode == 0, messages
-    for line in (
-        "optim.lr=0.0001 is read as",
-        "--nproc_per_node=2 is read as",
-        "defaults of verl:",
-        "--max-restarts=0",
-    ):
+    read = [f"{option} is read as" for option in ("optim.lr=0.0001", "--nproc_per_node=2")]
+    for line in (*read, "defaults of verl:", "--max-restarts=0"):
         assert messages.count(line) == 1, line
     assert_close_runs(run_of(two), expected, ROUNDING)
     assert (run_of(two).folder / "ckpts/global_step_2/policy/__1_0.distcp").exists()

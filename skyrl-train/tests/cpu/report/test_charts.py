@@ -14,18 +14,19 @@ def _chart(*values: float | None, style: str = "eval", baselines: dict[str, floa
     return Chart("A <chart>", "", [Line("evaluation", series, style)], baselines or {})
 
 
-def test_every_point_is_on_the_line_and_has_its_value_as_title() -> None:
+def test_every_point_is_on_the_line_in_order_and_has_its_value_as_title() -> None:
     chart = _chart(0.0, 0.5, 1.0)
     (path,) = _elements(chart, "path", "line")
     assert path.attrib["d"].count("L") == 2
-    titles = [dot.findtext("title") for dot in _elements(chart, "circle", "dot")]
-    assert titles == ["step 0: 0", "step 1: 0.5", "step 2: 1"]
-
-
-def test_a_higher_value_is_drawn_higher_and_a_later_step_further_right() -> None:
-    low, high = _elements(_chart(0.0, 1.0), "circle", "dot")
-    assert float(low.attrib["cy"]) > float(high.attrib["cy"])
-    assert float(low.attrib["cx"]) < float(high.attrib["cx"])
+    dots = _elements(chart, "circle", "dot")
+    assert [dot.findtext("title") for dot in dots] == ["step 0: 0", "step 1: 0.5", "step 2: 1"]
+    (left, low), (middle, half), (right, high) = ((float(d.attrib["cx"]), float(d.attrib["cy"])) for d in dots)
+    assert left < middle < right
+    assert low > half > high
+    for values in ((3.0,), (0.0, 0.0, 0.0)):
+        assert len(_elements(_chart(*values), "circle", "dot")) == len(values)
+    root = ElementTree.fromstring(sparkline(Series("a", (5,), (1.0,))))
+    assert root.tag == "svg"
 
 
 def test_missing_values_are_gaps_with_a_warning() -> None:
@@ -34,11 +35,6 @@ def test_missing_values_are_gaps_with_a_warning() -> None:
     assert path.attrib["d"].count("M") == 2
     assert chart.warning == "2 values are NaN or infinite: a gap in the line"
     assert _chart(0.0, 1.0).warning == ""
-
-
-def test_single_points_and_constants_can_be_drawn() -> None:
-    assert len(_elements(_chart(3.0), "circle", "dot")) == 1
-    assert len(_elements(_chart(0.0, 0.0, 0.0), "circle", "dot")) == 3
 
 
 def test_a_share_is_drawn_from_0_to_100_percent() -> None:
@@ -53,11 +49,6 @@ def test_a_baseline_outside_the_values_is_inside_the_chart() -> None:
     (line,) = _elements(chart, "line", "baseline")
     assert 0 < float(line.attrib["y1"]) < 190
     assert "optimal 1" in "".join(ElementTree.fromstring(chart.svg()).itertext())
-
-
-def test_a_sparkline_is_a_complete_svg() -> None:
-    root = ElementTree.fromstring(sparkline(Series("a", (5,), (1.0,))))
-    assert root.tag == "svg"
 
 
 def test_a_long_line_keeps_its_peaks_in_a_bounded_path() -> None:

@@ -63,27 +63,19 @@ def test_the_page_has_results_differences_and_curves(runs: list[Path], tmp_path:
     assert "1 value is NaN" in text
 
 
-def test_runs_that_differ_in_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trainer: {{run_name: {0}, seed: 1, ckpt_path: {1}/outs/p/{0}/ckpts}}",
+        "trainer: {{run_name: {0}, project_name: p, output_dir: outs, ckpt_path: outs/p/{0}/ckpts}}",
+    ],
+    ids=["absolute", "relative"],
+)
+def test_names_and_paths_inside_the_folders_do_not_differ(tmp_path: Path, text: str) -> None:
     folders = [
-        write_run(
-            tmp_path / name,
-            f"trainer: {{run_name: {name}, seed: 1, ckpt_path: {tmp_path / name}/ckpts}}",
-            reward__avg_raw_reward=[0.5],
-        )
-        for name in ("a", "b")
+        write_run(tmp_path / f"outs/p/{name}", text.format(name, tmp_path), train__loss=[0.5]) for name in ("a", "b")
     ]
     assert "None but the name." in compare_runs(folders, tmp_path / "comparison.html").read_text("utf-8")
-
-
-def test_relative_paths_inside_the_folders_do_not_differ(tmp_path: Path) -> None:
-    text = "trainer: {{run_name: {0}, project_name: p, output_dir: outs, ckpt_path: outs/p/{0}/ckpts}}"
-    folders = [write_run(tmp_path / f"outs/p/{name}", text.format(name), train__loss=[0.5]) for name in ("a", "b")]
-    assert "None but the name." in compare_runs(folders, tmp_path / "comparison.html").read_text("utf-8")
-
-
-def test_an_output_that_is_a_folder_is_refused(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be written: Is a directory; choose a file with --output"):
-        compare_runs(runs, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +95,9 @@ def test_folders_that_cannot_be_compared(runs: list[Path], tmp_path: Path, make:
 
 def test_the_command(runs: list[Path], tmp_path: Path) -> None:
     output = tmp_path / "out.html"
-    result = CliRunner().invoke(app, ["report", "compare", *map(str, runs), "--output", str(output)])
+    command = ["report", "compare", *map(str, runs), "--output"]
+    result = CliRunner().invoke(app, [*command, str(output)])
     assert (result.exit_code, result.stdout.strip()) == (0, str(output))
     assert output.exists()
+    result = CliRunner().invoke(app, [*command, str(tmp_path)])
+    assert "cannot be written: Is a directory; choose a file with --output" in result.stderr

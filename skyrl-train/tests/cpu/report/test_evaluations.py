@@ -13,25 +13,23 @@ def _write(folder: RunFolder, step: int, rows: list[dict[str, Any]], name: str =
     (folder.evals(step) / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_scores_are_numbers_or_sums_and_none_if_invalid(tmp_path: Path) -> None:
+def test_rows_of_this_project_and_of_skyrl_are_read(tmp_path: Path) -> None:
+    """A score is a number or a list, `total_reward` counts all segments, and a prompt is text or messages."""
     folder = RunFolder(tmp_path)
-    _write(folder, 3, [{"score": 1}, {"score": [0.5, 0, 0.25]}, {"score": None, "error": "boom"}, {"score": []}])
+    rows = [
+        {"score": 1, "input_prompt": [{"role": "user", "content": "Hi"}]},
+        {"score": [0.5, 0, 0.25], "input_prompt": "Hi"},
+        {"score": None, "error": "boom"},
+        {"score": []},
+        {"score": [0.0, 0.5], "total_reward": 2.0},
+        {"score": None, "total_reward": None},
+    ]
+    _write(folder, 3, rows)
     _write(folder, 3, [{"eval/all/avg_score": 1.0}], name="aggregated_results.jsonl")
     trajectories = read_evaluation(folder, 3)
-    assert [trajectory.score for trajectory in trajectories] == [1.0, 0.75, None, 0.0]
+    assert [trajectory.score for trajectory in trajectories] == [1.0, 0.75, None, 0.0, 2.0, None]
+    assert [trajectory.prompt for trajectory in trajectories] == ["user: Hi", "Hi", "", "", "", ""]
     assert trajectories[2].error == "boom"
-
-
-def test_the_score_of_several_rows_is_the_total_reward(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    _write(folder, 3, [{"score": [0.0, 0.5], "total_reward": 2.0}, {"score": None, "total_reward": None}])
-    assert [trajectory.score for trajectory in read_evaluation(folder, 3)] == [2.0, None]
-
-
-def test_a_prompt_may_be_text_or_messages(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    _write(folder, 0, [{"input_prompt": [{"role": "user", "content": "Hi"}]}, {"input_prompt": "Hi"}, {}])
-    assert [trajectory.prompt for trajectory in read_evaluation(folder, 0)] == ["user: Hi", "Hi", ""]
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
@@ -55,10 +53,6 @@ def test_best_median_and_worst_are_shown_with_their_earlier_response(tmp_path: P
         ("worst", "p0"),
     ]
     assert [example.before.response if example.before else None for example in examples] == ["old", None, None]
-
-
-def test_a_small_evaluation_shows_each_trajectory_once(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    _write(folder, 0, [{"input_prompt": "a", "score": 1.0}])
-    assert [example.role for example in pick_examples(read_evaluation(folder, 0), [])] == ["best"]
+    one = read_evaluation(folder, 9)[:1]
+    assert [example.role for example in pick_examples(one, [])] == ["best"], "each trajectory is shown once"
     assert pick_examples([], []) == []

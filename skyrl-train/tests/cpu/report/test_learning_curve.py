@@ -35,10 +35,7 @@ def test_the_plot_contains_evaluation_training_and_baselines(tmp_path: Path) -> 
     assert _has_colour(path, (0x2F, 0x6F, 0xDE))  # evaluation
     assert _has_colour(path, (0x8F, 0xA3, 0xC4))  # training rollouts
     assert _has_colour(path, (0x6A, 0x73, 0x83))  # baseline
-
-
-def test_one_evaluation_without_a_training_metric_suffices(tmp_path: Path) -> None:
-    rows = [{"step": 0, RATE: 0.1}]
+    rows = [{"step": 0, RATE: 0.1}]  # one evaluation, and no training metric
     path = plot_learning_curve(rows, tmp_path / "a.png", metric=RATE, title="Catch", train_metric="environment/none")
     assert _has_colour(path, (0x2F, 0x6F, 0xDE))
     assert not _has_colour(path, (0x8F, 0xA3, 0xC4))

@@ -8,9 +8,6 @@ def test_a_repeated_step_has_its_newest_value() -> None:
     series = read_series(rows, "a")
     assert (series.steps, series.values) == ((0, 2), (3.0, None))
     assert (series.first, series.last, series.n_not_finite) == (3.0, 3.0, 1)
-
-
-def test_a_series_without_a_finite_value_is_empty() -> None:
     assert not read_series([{"step": 1, "a": None}], "a")
     assert not read_series([{"step": 1}], "a")
 
@@ -20,14 +17,11 @@ def test_nan_or_infinite_values_are_gaps() -> None:
     assert series.runs() == [[(1, 1.0), (2, 2.0)], [(4, 4.0)]]
 
 
-def test_smoothing_keeps_constants_gaps_and_short_series() -> None:
+def test_smoothing_is_the_mean_of_a_centered_window_and_keeps_constants_gaps_and_short_series() -> None:
     long = Series("a", tuple(range(100)), tuple(None if i == 50 else 2.0 for i in range(100)))
     assert long.smoothed() == long
     short = Series("a", (1, 2, 3), (1.0, 9.0, 2.0))
     assert short.smoothed() == short
-
-
-def test_smoothing_is_the_mean_of_a_centred_window() -> None:
     series = Series("a", tuple(range(40)), tuple(float(i == 20) for i in range(40)))
     assert series.smoothed().values[18:23] == (0.2, 0.2, 0.2, 0.2, 0.2)
     assert sum(series.smoothed().finite) == pytest.approx(1.0)

@@ -30,14 +30,17 @@ def test_headlines_compare_with_the_values_before_training() -> None:
     }
 
 
-def test_a_single_environment_is_shown_once() -> None:
-    rows = [{"step": 0, "eval/environment/catch/catch_rate": 0.2, "eval/environment/catch_rate": 0.2}]
-    assert [series.name for series in headline_evals(rows)] == ["eval/environment/catch_rate"]
-
-
-def test_without_a_rate_the_solved_prompts_are_shown() -> None:
-    rows = [{"step": 0, "eval/all/pass_at_1": 0.2, "eval/all/avg_score": 0.1}]
-    assert [series.name for series in headline_evals(rows)] == ["eval/all/pass_at_1", "eval/all/avg_score"]
+@pytest.mark.parametrize(
+    ("logged", "shown"),
+    [
+        (["eval/environment/catch/catch_rate", "eval/environment/catch_rate"], ["eval/environment/catch_rate"]),
+        (["eval/all/pass_at_1", "eval/all/avg_score"], ["eval/all/pass_at_1", "eval/all/avg_score"]),
+    ],
+)
+def test_a_repeated_rate_is_shown_once_and_without_a_rate_the_solved_prompts(
+    logged: list[str], shown: list[str]
+) -> None:
+    assert [series.name for series in headline_evals([{"step": 0} | dict.fromkeys(logged, 0.2)])] == shown
 
 
 def test_headlines_say_what_passes_and_what_failed() -> None:
@@ -50,23 +53,19 @@ def test_headlines_say_what_passes_and_what_failed() -> None:
 
 
 def test_no_time_is_counted_twice() -> None:
-    row = {"step": 1, "timing/step": 10.0, "timing/generate": 6.0, "timing/eval": 5.0, "timing/sync_weights": 0.01}
-    parts = {part.name: (part.seconds, part.share) for part in time_split([row | {"timing/policy_train": 3.0}])}
+    seconds = {"step": 10.0, "generate": 6.0, "eval": 5.0, "sync_weights": 0.01, "policy_train": 3.0}
+    row = {"step": 1} | {f"timing/{name}": value for name, value in seconds.items()}
+    parts = {part.name: (part.seconds, part.share) for part in time_split([row])}
     assert list(parts) == ["rollouts", "evaluation", "update", "other"]
     assert parts["rollouts"] == (6.0, 0.4)
     assert parts["update"] == (3.0, 0.2)
     assert parts["other"][0] == pytest.approx(1.0)
-    flat = time_split([row | {"timing/policy_train": 3.0}])
-    assert [part.name for part in flat] == ["rollouts", "evaluation", "update", "other"]
-    assert sum(part.share for part in flat) == pytest.approx(1.0)
+    assert sum(share for _, share in parts.values()) == pytest.approx(1.0)
 
 
-def test_only_settings_in_the_configuration_are_listed() -> None:
+def test_settings_of_the_configuration_are_listed_under_the_names_of_the_method() -> None:
     config = {"trainer": {"seed": 0, "epochs": 3, "policy": None}, "generator": {"max_turns": 5}}
     assert select_settings(config) == {"max turns": "5", "epochs": "3", "seed": "0"}
-
-
-def test_settings_of_supervised_runs_have_their_own_names() -> None:
     data = {"max_length": 128}
     assert select_settings({"data": data, "trainer": {"train_batch_size": 16}}) == {"rows per step": "16"}
     config = {"trainer": {"train_batch_size": 16, "dpo": {"beta": 0.1}, "policy": {"model": {"lora": {"rank": 8}}}}}

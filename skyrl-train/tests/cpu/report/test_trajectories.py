@@ -137,19 +137,14 @@ def test_evaluations_after_the_last_step_are_left_out(
         (["{0}/nothing"], "has no evaluation (global_step_N/); evaluate during training with trainer.eval_interval"),
         (["{0}/run", "--to", "7"], "has no evaluation of step 7; choose from [0]"),
         (["nosuch://bucket/evals"], "cannot read nosuch://bucket/evals"),
+        (["{0}/torn"], "booking.jsonl:1 is not JSON"),
     ],
 )
-def test_what_cannot_be_read_is_named(
+def test_unreadable_evaluations_are_named(
     evals: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     evals(0, [row("a", [1.0])])
+    (tmp_path / "torn/global_step_0").mkdir(parents=True)
+    (tmp_path / "torn/global_step_0/booking.jsonl").write_text("{torn")
     assert main(["report", "trajectories", *(argument.format(tmp_path) for argument in arguments)]) == 1
     assert message in capsys.readouterr().err
-
-
-def test_a_line_that_is_no_trajectory_is_named(evals: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evals(0, [row("a", [1.0])])
-    with (tmp_path / "run/evals/global_step_0/booking.jsonl").open("a") as file:
-        file.write("{torn")
-    assert main(["report", "trajectories", str(tmp_path / "run")]) == 1
-    assert "booking.jsonl:2 is not JSON" in capsys.readouterr().err

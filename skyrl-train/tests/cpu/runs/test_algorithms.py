@@ -288,13 +288,6 @@ def test_truncated_replies_are_filtered_and_punished(letters: Overrides, batches
     assert (batch.rewards.sum(dim=1)[is_masked] < -80).all()
 
 
-def test_truncated_replies_have_no_reward_if_configured(letters: Overrides, batches: list[TrainingBatch]) -> None:
-    run = train(*letters("strict", "generator.zero_reward_on_non_stop=true", ONE_STEP))
-    rewards = batches[0].rewards.sum(dim=1)
-    assert (rewards == 0).any()
-    assert run.metrics[1]["reward/avg_raw_reward"] == pytest.approx(rewards.mean().item())
-
-
 # -- rows and masks
 
 
@@ -353,9 +346,8 @@ def test_rewards_and_filters_count_trajectories_of_several_rows_once(
     step = LettersEnv.step
     monkeypatch.setattr(LettersEnv, "step", lambda *call: {**step(*call), "reward": 0.5, "metadata": {}})
     sizes = [f"trainer.{name}_batch_size=1" for name in ("train", "policy_mini", "critic_mini")]
-    last = train(*letters("equal", STEP_WISE, "trainer.algorithm.zero_variance_filter=true", *sizes, ONE_STEP)).metrics[
-        -1
-    ]
+    settings = [STEP_WISE, "trainer.algorithm.zero_variance_filter=true", *sizes, ONE_STEP]
+    last = train(*letters("equal", *settings)).metrics[-1]
     (batch,) = batches
     assert len(batch) == 8
     assert not batch.loss_mask.any()

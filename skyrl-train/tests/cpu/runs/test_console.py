@@ -29,7 +29,7 @@ class Talkative(BaseTextEnv):
 
 @pytest.fixture(params=["pipe", "terminal"])
 def console(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A console whose reader reads a byte and goes."""
+    """A console whose reader closes it after one byte."""
     if request.param == "pipe":
         reader, writer = os.pipe()
     else:
@@ -40,40 +40,27 @@ def console(request: pytest.FixtureRequest) -> Iterator[int]:
         os.close(writer)
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("isolation", ["thread", "process", None], ids=["thread", "process", "sft"])
 def test_a_run_survives_the_loss_of_its_console(
-    console: int, isolation: str, tiny_model_path: Path, tmp_path: Path
+    console: int, isolation: str | None, tiny_model_path: Path, tmp_path: Path
 ) -> None:
-    """The environment prints, too."""
-    (tmp_path / "talk.py").write_text(ENV)
-    write_jsonl(tmp_path / "rows.jsonl", [prompt_row(f"What is {n}?") for n in range(8)])
-    overrides = small_run(
-        tmp_path,
-        "environment.env_class=talk:Talkative",
-        f"environment.skyrl_gym.isolation={isolation}",
-        "trainer.logger=[console,jsonl]",
-        "trainer.ckpt_interval=1",
-        "trainer.epochs=2",
-        model=tiny_model_path,
-        data=tmp_path / "rows.jsonl",
-    )
-    command = [python(), "-m", "skyrl_train.entrypoints.main_base", *overrides]
+    """The environment prints, too. Without an `isolation`, it is a supervised run."""
+    common = ["trainer.logger=[console,jsonl]", "trainer.ckpt_interval=1", "trainer.epochs=2"]
+    if isolation is None:
+        module = "main_sft"
+        overrides = supervised_run(tmp_path, *common, model=tiny_model_path, data=write_answers(tmp_path))
+    else:
+        module = "main_base"
+        (tmp_path / "talk.py").write_text(ENV)
+        data = tmp_path / "rows.jsonl"
+        write_jsonl(data, [prompt_row(f"What is {n}?") for n in range(8)])
+        environment = ["environment.env_class=talk:Talkative", f"environment.skyrl_gym.isolation={isolation}"]
+        overrides = small_run(tmp_path, *common, *environment, model=tiny_model_path, data=data)
+    command = [python(), "-m", f"skyrl_train.entrypoints.{module}", *overrides]
     finished = subprocess.run(command, stdout=console, stderr=console, cwd=tmp_path, check=False)
     run = run_of(overrides)
     assert finished.returncode == 0, run.log
-    assert run.steps == [0, 1, 2, 3, 4]
-    assert run.checkpoints.steps()[-1] == 4
+    assert run.steps[-1] == run.checkpoints.steps()[-1] == 4
     assert "Storage:" not in run.log
     assert "invalid" not in run.log
     assert "cannot be written: [Errno" in run.log
-
-
-def test_supervised_training_survives_the_loss_of_its_console(
-    console: int, tiny_model_path: Path, tmp_path: Path
-) -> None:
-    data = write_answers(tmp_path)
-    overrides = supervised_run(tmp_path, "trainer.logger=[console,jsonl]", model=tiny_model_path, data=data)
-    command = [python(), "-m", "skyrl_train.entrypoints.main_sft", *overrides]
-    finished = subprocess.run(command, stdout=console, stderr=console, check=False)
-    assert finished.returncode == 0, run_of(overrides).log
-    assert run_of(overrides).checkpoints.steps()[-1] == 6

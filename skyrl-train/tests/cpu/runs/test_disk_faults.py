@@ -4,7 +4,6 @@ import errno
 import os
 import random
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -121,10 +120,6 @@ class StalledFolder(Stalled):
     name = "mkdir"
 
 
-def call(*command: str | Path) -> None:
-    subprocess.run([str(part) for part in command], check=True)
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
     folder = tmp_path / "disk"
@@ -146,31 +141,25 @@ def run_six_steps(fault: Fault, catch_run: list[str]) -> Fault:
     return fault
 
 
-def assert_each_step_is_saved_or_reported(fault: Fault, message: str) -> None:
-    failures = [alert for alert in fault.alerts if "cannot save the checkpoint of step" in alert]
-    assert failures
-    assert all(message in alert for alert in failures)
-    assert len(fault.saved) + len(failures) == 6
-
-
 @nightly  # test_full_disk has a full disk without a mount
 def test_calls_that_fail_cost_only_the_checkpoints_of_that_time(catch_run: list[str], disk: Path) -> None:
-    assert_each_step_is_saved_or_reported(run_six_steps(Flaky(disk), catch_run), "Input/output error")
+    fault = run_six_steps(Flaky(disk), catch_run)
+    failures = [alert for alert in fault.alerts if "cannot save the checkpoint of step" in alert]
+    assert failures
+    assert all("Input/output error" in alert for alert in failures)
+    assert len(fault.saved) + len(failures) == 6, "each step is saved or reported"
 
 
 def test_a_folder_that_is_removed_during_a_save_is_created_again(catch_run: list[str], disk: Path) -> None:
     run_six_steps(Vanished(disk), catch_run)
 
 
-def assert_one_alert(fault: Fault) -> None:
-    """The disk answers again only after step 5, which the run would never reach if it waited for the disk."""
-    slow = [alert for alert in fault.alerts if "longer than trainer.ckpt_timeout_seconds=1" in alert]
-    assert len(slow) == 1, "one alert for a stall"
-    assert not {4, 5} & set(fault.saved)
-
-
 @pytest.mark.parametrize("kind", [Stalled, pytest.param(StalledFolder, marks=nightly)])
 def test_training_waits_for_a_stalled_call_only_as_long_as_configured(
     kind: type[Fault], catch_run: list[str], disk: Path
 ) -> None:
-    assert_one_alert(run_six_steps(kind(disk), catch_run))
+    """The disk recovers only after step 5. A run that waits for the disk never gets there."""
+    fault = run_six_steps(kind(disk), catch_run)
+    slow = [alert for alert in fault.alerts if "longer than trainer.ckpt_timeout_seconds=1" in alert]
+    assert len(slow) == 1, "one alert for a stall"
+    assert not {4, 5} & set(fault.saved)

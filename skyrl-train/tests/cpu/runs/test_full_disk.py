@@ -109,7 +109,7 @@ REFUSALS = [
 """Numbers of errors of disks, network file systems and clients of services, whose errors may have none."""
 
 
-def test_a_callback_that_writes_in_vain_costs_neither_training_nor_the_last_checkpoint(saving_run: list[str]) -> None:
+def test_a_callback_that_cannot_write_costs_neither_training_nor_the_last_checkpoint(saving_run: list[str]) -> None:
     """Every step has another error, and so has the last, after which a checkpoint is still written."""
     overrides = [*saving_run, f"trainer.max_training_steps={len(REFUSALS)}", "trainer.epochs=99"]
     alerts: list[str] = []
@@ -132,7 +132,7 @@ def test_a_callback_that_writes_in_vain_costs_neither_training_nor_the_last_chec
 
 
 def test_a_run_folder_that_becomes_protected_costs_no_step(saving_run: list[str]) -> None:
-    """`chattr +i`, which root cannot write either: new files are refused, and open ones are not."""
+    """`chattr +i` stops even root from creating files. Open files stay writable."""
     overrides = [*saving_run, "trainer.epochs=2", "trainer.dump_trajectories=true"]
     run = run_of(overrides)
     folders = [run.folder, run.folder / "ckpts", run.folder / "trajectories"]

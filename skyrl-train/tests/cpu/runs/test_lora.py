@@ -10,8 +10,8 @@ from train_kit.runs import assert_equal_runs, stop_after, train
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.entrypoints.cli import main
+from skyrl_train.entrypoints.describe_plan import describe_plan, plan_run
 from skyrl_train.entrypoints.main_base import parse_cli
-from skyrl_train.entrypoints.plan import describe_plan, plan_run
 
 LORA = [
     "trainer.policy.model.lora.rank=4",

@@ -102,7 +102,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(
 def test_a_terminated_run_saves_its_step_and_ends_like_an_uninterrupted_one(
     overrides_of: MakeOverrides, uninterrupted: Callable[[str], Run], tmp_path: Path
 ) -> None:
-    """`test_runtime.py` has the other signals."""
+    """`test_base.py` has the other signals."""
 
     def terminate(_: object, step: int) -> None:
         if step == 3:
@@ -179,7 +179,7 @@ def test_runs_that_are_killed_again_and_again_end_like_an_uninterrupted_one(
 
 
 def kill(process: psutil.Popen, generator: random.Random) -> None:
-    """Kill all processes of a run, as a lost machine does; or one of its ranks, and wait for the others to end."""
+    """Kill all processes of a run, like a lost machine, or kill one rank and wait until the others end."""
     with suppress(psutil.NoSuchProcess):
         process.suspend()  # it starts no others meanwhile
         processes = [process, *process.children(recursive=True)]

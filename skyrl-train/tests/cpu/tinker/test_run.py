@@ -18,7 +18,7 @@ from skyrl_train.types import Trajectory
 
 
 class OddGenerator(GeneratorInterface):
-    """A generator with the public interface alone, which rewards every second sample of a prompt."""
+    """A generator that uses only the public interface and rewards every second sample of a prompt."""
 
     def __init__(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase) -> None:
         self._engine, self._tokenizer = engine, tokenizer

@@ -25,10 +25,6 @@ def test_numbers_are_written_plainly_and_nan_or_infinity_as_null(path: Path) -> 
     assert read_metrics(path)[0]["d"] is None
 
 
-def test_a_missing_file_has_no_metrics(path: Path) -> None:
-    assert read_metrics(path) == []
-
-
 def test_truncate_after_keeps_the_restored_step_and_allows_further_logging(path: Path) -> None:
     file = MetricsFile(path)
     for step in (1, 2, 2, 3, 4):
@@ -42,6 +38,7 @@ def test_truncate_after_keeps_the_restored_step_and_allows_further_logging(path:
 
 
 def test_a_broken_line_before_the_last_is_an_error_with_its_line_number(path: Path) -> None:
+    assert read_metrics(path) == []
     path.parent.mkdir()
     path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:2 "):

@@ -2,15 +2,18 @@ import contextlib
 import io
 import os
 import pty
+import re
 import termios
-from collections.abc import Iterator
+import time
 
 import pytest
 
 from skyrl_train.tracking import Progress
 
 
-def test_a_log_file_gets_plain_lines_at_limited_frequency() -> None:
+def test_a_log_file_gets_plain_lines_at_limited_frequency(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 0.5, 1.0, 6.0, 7.0, 10.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     stream = io.StringIO()
     progress = Progress(total_steps=5, initial_step=0, stream=stream)
     progress.update(1, reward=0.125, tokens_per_second=12345.6)
@@ -20,27 +23,23 @@ def test_a_log_file_gets_plain_lines_at_limited_frequency() -> None:
     progress.update(5, reward=1.0)
     progress.close()
     lines = stream.getvalue().splitlines()
-    assert [line.split(" · ")[0] for line in lines] == ["step 1/5", "step 3/5", "step 5/5"]
-    assert "reward 0.125 · 12,346 tok/s" in lines[0]
-    assert lines[0].endswith("left")
-    assert "eval at step 3: avg_score 0.900, catch_rate 1.000" in lines[1]
-    assert "reward 1.000 · eval at step 3: avg_score 0.900, catch_rate 1.000" in lines[2]
+    scores = "eval at step 3: avg_score 0.900, catch_rate 1.000 · 12,346 tok/s"
+    assert lines == [
+        "step 1/5 (20%) · reward 0.125 · 12,346 tok/s · 00:00 elapsed · 00:02 left · 2.00 steps/s",
+        f"step 3/5 (60%) · reward 0.500 · {scores} · 00:06 elapsed · 00:04 left · 2.00 s/step",
+        f"step 5/5 (100%) · reward 1.000 · {scores} · 00:10 elapsed · 2.00 s/step",
+    ]
     assert "\r" not in stream.getvalue()
 
 
-def test_slow_steps_get_a_line_each() -> None:
+def test_slow_steps_of_a_resumed_run_get_a_line_each_and_count_from_its_checkpoint() -> None:
     stream = io.StringIO()
-    progress = Progress(total_steps=3, initial_step=0, stream=stream, seconds_between_lines=0)
-    for step in (1, 2, 3):
-        progress.update(step)
-    assert len(stream.getvalue().splitlines()) == 3
-
-
-def test_a_resumed_run_counts_from_its_checkpoint() -> None:
-    stream = io.StringIO()
-    progress = Progress(total_steps=10, initial_step=8, stream=stream)
-    progress.update(9, reward=1.0)
-    assert stream.getvalue().startswith("step 9/10 · reward 1.000 · 00:00 elapsed · 00:00 left")
+    progress = Progress(total_steps=10, initial_step=7, stream=stream, seconds_between_lines=0)
+    for step in (8, 9, 10):
+        progress.update(step, reward=1.0)
+    first, *later = stream.getvalue().splitlines()
+    assert first.startswith("step 8/10 (80%) · reward 1.000 · 00:00 elapsed · 00:00 left · ")
+    assert len(later) == 2
 
 
 def _terminal_output(columns: int) -> str:
@@ -53,23 +52,22 @@ def _terminal_output(columns: int) -> str:
         progress.update(4)
         progress.close()
         progress.close()
-    with os.fdopen(leader, "rb", buffering=0) as screen:
-        return b"".join(_chunks(screen)).decode()
-
-
-def _chunks(screen: io.FileIO) -> Iterator[bytes]:
-    """Yield the terminal's output until all writers have closed it."""
-    with contextlib.suppress(OSError):
+    output = b""
+    with (
+        os.fdopen(leader, "rb", buffering=0) as screen,
+        contextlib.suppress(OSError),
+    ):  # once all writers have closed it
         while chunk := screen.read(65536):
-            yield chunk
+            output += chunk
+    return output.decode()
 
 
 def test_a_terminal_gets_one_live_line() -> None:
     shown = _terminal_output(columns=100)
     assert "\r" in shown
     assert shown.count("\n") == 1
-    assert "step 2/4" in shown
-    assert "reward 0.750 · 100 tok/s" in shown
+    assert "step 2/4 50% |" in shown
+    assert re.search(r" steps/s, reward 0\.750 · 100 tok/s", shown)
 
 
 @pytest.mark.parametrize("columns", [0, 30])

@@ -20,12 +20,13 @@ from skyrl_train.tracking.system import peak_flops, system_metrics
         ("NVIDIA L40S", 362e12),
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA GeForce GTX 1080", None),
+        (None, None),  # a CPU
     ],
 )
 def test_the_peak_of_a_device_is_known_by_its_name(
-    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+    name: str | None, peak: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert peak_flops() == peak
 
@@ -37,13 +38,8 @@ def test_busy_cores_and_memory_are_measured() -> None:
         pass
     before = system_metrics()
     assert 0 < before["system/cpu_utilization"] <= 100
-    block = mmap.mmap(-1, 100_000_000)  # pages of its own, unlike an allocation, which may use freed memory again
+    block = mmap.mmap(-1, 100_000_000)  # new pages; an allocation may reuse freed memory
     for offset in range(0, len(block), mmap.PAGESIZE):
         block[offset] = 1
     assert system_metrics()["system/memory_usage"] - before["system/memory_usage"] == pytest.approx(0.1, abs=0.02)
     block.close()
-
-
-def test_a_cpu_has_no_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert peak_flops() is None

@@ -65,21 +65,18 @@ def _scalars(folder: Path, name: str) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars(name)}
 
 
-def test_tensorboard_hides_steps_that_a_resumed_run_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", [None, "elsewhere"])
+def test_tensorboard_hides_steps_that_a_resumed_run_repeats(
+    variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / variable))
     with Tracking("catch", "shaped", "tensorboard", {}, tmp_path) as tracking:
-        for step in (1, 2, 3):
-            tracking.log({"reward": step}, step)
+        for step, reward in ((1, 1.0), (2, float("nan")), (3, 3.0)):
+            tracking.log({"reward": reward}, step)
         tracking.truncate_after(1)
         tracking.log({"reward": 20}, 2)
-    assert _scalars(tmp_path / "tensorboard", "reward") == {1: 1.0, 2: 20.0}
+    assert _scalars(tmp_path / (variable or "tensorboard"), "reward") == {1: 1.0, 2: 20.0}
     assert [row["reward"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 20]
-
-
-def test_tensorboard_dir_is_an_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "elsewhere"))
-    with Tracking("catch", "shaped", "tensorboard", {}, tmp_path / "run") as tracking:
-        tracking.log({"reward": float("nan")}, 1)
-        tracking.log({"reward": 1.0}, 2)
-    assert _scalars(tmp_path / "elsewhere", "reward")[2] == 1.0
-    assert not (tmp_path / "run" / "tensorboard").exists()
+    assert (tmp_path / "tensorboard").exists() == (variable is None)

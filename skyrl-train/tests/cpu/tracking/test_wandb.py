@@ -13,22 +13,6 @@ def run_offline(home: Path, code: str, *arguments: object, **variables: str) -> 
     return subprocess.check_output([python(), "-c", code, *map(str, arguments)], env=environ, text=True, timeout=120)
 
 
-_OFFLINE_RUN = """
-import sys
-from pathlib import Path
-from skyrl_train.tracking import Tracking
-with Tracking("catch", "shaped", "wandb", {"trainer": {"seed": 1}}, Path(sys.argv[1])) as tracking:
-    tracking.log({"reward/avg_raw_reward": 0.5}, step=1)
-"""
-
-
-def test_offline_mode_works_without_a_key(tmp_path: Path) -> None:
-    run_offline(tmp_path, _OFFLINE_RUN, tmp_path / "run")
-    (log,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    assert b"reward/avg_raw_reward" in log.read_bytes()
-    assert (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 _RESUMED_RUN = """
 import asyncio, sys, threading, wandb
 from pathlib import Path
@@ -59,7 +43,7 @@ def log_offline(folder: Path, first: int, last: int, **variables: str) -> str:
 
 
 def offline_logs(folder: Path) -> dict[str, bytes]:
-    """Return the content of each log by its name, which ends with the run's ID."""
+    """Return the content of each log by its name. Names end with the run's ID."""
     files = (folder / "run/wandb").glob("offline-run-*/*.wandb")
     return {file.parent.name: file.read_bytes() for file in files}
 
@@ -92,7 +76,8 @@ def start(outputs, checkpoints, kind=RLExperiment):
     options = ["trainer.logger=wandb", "trainer.project_name=p", "trainer.run_name=run"]
     paths = [f"trainer.output_dir={root}/{outputs}", f"trainer.ckpt_path={root}/{checkpoints}"]
     experiment = kind(parse_cli([*options, *paths]))
-    with experiment.running(), experiment.get_tracker():
+    with experiment.running(), experiment.get_tracker() as tracker:
+        tracker.log({"reward/avg_raw_reward": 0.5}, step=1)
         if outputs == "first":
             try:
                 start("refused", checkpoints)
@@ -113,7 +98,11 @@ print((root / "sft/wandb_run_id.txt").read_text(), (root / "evaluation/p/run/wan
 """
 
 
-def test_the_wandb_run_is_that_of_the_checkpoints(tmp_path: Path) -> None:
+def test_offline_runs_need_no_key_and_share_the_wandb_run_of_their_checkpoints(tmp_path: Path) -> None:
     first, second, *others, after_evaluation, evaluation = run_offline(tmp_path, _RUNS, tmp_path).split()
     assert first == second == after_evaluation
     assert len({first, *others, evaluation}) == 4
+    logs = list(tmp_path.glob("*/p/run/wandb/offline-run-*/*.wandb"))
+    assert len(logs) == 5
+    assert all(b"reward/avg_raw_reward" in log.read_bytes() for log in logs)
+    assert (tmp_path / "first/p/run/metrics.jsonl").exists()

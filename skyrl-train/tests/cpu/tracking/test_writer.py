@@ -39,7 +39,7 @@ def test_calls_are_made_in_order_and_their_errors_raised_by_the_next() -> None:
     assert n_threads("test") == 0
 
 
-def test_a_disk_that_stalls_delays_nobody_until_too_many_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_disk_delays_no_caller_until_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "MAX_WAITING", 10)
     monkeypatch.setattr(writer, "TIMEOUT_S", 0.05)
     background = BackgroundWriter("test")

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from skyrl_train.entrypoints.runtime import collect_rarely, on_first_interrupt
+from skyrl_train.entrypoints.base import collect_rarely, on_first_interrupt
 
 pytestmark = pytest.mark.usefixtures("without_nohup")
 
@@ -19,7 +19,7 @@ def test_the_garbage_collector_is_as_it_was() -> None:
 
 
 async def send(*numbers: int) -> int:
-    """Return how often a run is asked to stop by these signals."""
+    """Return how many times these signals stop a run."""
     stops: list[None] = []
     with on_first_interrupt(lambda: stops.append(None)):
         for number in numbers:

@@ -11,7 +11,7 @@ from train_kit.runs import expect_error, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, LlamaConfig, PreTrainedConfig
 
 from skyrl_train.config import SkyRLConfig, load_config
-from skyrl_train.entrypoints.plan import describe_plan, plan_run
+from skyrl_train.entrypoints.describe_plan import describe_plan, plan_run
 from skyrl_train.plan import RunPlan
 from skyrl_train.plan.forecast import format_bytes
 
@@ -104,12 +104,17 @@ def test_a_gpu_that_does_not_report_its_memory_has_no_forecast(
     assert contexts == [True] * (not settings)
 
 
-def test_trained_weights_count_in_float32(describe: Callable[..., str], tiny_model_path: Path) -> None:
+def test_trained_weights_count_in_float32_and_sizes_are_unknown_before_a_download(
+    describe: Callable[..., str], tiny_model_path: Path
+) -> None:
     plan = describe("trainer.policy.model.dtype=bfloat16", "trainer.ckpt_interval=1")
     assert f"policy       {tiny_model_path} · {N_PARAMETERS:,} parameters · bfloat16, trained in float32" in plan
     assert f"reference    {tiny_model_path} · {N_PARAMETERS:,} parameters · bfloat16\n" in plan
     assert f"memory       {format_bytes((16 + 2) * N_PARAMETERS)} for weights, gradients and optimizer" in plan
     assert f"disk         {format_bytes(12 * N_PARAMETERS)} per checkpoint" in plan
+    plan = describe("trainer.ref.model.path=owner/unknown")
+    assert "reference    owner/unknown · size unknown before the download" in plan
+    assert "memory       unknown before the download" in plan
 
 
 @pytest.mark.parametrize(
@@ -205,9 +210,10 @@ def test_the_weights_of_an_engine_count_by_its_dtype_and_devices(
 
 def test_idle_models_and_engines_take_host_memory(describe: Callable[..., str]) -> None:
     def expected(shares: float, staying: float) -> str:
+        idle, kept = format_bytes(shares * N_PARAMETERS), format_bytes(staying * N_PARAMETERS)
         return (
-            f"offloading   {format_bytes(shares * N_PARAMETERS)} in host memory on each node for what is idle; "
-            f"{format_bytes(staying * N_PARAMETERS)} of the policy's weights stay on each device beside the engine\n"
+            f"offloading   {idle} of host memory on each node for idle models and engines; {kept} of the policy's "
+            "weights stay on each device beside the engine\n"
         )
 
     on = "trainer.placement.offload_idle=true"
@@ -223,9 +229,3 @@ def test_idle_models_and_engines_take_host_memory(describe: Callable[..., str]) 
     assert "all share the policy's devices, and are offloaded while idle" in sharded
     assert "offloading" not in describe(*TWO_NODES), "there is no GPU"
     assert "offloading" not in describe(VLLM)
-
-
-def test_the_size_of_a_model_that_is_not_here_is_unknown(describe: Callable[..., str]) -> None:
-    plan = describe("trainer.ref.model.path=owner/unknown")
-    assert "reference    owner/unknown · size unknown before the download" in plan
-    assert "memory       unknown before the download" in plan

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 def plan_run(cfg: SkyRLConfig) -> RunPlan:
     """Return the plan of a run on this machine."""
-    import torch  # takes a second, which a mistake in the configuration should not cost
+    import torch  # slow, so only after the configuration is checked
 
     return RunPlan(cfg, torch.cuda.is_available())
 
@@ -54,11 +54,47 @@ def describe_plan(plan: RunPlan) -> str:
     Reads local files and the Hub's cache; downloads nothing.
 
     Raises:
-        ConfigError: an adapter does not fit its model, or Megatron-Core cannot compute one of them.
+        ConfigError: an adapter does not fit its model, or Megatron-Core does not support a model or adapter.
         DataError: a data file cannot be read.
     """
-    _check_megatron(plan.cfg.trainer, plan.models)
-    return _format_plan([*_describe_training(plan), *_describe_steps(plan), *_describe_resources(plan)])
+    cfg, trainer, generator = plan.cfg, plan.cfg.trainer, plan.cfg.generator
+    _check_megatron(trainer, plan.models)
+    lines = [line for model in plan.models for line in _describe_model(model)]
+    if reads_reference(trainer.algorithm) and trainer.policy_is_reference:
+        lines.append(("reference", "the policy without its adapter"))
+    elif reads_reference(trainer.algorithm) and trainer.ref.shares_adapter_with(trainer.policy.model):
+        lines.append(("", f"with the adapter of {trainer.policy.model.lora.lora_path}"))
+    if (path := generator.reward_model.path) is not None:
+        lines.append(("reward model", path))
+    algorithm, environment = trainer.algorithm, cfg.environment.env_class
+    lines += [
+        ("algorithm", f"{algorithm.advantage_estimator} · {algorithm.policy_loss_type} · {algorithm.loss_reduction}"),
+        ("environment", f"{environment}, unless a row has its own env_class"),
+    ]
+    has_evaluations = cfg.data.val_data and trainer.eval_interval > 0
+    if cfg.data.custom_cls.path is not None:
+        lines.append(("data", f"{cfg.data.custom_cls.name} of {cfg.data.custom_cls.path}"))
+        lines.append(("steps", str(trainer.max_training_steps or "unknown before the class is loaded")))
+    else:
+        lines.append(("train data", _describe_sources(cfg.data.train_data, cfg.data.max_checked_rows)))
+        if has_evaluations:
+            lines.append(("val data", _describe_sources(cfg.data.val_data)))
+        lines.append(_describe_length(trainer, plan.n_batches, plan.n_steps))
+    n_prompts, n_samples = trainer.train_batch_size, generator.n_samples_per_prompt
+    n_updates = trainer.update_epochs_per_batch * (n_prompts // trainer.policy_mini_batch_size)
+    size = f"{n_prompts:,} prompts × {n_samples} samples = {n_prompts * n_samples:,} trajectories"
+    lines.append(("each step", f"{size}, {format_count(n_updates, 'optimizer step')}"))
+    if trainer.fully_async.enabled and (n_steps := trainer.fully_async.max_staleness_steps):
+        lines.append(("", f"generated up to {format_count(n_steps, 'step')} ahead, off-policy"))
+    turns = format_count(generator.max_turns, "turn")
+    n_tokens, n_prompt_tokens = generator.sampling_params.max_generate_length, trainer.max_prompt_length
+    limits = f"{format_count(n_tokens, 'token')} after a prompt of ≤ {format_count(n_prompt_tokens, 'token')}"
+    lines.append(("trajectories", f"≤ {turns} of ≤ {limits}"))
+    if has_evaluations:
+        samples = format_count(generator.eval_n_samples_per_prompt, "sample")
+        interval = format_count(trainer.eval_interval, "step")
+        lines.append(("evaluation", f"{samples} per validation prompt, every {interval}"))
+    return _format_plan([*lines, *_describe_resources(plan)])
 
 
 def describe_supervised_plan(cfg: SupervisedConfig) -> str:
@@ -140,60 +176,6 @@ def _describe_model(model: PlannedModel) -> Iterator[tuple[str, str]]:
         yield "", f"LoRA {kind} · {size} · float32"
 
 
-def _describe_training(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    cfg, trainer = plan.cfg, plan.cfg.trainer
-    for model in plan.models:
-        yield from _describe_model(model)
-    if reads_reference(trainer.algorithm) and trainer.policy_is_reference:
-        yield "reference", "the policy without its adapter"
-    elif reads_reference(trainer.algorithm) and trainer.ref.shares_adapter_with(trainer.policy.model):
-        yield "", f"with the adapter of {trainer.policy.model.lora.lora_path}"
-    if (path := cfg.generator.reward_model.path) is not None:
-        yield "reward model", path
-    algorithm = trainer.algorithm
-    yield "algorithm", f"{algorithm.advantage_estimator} · {algorithm.policy_loss_type} · {algorithm.loss_reduction}"
-    yield "environment", f"{cfg.environment.env_class}, unless a row has its own env_class"
-    if cfg.data.custom_cls.path is not None:
-        yield "data", f"{cfg.data.custom_cls.name} of {cfg.data.custom_cls.path}"
-        return
-    yield "train data", _describe_sources(cfg.data.train_data, cfg.data.max_checked_rows)
-    if cfg.data.val_data and trainer.eval_interval > 0:
-        yield "val data", _describe_sources(cfg.data.val_data)
-
-
-def _describe_steps(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    cfg, trainer, generator = plan.cfg, plan.cfg.trainer, plan.cfg.generator
-    n_prompts, n_samples = trainer.train_batch_size, generator.n_samples_per_prompt
-    n_updates = trainer.update_epochs_per_batch * (n_prompts // trainer.policy_mini_batch_size)
-    if cfg.data.custom_cls.path is not None:
-        yield "steps", str(trainer.max_training_steps or "unknown before the class is loaded")
-    else:
-        yield _describe_length(trainer, plan.n_batches, plan.n_steps)
-    yield (
-        "each step",
-        (
-            f"{n_prompts:,} prompts × {n_samples} samples = {n_prompts * n_samples:,} trajectories, "
-            f"{format_count(n_updates, 'optimizer step')}"
-        ),
-    )
-    if trainer.fully_async.enabled and (n_steps := trainer.fully_async.max_staleness_steps):
-        yield "", f"generated up to {format_count(n_steps, 'step')} ahead, off-policy"
-    n_tokens = generator.sampling_params.max_generate_length
-    yield (
-        "trajectories",
-        f"≤ {format_count(generator.max_turns, 'turn')} of ≤ {format_count(n_tokens, 'token')} after a prompt of "
-        f"≤ {format_count(trainer.max_prompt_length, 'token')}",
-    )
-    if cfg.data.val_data and trainer.eval_interval > 0:
-        yield (
-            "evaluation",
-            (
-                f"{format_count(generator.eval_n_samples_per_prompt, 'sample')} per validation prompt, every "
-                f"{format_count(trainer.eval_interval, 'step')}"
-            ),
-        )
-
-
 def _describe_length(
     trainer: TrainerConfig | SFTTrainerConfig, n_batches: int | None, n_steps: int | None
 ) -> tuple[str, str]:
@@ -206,7 +188,7 @@ def _describe_length(
 
 
 def _describe_device() -> tuple[str, str]:
-    import torch  # takes a second, which a mistake in the configuration should not cost
+    import torch  # slow, so only after the configuration is checked
 
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -221,7 +203,7 @@ def _describe_resources(plan: RunPlan) -> Iterator[tuple[str, str]]:
     engine, ranks, trainer = plan.engine, plan.ranks, plan.cfg.trainer
     yield _describe_device()
     if ranks:
-        devices = "its own device" if engine.n_devices == 1 else f"{engine.n_devices} devices of its own"
+        devices = "its own device" if engine.n_devices == 1 else f"its own {engine.n_devices} devices"
         own = f"{'the' if engine.n_local == 1 else 'each'} engine has {devices}"
         sharing = "all share the policy's devices" if trainer.placement.colocate_all or not engine.n_local else own
         sharing += ", and are offloaded while idle" if plan.offloads_idle else ""
@@ -230,39 +212,29 @@ def _describe_resources(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "processes", "2: training in this one, generation in the other"
     else:
         yield "processes", "1: training and generation in this one"
-    yield "engine", _describe_engine(plan)
-    on_top = "activations and the key-value cache"
-    if plan.engine_bytes and not ranks:
-        on_top = f"activations, {format_bytes(plan.engine_bytes)} for the engine's weights, and the key-value cache"
-    if plan.offloads_idle and plan.has_known_sizes:
-        yield _describe_offloading(trainer, plan.models, ranks, plan.engine_bytes)
-    memory, disk = plan.forecast_memory(), plan.forecast_disk()
-    yield from _describe_storage(trainer, plan.models, on_top, ranks, memory, disk, plan.engine_bytes)
-
-
-def _describe_offloading(
-    trainer: TrainerConfig, models: Sequence[PlannedModel], ranks: Ranks, engine_bytes: float
-) -> tuple[str, str]:
-    """Describe the memory of models and an engine that leave shared devices while they are idle."""
-    shares = {model: 1 / count_shards(trainer, model, ranks) if ranks else 1.0 for model in models}
-    _, n_per_node = ranks.get("policy", (1, 1))
-    n_bytes = n_per_node * forecast_offloaded_bytes(shares, engine_bytes)
-    staying = shares[models[0]] * models[0].loaded_bytes
-    return "offloading", (
-        f"{format_bytes(n_bytes)} in host memory on each node for what is idle; {format_bytes(staying)} of the "
-        "policy's weights stay on each device beside the engine"
-    )
-
-
-def _describe_engine(plan: RunPlan) -> str:
-    engine = plan.engine
-    if engine.servers:
-        return f"{engine.traits.label} at {', '.join(engine.servers)}"
     name = engine.traits.label
     if engine.traits.is_embedded:
         name = f"embedded, {'with a copy of' if engine.has_copy else 'shares'} the policy's weights"
     rest = "beside the policy's weights" if plan.offloads_idle else "that training leaves free"
-    return f"{name} · {plan.cfg.generator.gpu_memory_utilization:.0%} of the memory {rest}"
+    if engine.servers:
+        yield "engine", f"{engine.traits.label} at {', '.join(engine.servers)}"
+    else:
+        yield "engine", f"{name} · {plan.cfg.generator.gpu_memory_utilization:.0%} of the memory {rest}"
+    on_top = "activations and the key-value cache"
+    if plan.engine_bytes and not ranks:
+        on_top = f"activations, {format_bytes(plan.engine_bytes)} for the engine's weights, and the key-value cache"
+    if plan.offloads_idle and plan.has_known_sizes:
+        shares = {model: 1 / count_shards(trainer, model, ranks) if ranks else 1.0 for model in plan.models}
+        _, n_per_node = ranks.get("policy", (1, 1))
+        idle = format_bytes(n_per_node * forecast_offloaded_bytes(shares, plan.engine_bytes))
+        staying = format_bytes(shares[plan.models[0]] * plan.models[0].loaded_bytes)
+        yield (
+            "offloading",
+            f"{idle} of host memory on each node for idle models and engines; {staying} of the policy's weights stay "
+            "on each device beside the engine",
+        )
+    memory, disk = plan.forecast_memory(), plan.forecast_disk()
+    yield from _describe_storage(trainer, plan.models, on_top, ranks, memory, disk, plan.engine_bytes)
 
 
 def _describe_storage(
@@ -281,13 +253,8 @@ def _describe_storage(
     if any(model.n_parameters is None for model in models):
         yield "memory", "unknown before the download"
     else:
-        yield (
-            "memory",
-            (
-                f"{format_bytes(sum(model.training_bytes for model in models))} for weights, gradients and optimizer; "
-                f"{and_on_top} come on top"
-            ),
-        )
+        n_bytes = format_bytes(sum(model.training_bytes for model in models))
+        yield "memory", f"{n_bytes} for weights, gradients and optimizer; {and_on_top} come on top"
         if ranks:
             shards = (f"{m.role} {format_bytes(m.training_bytes / count_shards(trainer, m, ranks))}" for m in models)
             engine = f"; engine {format_bytes(engine_bytes)}" if engine_bytes else ""
