@@ -5,9 +5,8 @@ import torch
 from train_kit.trajectories import make_segment, make_trajectory
 
 from skyrl_train.algorithms import advantage_estimator
-from skyrl_train.algorithms.inputs import estimator_inputs, named_inputs
+from skyrl_train.algorithms.inputs import TrajectoryView, estimator_inputs, named_inputs
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
-from skyrl_train.algorithms.trajectories import TrajectoryView
 from skyrl_train.config import AlgorithmConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.types import TrainingBatch
