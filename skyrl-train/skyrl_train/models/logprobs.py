@@ -75,9 +75,7 @@ def hidden_before(
             is_own = (index >= 0) & (index < len(states))
             index, mask = index[is_own], mask.masked_scatter(mask, is_own)
         return states[index], mask
-    compact = align_left(sequences, attention_mask)  # (B, L')
-    states = model.base_model(input_ids=compact, use_cache=False).last_hidden_state  # (B, L', H)
-    return states[rows, positions], mask
+    return hidden_states(model, sequences, attention_mask)[rows, positions], mask
 
 
 def find_predictions(attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,6 +96,12 @@ def align_left(sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.T
     order = (1 - attention_mask.long()).argsort(dim=1, stable=True)  # (B, L): tokens first, in order
     length = int(attention_mask.sum(dim=1).max())
     return sequences.gather(1, order)[:, :length]
+
+
+def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Return final hidden states (B, L', H) of rows whose tokens are moved to the left, L' the longest row."""
+    compact = align_left(sequences, attention_mask)
+    return model.base_model(input_ids=compact, use_cache=False).last_hidden_state
 
 
 def chosen_logprobs(
