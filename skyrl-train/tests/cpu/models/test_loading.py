@@ -34,14 +34,10 @@ def model_folder(tiny_model_path: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model_path, tmp_path, dirs_exist_ok=True))
 
 
-def test_the_tokenizer_pads_on_the_left(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    padded = tiny_tokenizer(["L", "LRS"], padding=True)
-    assert padded["attention_mask"][0][0] == 0
-    assert padded["attention_mask"][0][-1] == 1
-
-
-def test_a_tokenizer_without_pad_token_pads_with_its_eos_token(tokenizer_folder: Path) -> None:
+def test_the_tokenizer_pads_on_the_left_with_its_eos_token_if_it_has_no_other(tokenizer_folder: Path) -> None:
     tokenizer = load_tokenizer(str(tokenizer_folder))
+    padded = tokenizer(["L", "LRS"], padding=True)
+    assert [padded["attention_mask"][0][i] for i in (0, -1)] == [0, 1]
     assert tokenizer.pad_token != tokenizer.eos_token
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tokenizer_folder)
@@ -195,11 +191,11 @@ def test_a_folder_without_a_tokenizer_is_refused_as_such(tiny_model_path: Path, 
 
 def test_a_broken_chat_template_is_named_with_its_line(tokenizer_folder: Path) -> None:
     (tokenizer_folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }")
-    with pytest.raises(
-        ConfigError, match=r"chat template of trainer\.policy\.model\.path=.* is broken in line 2"
-    ) as caught:
+    message = (
+        r"the chat template of trainer\.policy\.model\.path=.* is broken in line 2.*; correct it, or set generator\."
+    )
+    with pytest.raises(ConfigError, match=message):
         load_tokenizer(str(tokenizer_folder))
-    assert "; correct it, or set generator.chat_template" in str(caught.value)
 
 
 @pytest.mark.parametrize("own", [None, "[{{ messages[0].content }}]", "{{ broken }"])
