@@ -66,7 +66,11 @@ class ResolvedPolicyLoss:
         """
         inputs = (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
         loss, metrics = self.function(*inputs[: self.n_arguments])
-        return loss, {name: _on_tokens(value, log_probs) for name, value in _by_name(metrics).items()}
+        on_tokens = {}
+        for name, value in _by_name(metrics).items():
+            tensor = torch.as_tensor(value, dtype=log_probs.dtype, device=log_probs.device)
+            on_tokens[name] = tensor.detach().expand_as(log_probs)
+        return loss, on_tokens
 
 
 def check_advantage_estimator(estimator: AdvantageEstimator, config: AlgorithmConfig) -> None:
@@ -103,41 +107,42 @@ def estimator_traits(config: AlgorithmConfig) -> EstimatorTraits:
 def observe_estimator(estimator: AdvantageEstimator, config: AlgorithmConfig) -> EstimatorTraits:
     """Return the traits that an estimator shows on the example with random rewards.
 
-    To find out what it compares, move all rewards but the first trajectory's, and the baseline: if the first advantages
-    stay, it compares `nothing`. Give the trajectories of a prompt equal totals: only a `baseline` yields advantages.
-    Then pay the same totals on other tokens: `parts` yield advantages, and `samples` still none.
+    Three probes find out what it compares:
+
+    1. Change the baseline and all rewards but the first trajectory's. If the first advantages stay, it is `nothing`.
+    2. Give all trajectories of a prompt the same total. Advantages other than 0 come from a `baseline`.
+    3. Move parts of these totals to other tokens. Advantages other than 0 compare `parts`, else `samples`.
     """
 
     def advantages(rewards: torch.Tensor, baseline: float = 0.0) -> torch.Tensor:
         return _estimate(estimator, config, rewards, baseline)[0]
 
+    def is_not_zero(values: torch.Tensor) -> bool:
+        return bool((values[mask > 0].abs() > 1e-4).any())
+
     mask = example_mask()
     noise = _noise()
     on_noise = advantages(noise)
     sampled = on_noise[mask > 0]
-    mean_of_row = (on_noise * mask).sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True)
-    return EstimatorTraits(
-        compares=_observe_comparison(advantages, noise) if bool(sampled.any()) else "baseline",
-        per_token=bool((((on_noise - mean_of_row) * mask).abs() > 1e-4).any()),
-        whitens=bool(sampled.mean().abs() < 1e-4 and (sampled.std() - 1).abs() < 1e-3),
-    )
-
-
-def _observe_comparison(advantages: Callable[..., torch.Tensor], noise: torch.Tensor) -> Comparison:
-    mask = example_mask()
     others = torch.tensor([[0.0], [1], [1], [1]]) * mask
-    if torch.allclose(advantages(noise + others, baseline=1.0)[0], advantages(noise - others, baseline=-1.0)[0]):
-        return "nothing"  # the first trajectory's advantages do not depend on the other rewards
     # Totals are equal within each prompt: 1 and 1, 0.5 and 0.5. `moved` pays two of them on later tokens.
     equal, moved = torch.zeros_like(mask), torch.zeros_like(mask)
     equal[:, 0] = moved[[0, 1, 2, 3], [0, 4, 0, 3]] = torch.tensor([1.0, 1.0, 0.5, 0.5])
-    if _is_not_zero(advantages(equal)):
-        return "baseline"
-    return "parts" if _is_not_zero(advantages(moved)) else "samples"
-
-
-def _is_not_zero(advantages: torch.Tensor) -> bool:
-    return bool((advantages[example_mask() > 0].abs() > 1e-4).any())
+    compares: Comparison = "samples"
+    if not sampled.any():
+        compares = "baseline"
+    elif torch.allclose(advantages(noise + others, baseline=1.0)[0], advantages(noise - others, baseline=-1.0)[0]):
+        compares = "nothing"  # the first trajectory's advantages do not depend on the other rewards
+    elif is_not_zero(advantages(equal)):
+        compares = "baseline"
+    elif is_not_zero(advantages(moved)):
+        compares = "parts"
+    mean_of_row = (on_noise * mask).sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True)
+    return EstimatorTraits(
+        compares=compares,
+        per_token=is_not_zero(on_noise - mean_of_row),
+        whitens=bool(sampled.mean().abs() < 1e-4 and (sampled.std() - 1).abs() < 1e-3),
+    )
 
 
 def resolve_policy_loss(config: AlgorithmConfig) -> ResolvedPolicyLoss:
@@ -159,7 +164,10 @@ def check_policy_loss(
     log_probs = torch.tensor([[-1.0, -0.5, -2.0], [-0.1, -1.5, -1.0]], requires_grad=True)
     old = log_probs.detach()
     advantages, mask = torch.tensor([[1.0, 1.0, 0.0], [-1.0, -1.0, -1.0]]), torch.tensor([[1.0, 1, 0], [1, 1, 1]])
-    n_arguments = _count_arguments(loss)
+    parameters = inspect.signature(loss).parameters.values()
+    n_arguments = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        n_arguments = 6
     inputs: tuple[Any, ...] = (log_probs, old, advantages, config, mask, old)
     outputs = _call(key, lambda: loss(*inputs[:n_arguments]))
     if not (isinstance(outputs, tuple) and len(outputs) == 2 and (_has_shape(outputs[0], (2, 3), ()))):
@@ -167,34 +175,7 @@ def check_policy_loss(
             f"{key} returned {_describe(outputs)} for log-probs of shape (2, 3); return the loss of each token, or of "
             "the whole, and metrics beside it"
         )
-    _check_metrics(key, outputs[1])
-    reduces = outputs[0].ndim == 0
-    if reduces and (factors := _factors_on_tokens(config)):
-        raise ConfigError(
-            f"{key} returns a scalar, but {' and '.join(factors)} weigh single tokens; return the loss of each token, "
-            "or remove these settings"
-        )
-    return ResolvedPolicyLoss(loss, traits or LossTraits(), n_arguments, reduces)
-
-
-def _count_arguments(loss: PolicyLoss) -> int:
-    parameters = inspect.signature(loss).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return 6
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
-def _by_name(metrics: Any) -> dict[str, Any]:
-    """Return metrics by name. As in SkyRL, a single value is the fraction of clipped tokens."""
-    return metrics if isinstance(metrics, dict) else {"ppo_clip_ratio": metrics}
-
-
-def _on_tokens(value: Any, log_probs: torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(value, dtype=log_probs.dtype, device=log_probs.device).detach().expand_as(log_probs)
-
-
-def _check_metrics(key: str, metrics: object) -> None:
-    for name, value in _by_name(metrics).items():
+    for name, value in _by_name(outputs[1]).items():
         if not (isinstance(value, int | float) or _has_shape(value, (2, 3), ())):
             raise ConfigError(
                 f"{key} returned {_describe(value)} as metric {name!r}; return a number, or one for each token, and no "
@@ -202,16 +183,24 @@ def _check_metrics(key: str, metrics: object) -> None:
             )
         if name in RESERVED_METRICS:
             raise ConfigError(f"{key} returned a metric {name!r}, which the trainer logs itself; choose another name")
-
-
-def _factors_on_tokens(config: AlgorithmConfig) -> list[str]:
-    """Return the settings under `trainer.algorithm` that multiply the loss of single tokens."""
-    is_on = {
+    reduces = outputs[0].ndim == 0
+    token_settings = {
         "off_policy_correction": config.off_policy_correction.is_on,
         "off_policy_sequence_mask_threshold": config.off_policy_sequence_mask_threshold is not None,
         "top_entropy_quantile": config.top_entropy_quantile < 1,
     }
-    return [f"trainer.algorithm.{name}" for name, on in is_on.items() if on]
+    factors = [f"trainer.algorithm.{name}" for name, is_on in token_settings.items() if is_on]
+    if reduces and factors:
+        raise ConfigError(
+            f"{key} returns a scalar, but {' and '.join(factors)} weigh single tokens; return the loss of each token, "
+            "or remove these settings"
+        )
+    return ResolvedPolicyLoss(loss, traits or LossTraits(), n_arguments, reduces)
+
+
+def _by_name(metrics: Any) -> dict[str, Any]:
+    """Return metrics by name. As in SkyRL, a single value is the fraction of clipped tokens."""
+    return metrics if isinstance(metrics, dict) else {"ppo_clip_ratio": metrics}
 
 
 def _noise() -> torch.Tensor:
@@ -261,8 +250,8 @@ def _call(key: str, call: Callable[[], Any]) -> Any:
     except Exception as error:  # user code raises anything
         hint = ""
         if isinstance(error, KeyError) and error.args and str(error.args[0]).isidentifier():
-            hint = f"; if it is a setting of yours, set trainer.algorithm.custom.{error.args[0]}"
-        raise ConfigError(f"{key} failed on a made-up example: {type(error).__name__}: {error}{hint}") from error
+            hint = f"; if it is your own setting, set trainer.algorithm.custom.{error.args[0]}"
+        raise ConfigError(f"{key} failed on an example batch: {type(error).__name__}: {error}{hint}") from error
 
 
 def _has_shape(value: object, *shapes: tuple[int, ...]) -> bool:

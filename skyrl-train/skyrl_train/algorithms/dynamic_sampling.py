@@ -73,7 +73,17 @@ class GroupCollector:
                 if len(good) >= self._n_prompts or len(good) > self._config.min_replace_ratio * self._n_prompts:
                     self._groups, self.is_complete = self._fill_up(groups, good, draws), True
         if not self.is_complete and self._n_batches == self._config.max_sample_batches:
-            raise DataError(self._describe_shortage())
+            needed = f"{self._n_prompts}"
+            if self._config.type == "replace":
+                needed = f"more than {self._config.min_replace_ratio * self._n_prompts:g} in one batch"
+            raise DataError(
+                f"dynamic sampling drew {self._n_batches} batches of prompts for one step, and {self._n_good} of their "
+                f"{len(self._seen)} groups have unequal rewards where "
+                f"trainer.algorithm.dynamic_sampling.type={self._config.type} needs {needed}. Are the prompts far too "
+                "easy or too hard for the policy? Are its samples all the same (generator.sampling_params.temperature, "
+                "generator.n_samples_per_prompt)? Else raise trainer.algorithm.dynamic_sampling.max_sample_batches="
+                f"{self._config.max_sample_batches}; -1 never stops"
+            )
 
     def take(self) -> list[Trajectory]:
         """Return the trajectories of the step, group by group in the order of collection."""
@@ -110,16 +120,3 @@ class GroupCollector:
         filled = {draw: [replace(t, id=replace(t.id, draw=draw)) for t in source] for draw, source in copies}
         filled |= {draw: groups[draw] for draw in good}
         return [filled[draw] for draw in draws if draw in filled]
-
-    def _describe_shortage(self) -> str:
-        config = self._config
-        needed = f"{self._n_prompts}"
-        if config.type == "replace":
-            needed = f"more than {config.min_replace_ratio * self._n_prompts:g} in one batch"
-        return (
-            f"dynamic sampling drew {self._n_batches} batches of prompts for one step, and {self._n_good} of their "
-            f"{len(self._seen)} groups have unequal rewards where trainer.algorithm.dynamic_sampling.type={config.type}"
-            f" needs {needed}. Are the prompts far too easy or too hard for the policy? Are its samples all the same "
-            "(generator.sampling_params.temperature, generator.n_samples_per_prompt)? Else raise "
-            f"trainer.algorithm.dynamic_sampling.max_sample_batches={config.max_sample_batches}; -1 never stops"
-        )

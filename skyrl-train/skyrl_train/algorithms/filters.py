@@ -46,7 +46,7 @@ def leave_out_truncated(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
 
 
 def zero_reward_on_non_stop(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """Set all rewards to 0 in trajectories whose last turn has another stop reason than `stop`."""
+    """Set all rewards to 0 in trajectories whose last turn did not end with the stop reason `stop`."""
     return [
         replace(
             t,
@@ -82,22 +82,23 @@ def punish_overlong(
     with the length of its loss mask, so call this before `leave_out_truncated`. If the environment reports reward
     components, the punishment becomes one more component, `overlong`.
     """
-    return [_punish(t, max_generate_length, buffer, factor) if t.is_valid else t for t in trajectories]
-
-
-def _punish(trajectory: Trajectory, max_tokens: int, buffer: int, factor: float) -> Trajectory:
-    last = trajectory.segments[-1]
-    if last.turns:
-        n_tokens = max(turn.end - turn.start for turn in trajectory.turns)
-        position = last_sampled(last.loss_mask, last.turns[-1].end)
-    else:
-        n_tokens, position = sum(last.loss_mask), last_sampled(last.loss_mask)
-    penalty = soft_overlong_punishment(n_tokens, max_tokens, buffer, factor)
-    components = trajectory.reward_components
-    if components:
-        components = {**components, "overlong": penalty}
-    rewards = list(last.rewards)
-    if penalty:
-        rewards[position] += penalty
-    segments = (*trajectory.segments[:-1], replace(last, rewards=rewards))
-    return replace(trajectory, segments=segments, reward_components=components)
+    punished = []
+    for t in trajectories:
+        if t.is_valid:
+            last = t.segments[-1]
+            if last.turns:
+                n_tokens = max(turn.end - turn.start for turn in t.turns)
+                position = last_sampled(last.loss_mask, last.turns[-1].end)
+            else:
+                n_tokens, position = sum(last.loss_mask), last_sampled(last.loss_mask)
+            penalty = soft_overlong_punishment(n_tokens, max_generate_length, buffer, factor)
+            rewards = list(last.rewards)
+            if penalty:
+                rewards[position] += penalty
+            components = t.reward_components
+            if components:
+                components = {**components, "overlong": penalty}
+            segments = (*t.segments[:-1], replace(last, rewards=rewards))
+            t = replace(t, segments=segments, reward_components=components)
+        punished.append(t)
+    return punished

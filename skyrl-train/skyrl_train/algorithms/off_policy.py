@@ -77,7 +77,12 @@ def correction_weights(
         kept = kept & ~(under | over)
     weights = torch.ones_like(log_ratio)
     if config.tis_ratio_type is not None:
-        weights = _truncated_ratio(log_ratio, kept, config, metrics)
+        name, cap, log_weight = "tis_token_clip_high_ratio", config.token_tis_ratio_clip_high, log_ratio
+        if config.tis_ratio_type == "sequence":
+            name, cap = "tis_seq_clip_high_ratio", config.sequence_tis_ratio_clip_high
+            log_weight = _log_product(log_ratio, kept).expand_as(log_ratio)
+        metrics[name] = kept & (log_weight > math.log(cap))
+        weights = log_weight.clamp(max=math.log(cap)).exp()  # (B, R)
     if config.sequence_mask_metric is not None:
         log_value = _log_product(log_ratio, kept)  # (B, 1)
         name, low, high = "product_sequence_mask", config.product_mask_low, config.product_mask_high
@@ -87,22 +92,6 @@ def correction_weights(
         kept = _drop_rows(kept, *_outside(log_value, low, high), name, metrics)
     weights = torch.where(kept, weights, 0.0)
     return weights, {name: x.to(weights.dtype) for name, x in metrics.items()} | {"off_policy_weight_mean": weights}
-
-
-def _truncated_ratio(
-    log_ratio: torch.Tensor,
-    kept: torch.Tensor,
-    config: OffPolicyCorrectionConfig,
-    metrics: dict[str, torch.Tensor],
-) -> torch.Tensor:
-    """Return min(κ, cap) of each token, or of the product over each row's kept tokens (B, R), and add the metric."""
-    if config.tis_ratio_type == "token":
-        name, cap = "tis_token_clip_high_ratio", config.token_tis_ratio_clip_high
-    else:
-        name, cap = "tis_seq_clip_high_ratio", config.sequence_tis_ratio_clip_high
-        log_ratio = _log_product(log_ratio, kept).expand_as(log_ratio)
-    metrics[name] = kept & (log_ratio > math.log(cap))
-    return log_ratio.clamp(max=math.log(cap)).exp()
 
 
 def _log_product(log_ratio: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

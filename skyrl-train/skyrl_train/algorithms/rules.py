@@ -80,15 +80,11 @@ def loads_reference(cfg: SkyRLConfig) -> bool:
 
 def functions_fit_the_run(cfg: SkyRLConfig) -> Iterator[str]:
     """Reject an estimator or a loss that breaks its contract or does not fit the rest of the configuration."""
-    functions, problems = inspect_functions(cfg.trainer.algorithm)
+    algorithm = cfg.trainer.algorithm
+    functions, problems = inspect_functions(algorithm)
+    traits = functions.estimator
+    estimator, loss = functions.estimator_setting, functions.loss_setting
     yield from problems
-    yield from _inputs_are_provided(cfg, functions)
-    yield from _rewards_suit_the_estimator(cfg, functions)
-    yield from _advantages_suit_the_loss(cfg, functions)
-
-
-def _inputs_are_provided(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
-    algorithm, estimator = cfg.trainer.algorithm, functions.estimator_setting
     if "values" in functions.required and cfg.trainer.critic.model.path is None:
         yield (
             f"{estimator} reads the values of a critic, and trainer.critic.model.path=null trains none; set "
@@ -107,14 +103,8 @@ def _inputs_are_provided(cfg: SkyRLConfig, functions: Functions) -> Iterator[str
             "trainer.algorithm.use_kl_loss=false and trainer.algorithm.use_kl_in_reward=false; set one of them to "
             "true, or trainer.update_ref_every_epoch=false"
         )
-
-
-def _rewards_suit_the_estimator(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
-    traits, estimator = functions.estimator, functions.estimator_setting
-    is_grpo = cfg.trainer.algorithm.advantage_estimator == "grpo"
-    if (
-        cfg.generator.n_samples_per_prompt == 1 and traits.compares_samples and not is_grpo
-    ):  # SkyRL's scripts run grpo with one sample: a warning
+    is_refused = algorithm.advantage_estimator != "grpo"  # SkyRL's scripts run grpo with one sample: a warning
+    if cfg.generator.n_samples_per_prompt == 1 and traits.compares_samples and is_refused:
         yield (
             f"{estimator} compares the samples of one prompt, but generator.n_samples_per_prompt=1 leaves nothing to "
             "compare; try generator.n_samples_per_prompt=5, or trainer.algorithm.advantage_estimator=reinforce++"
@@ -125,15 +115,10 @@ def _rewards_suit_the_estimator(cfg: SkyRLConfig, functions: Functions) -> Itera
                 f"{key}={value} leaves groups of equal rewards out, but {estimator} compares no rewards and learns as "
                 f"much from them; set {key}={off}"
             )
-
-
-def _advantages_suit_the_loss(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
-    algorithm, loss = cfg.trainer.algorithm, functions.loss_setting
-    if functions.loss.per_sequence and functions.estimator.per_token:
+    if functions.loss.per_sequence and traits.per_token:
         yield (
-            f"{loss} takes one advantage for each trajectory, and {functions.estimator_setting} gives each token its "
-            "own; try trainer.algorithm.policy_loss_type=gspo or dual_clip, or "
-            "trainer.algorithm.advantage_estimator=grpo"
+            f"{loss} takes one advantage for each trajectory, and {estimator} gives each token its own; try "
+            "trainer.algorithm.policy_loss_type=gspo or dual_clip, or trainer.algorithm.advantage_estimator=grpo"
         )
     if functions.loss.whole_batch:
         reason = "chooses tokens by comparing them all, corrected or not"
@@ -141,29 +126,26 @@ def _advantages_suit_the_loss(cfg: SkyRLConfig, functions: Functions) -> Iterato
         reason = "reads the engine's log-probs itself, so that they would count twice"
     else:
         return
-    for name, value in algorithm.off_policy_correction.switches.items():
+    for name, switch in algorithm.off_policy_correction.switches.items():
         key = f"trainer.algorithm.off_policy_correction.{name}"
         yield (
-            f"{key}={show(value)} cannot go with {loss}, which {reason}; set {key}=null, or "
+            f"{key}={show(switch)} cannot go with {loss}, which {reason}; set {key}=null, or "
             "trainer.algorithm.policy_loss_type=dual_clip"
         )
 
 
 def functions_are_used_as_intended(cfg: SkyRLConfig) -> Iterator[str]:
     """Warn of settings that probably do not suit the estimator or the loss."""
-    functions, _problems = inspect_functions(cfg.trainer.algorithm)
-    yield from _estimator_is_used_as_intended(cfg, functions)
-    yield from _loss_is_used_as_intended(cfg, functions)
-
-
-def _estimator_is_used_as_intended(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
-    critic, estimator = cfg.trainer.critic.model.path, functions.estimator_setting
-    for key, value, off in group_filters(cfg):
-        if functions.estimator.compares in ("parts", "baseline"):
-            yield (
-                f"{key}={value} leaves groups of equal total rewards out, from which {estimator} learns too; "
-                f"{key}={off} keeps them"
-            )
+    algorithm, critic = cfg.trainer.algorithm, cfg.trainer.critic.model.path
+    functions, _problems = inspect_functions(algorithm)
+    traits, published = functions.loss, functions.loss.loss_reduction
+    estimator, loss = functions.estimator_setting, functions.loss_setting
+    learns_from_equal_totals = functions.estimator.compares in ("parts", "baseline")
+    for key, value, off in group_filters(cfg) if learns_from_equal_totals else ():
+        yield (
+            f"{key}={value} leaves groups of equal total rewards out, from which {estimator} learns too; "
+            f"{key}={off} keeps them"
+        )
     if critic is not None and "values" not in functions.readable:
         yield (
             f"trainer.critic.model.path={show(critic)} trains a critic whose values {estimator} does not read; set "
@@ -171,19 +153,14 @@ def _estimator_is_used_as_intended(cfg: SkyRLConfig, functions: Functions) -> It
         )
     if cfg.trainer.algorithm.advantage_batch_normalize and functions.estimator.whitens:
         yield (
-            f"trainer.algorithm.advantage_batch_normalize=true does what {estimator} has done already; set "
+            f"trainer.algorithm.advantage_batch_normalize=true normalizes again what {estimator} has whitened; set "
             "trainer.algorithm.advantage_batch_normalize=false"
         )
-
-
-def _loss_is_used_as_intended(cfg: SkyRLConfig, functions: Functions) -> Iterator[str]:
-    algorithm, traits, loss = cfg.trainer.algorithm, functions.loss, functions.loss_setting
-    published = traits.loss_reduction
     if published is not None and algorithm.loss_reduction != published:
         mean = "a mean over trajectories" if published == "sequence_mean" else published
         yield (
-            f"{loss} was published as {mean}, and trainer.algorithm.loss_reduction={algorithm.loss_reduction} weighs "
-            f"them otherwise; set trainer.algorithm.loss_reduction={published}"
+            f"{loss} was published with {mean}, but trainer.algorithm.loss_reduction={algorithm.loss_reduction} weighs "
+            f"tokens differently; set trainer.algorithm.loss_reduction={published}"
         )
     own = [key for key in FIELDS if key.startswith(f"trainer.algorithm.{algorithm.policy_loss_type}.")]
     for name in ("eps_clip_low", "eps_clip_high"):
@@ -202,10 +179,10 @@ def _loss_is_used_as_intended(cfg: SkyRLConfig, functions: Functions) -> Iterato
             f"{'policy_loss_type=rollout_is' if traits.whole_batch else correction}"
         )
     for name in ("tis_ratio_type", "token_mask_is_threshold_high"):
-        value = algorithm.off_policy_correction.switches.get(name, "sequence")
-        if traits.per_sequence and value != "sequence":
+        switch = algorithm.off_policy_correction.switches.get(name, "sequence")
+        if traits.per_sequence and switch != "sequence":
             yield (
-                f"trainer.algorithm.off_policy_correction.{name}={show(value)} weighs single tokens, and {loss} has "
+                f"trainer.algorithm.off_policy_correction.{name}={show(switch)} weighs single tokens, and {loss} has "
                 "one ratio for all tokens of a trajectory; try "
                 "trainer.algorithm.off_policy_correction.tis_ratio_type=sequence, or "
                 "trainer.algorithm.policy_loss_type=gspo"

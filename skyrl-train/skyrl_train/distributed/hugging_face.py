@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyrl_train.distributed.strategy import DistributedStrategy, TrainState, gather, local_part
 from skyrl_train.models.deferred import deferring
-from skyrl_train.models.loading import autocast, checkpointed_layers
+from skyrl_train.models.loading import autocast, checkpointed_layers, train_in_float32
 from skyrl_train.models.lora import (
     Gather,
     adapter_config,
@@ -29,7 +29,6 @@ from skyrl_train.models.lora import (
     add_adapter,
     merged_names,
 )
-from skyrl_train.models.precision import train_in_float32
 from skyrl_train.models.prefix_sharing import use_attention
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup

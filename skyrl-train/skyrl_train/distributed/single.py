@@ -6,8 +6,8 @@ from pathlib import Path
 
 from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
 from skyrl_train.distributed.strategy import all_finite
+from skyrl_train.models.generation import save_model
 from skyrl_train.models.lora import adapter_config, merged_buffers
-from skyrl_train.models.precision import save_model
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.types.specs import ModelSpec
 

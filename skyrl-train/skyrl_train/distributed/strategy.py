@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.lr_scheduler import LambdaLR
 
+from skyrl_train.models.generation import save_model
 from skyrl_train.models.lora import (
     Gather,
     change_norm,
@@ -30,7 +31,6 @@ from skyrl_train.models.lora import (
     merged_names,
     sync_tensors,
 )
-from skyrl_train.models.precision import save_model
 from skyrl_train.models.scoring_module import Scorer
 from skyrl_train.types import Scores, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec, World

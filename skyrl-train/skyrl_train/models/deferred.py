@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -86,9 +85,12 @@ def create_without_weights(
         None if the model must be loaded as a whole.
     """
     weights = _deferred.get()
-    if weights is None or (folder := _find_folder(path)) is None:
+    if weights is None:
         return None
+    folder = Path(path)
     try:
+        if not folder.is_dir():
+            folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
         config = AutoConfig.from_pretrained(folder, **settings)
         config.name_or_path = path
         with no_init_weights():  # the OS backs memory with pages only when it is written
@@ -111,15 +113,6 @@ def create_without_weights(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     weights.source, weights.files = source, files
     return model
-
-
-def _find_folder(path: str) -> Path | None:
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError):
-        return None
 
 
 def _list_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:

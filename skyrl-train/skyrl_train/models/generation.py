@@ -1,15 +1,36 @@
-"""The generation config in a model's folder."""
+"""Save models with the generation config that they were loaded with."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 FILE = "generation_config.json"
+
+
+def save_model(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
+    """Write a Hugging Face folder with `tensors` (default: the model's). Its config.json names their dtype.
+
+    Transformers empties the dictionary.
+    """
+    dtype = model.dtype if tensors is None else next(iter(tensors.values())).dtype
+    # Transformers loads some generation settings with a warning and refuses to save them, e.g. a temperature without
+    # `do_sample`, so it saves a default.
+    generation = model.generation_config
+    if model.can_generate():
+        model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=tensors)
+    finally:
+        model.generation_config = generation
+    save_generation_config(model, folder)
+    if dtype != model.dtype:
+        model.config.dtype = dtype  # save_pretrained has written the model's dtype
+        model.config.save_pretrained(folder)
 
 
 def save_generation_config(model: PreTrainedModel, folder: Path, eos_ids: Collection[int] = ()) -> None:
@@ -35,19 +56,3 @@ def add_eos_ids(folder: Path, eos_ids: Collection[int | None]) -> None:
     if missing := [token_id for token_id in eos_ids if token_id not in (None, *own)]:
         settings["eos_token_id"] = [*own, *missing]
         file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def default_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Swap in a default GenerationConfig while transformers saves the model.
-
-    Transformers loads some settings with a warning and refuses to save them, e.g. a temperature without `do_sample`.
-    """
-    if not model.can_generate():
-        yield
-        return
-    settings, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = settings

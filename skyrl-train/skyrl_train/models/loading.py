@@ -117,7 +117,7 @@ def _check_embeddings(tokenizer: PreTrainedTokenizerBase, key: str, path: str) -
 
 
 def check_same_vocabulary(path: str, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the tokenizer of the model at `path` gives a token of the policy another id."""
+    """Raise ConfigError if the tokenizer at `path` maps a token of the policy to a different id."""
     try:
         other = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError):
@@ -156,20 +156,7 @@ def load_model(
     Raises:
         ConfigError: no model at `path`, or an architecture whose log-probs would be wrong.
     """
-    model = create_without_weights(AutoModelForCausalLM, f"{key}={path}", path, dtype)
-    is_deferred = model is not None
-    if model is None:
-        with _loading("model", key, path):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-            )
-        model, report = loaded
-        assert isinstance(model, PreTrainedModel)
-        _check_complete(model, key, path, report["missing_keys"])
-    _prepare(model, key, path, device, gradient_checkpointing, is_deferred=is_deferred)
-    if not is_deferred:
-        check_head(model, f"{key}={path}")
-    return model
+    return _load("policy", "model", path, key, dtype, device, gradient_checkpointing)
 
 
 def load_value_model(
@@ -182,9 +169,7 @@ def load_value_model(
     Raises:
         ConfigError: no model at `path`, or an architecture without token classification.
     """
-    return _load_scalar_model(
-        AutoModelForTokenClassification, "critic", path, CRITIC_PATH, dtype, device, gradient_checkpointing
-    )
+    return _load("critic", "critic", path, CRITIC_PATH, dtype, device, gradient_checkpointing, adds_head=True)
 
 
 def load_reward_model(
@@ -205,23 +190,15 @@ def load_reward_model(
     Raises:
         ConfigError: no reward model at `path`, or an architecture without sequence classification.
     """
-    model = _load_scalar_model(
-        AutoModelForSequenceClassification,
-        "reward model",
-        path,
-        key,
-        dtype,
-        device,
-        gradient_checkpointing,
-        adds_head=pad_token_id is not None,
-    )
+    adds_head = pad_token_id is not None
+    model = _load("reward", "reward model", path, key, dtype, device, gradient_checkpointing, adds_head=adds_head)
     if pad_token_id is not None:
         model.config.pad_token_id = pad_token_id
     return model
 
 
-def _load_scalar_model(
-    auto_class: Any,
+def _load(
+    role: Role,
     kind: str,
     path: str,
     key: str,
@@ -229,25 +206,31 @@ def _load_scalar_model(
     device: torch.device,
     gradient_checkpointing: bool,
     *,
-    adds_head: bool = True,
+    adds_head: bool = False,
 ) -> PreTrainedModel:
-    """Load a model with a head `score` of one output. A missing head is zero with `adds_head`, else rejected."""
-    head = "score." if adds_head else ""
-    model: Any = create_without_weights(auto_class, f"{key}={path}", path, dtype, optional=head, num_labels=1)
+    """Load the model of a role, called `kind` in messages.
+
+    A critic or reward model has a head `score` of one output. A missing head is zero with `adds_head`, else rejected.
+    """
+    auto_class, source = AUTO_CLASSES[role], f"{key}={path}"
+    has_head = role in ("critic", "reward")
+    settings, head = {"num_labels": 1} if has_head else {}, "score." if adds_head else ""
+    model: Any = create_without_weights(auto_class, source, path, dtype, optional=head, **settings)
     is_deferred = model is not None
     if model is None:
         transformers_logger = logging.getLogger("transformers")
         level = transformers_logger.level
-        transformers_logger.setLevel(logging.ERROR)  # missing weights are reported below
+        if has_head:
+            transformers_logger.setLevel(logging.ERROR)  # missing weights are reported below
         try:
             with _loading(kind, key, path):
                 model, report = auto_class.from_pretrained(
-                    path, num_labels=1, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+                    path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **settings
                 )
         finally:
             transformers_logger.setLevel(level)
-    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
-        raise ConfigError(f"{key}={path}: a {type(model).__name__} has no head `score`; use another model")
+    if has_head and not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise ConfigError(f"{source}: a {type(model).__name__} has no head `score`; use another model")
     if not is_deferred:
         new = {name for name in report["missing_keys"] if head and name.startswith(head)}
         _check_complete(model, key, path, report["missing_keys"] - new)
@@ -256,6 +239,8 @@ def _load_scalar_model(
                 torch.nn.init.zeros_(parameter)
             logger.info("%s has no head for the %s; initializing it to zero", path, kind)
     _prepare(model, key, path, device, gradient_checkpointing, is_deferred=is_deferred)
+    if not (has_head or is_deferred):
+        check_head(model, source)
     loaded: PreTrainedModel = model
     return loaded
 
@@ -337,7 +322,7 @@ def _find_fault(config: PretrainedConfig) -> str | None:
     name. Longrope (Phi-3.5) and dynamic NTK choose the frequencies of all rows by the longest row.
     """
     if getattr(config, "attn_logit_softcapping", None):
-        return "has attn_logit_softcapping in its config.json, which PyTorch's attention leaves out"
+        return "has attn_logit_softcapping in its config.json, which PyTorch's attention ignores"
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per layer type
         if (kind := part.get("rope_type")) in LENGTH_DEPENDENT_ROPE:
@@ -383,6 +368,23 @@ def check_head(model: PreTrainedModel, source: str) -> None:
             f"{source}: a {type(model).__name__} changes its logits after the language-model "
             "head in a way that is not supported; use another architecture"
         )
+
+
+def train_in_float32(model: PreTrainedModel, *, is_empty: bool) -> dict[str, torch.dtype]:
+    """Convert parameters of shorter dtypes to float32 in place, and return their previous dtypes by name.
+
+    A step of AdamW changes a weight by about the learning rate. A bfloat16 weight has 8 significant bits, so near 0.02
+    its neighbors are 1e-4 apart, and a step of 1e-6 would round to nothing. With `is_empty`, values are not copied,
+    because they are written later.
+    """
+    dtype, dtypes = model.dtype, {}
+    for name, parameter in model.named_parameters():
+        if parameter.dtype.itemsize < torch.float32.itemsize:
+            dtypes[name] = parameter.dtype
+            values = parameter.detach()
+            parameter.data = torch.empty_like(values, dtype=torch.float32) if is_empty else values.float()
+    model.config.dtype = dtype  # a checkpoint's config.json describes exports, not the trained weights
+    return dtypes
 
 
 def autocast(device: torch.device, bf16: bool) -> torch.autocast:

@@ -72,7 +72,11 @@ def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
     for parameter in trained_parameters(model).values():
         parameter.data = parameter.data.float()
     if path is not None:
-        _load_tensors(model, read_tensors(path, name_source(lora)), name_source(lora))
+        tensors = read_tensors(path, name_source(lora))
+        _check_tensors(model, tensors, name_source(lora))
+        with torch.no_grad():
+            for name, parameter in trained_parameters(model).items():
+                parameter.copy_(tensors[_name_in_file(name)])
     model.eval()
     trained, total = count_parameters(model)
     logger.info(
@@ -324,7 +328,7 @@ def _load_config(path: str, lora: LoraSpec) -> peft.LoraConfig:
     if lora.config.rank and (lora.config.rank, lora.config.alpha) != (config.r, config.lora_alpha):
         raise ConfigError(
             f"{name_source(lora)} has rank {config.r} and alpha {config.lora_alpha}, but "
-            f"{lora.key}.rank={lora.config.rank} and {lora.key}.alpha={lora.config.alpha}; set those of the adapter, "
+            f"{lora.key}.rank={lora.config.rank} and {lora.key}.alpha={lora.config.alpha}; use the adapter's values, "
             "or omit both"
         )
     base = config.base_model_name_or_path
@@ -354,12 +358,16 @@ def read_config(path: str, source: str) -> peft.LoraConfig:
         ) from error
     if not isinstance(config, peft.LoraConfig):
         raise ConfigError(f"{source} is not a LoRA adapter: its peft_type is {config.peft_type}; use one of LoRA")
+    # PiSSA moves the largest singular values of a matrix into the adapter and leaves the rest in the base. The adapter
+    # means nothing on the original weights. OLoRA, CorDA and LoftQ also change the base. EVA and orthogonal do not.
+    method = str(config.init_lora_weights).partition("_")[0].lower()
+    changes_base = method in ("pissa", "olora", "corda", "loftq", "lora")
     faults = {
         "use_dora is true": config.use_dora,
         f"bias is {config.bias}": config.bias != "none" or config.lora_bias,
         f"it has target_parameters {config.target_parameters}": config.target_parameters,
         f"it has modules_to_save {config.modules_to_save}": set(config.modules_to_save or []) - {VALUE_HEAD},
-        f"init_lora_weights={config.init_lora_weights} changed the weights of its base": _changes_base(config),
+        f"init_lora_weights={config.init_lora_weights} changed the weights of its base": changes_base,
         **{f"it has {name}": getattr(config, name, None) for name in OTHER_KINDS},
     }
     for fault, is_present in faults.items():
@@ -384,16 +392,6 @@ OTHER_KINDS = (
 """Settings of peft that compute something other than W + B·A."""
 
 
-def _changes_base(config: peft.LoraConfig) -> bool:
-    """Return True if the adapter's initialization changed the weights of its base.
-
-    PiSSA moves the largest singular values of a matrix into the adapter and leaves the rest in the base, so the adapter
-    means nothing on the original weights. OLoRA, CorDA and LoftQ also change the base. EVA and orthogonal do not.
-    """
-    init = config.init_lora_weights
-    return isinstance(init, str) and init.partition("_")[0].lower() in ("pissa", "olora", "corda", "loftq", "lora")
-
-
 def read_tensors(path: str, source: str) -> dict[str, torch.Tensor]:
     """Return the tensors of an adapter in a folder or on the Hub, under their names in peft's files.
 
@@ -408,14 +406,6 @@ def read_tensors(path: str, source: str) -> dict[str, torch.Tensor]:
         if not tensor.isfinite().all():
             raise ConfigError(f"{source} has NaN or infinite values in {name}; use an earlier one")
     return tensors
-
-
-@torch.no_grad()
-def _load_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy tensors from peft's files into the adapter."""
-    _check_tensors(model, tensors, source)
-    for name, parameter in trained_parameters(model).items():
-        parameter.copy_(tensors[_name_in_file(name)])
 
 
 def _check_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: str) -> None:

@@ -6,10 +6,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 MAX_TOKENS = {"cpu": 8192, "cuda": 16384}
-"""Upper bound of the default number of tokens per pass. More are not faster."""
+"""Maximum of the default number of tokens per pass. More tokens are no faster."""
 
 MIN_TOKENS = 1024
-"""Lower bound of the same default, for any model: with fewer, passes spend their time adding up weight gradients."""
+"""Minimum of the same default, for any model. With fewer tokens, most time goes into adding up weight gradients."""
 
 MAX_ACTIVATION_BYTES = 1 << 30
 """Default memory for activations on a CPU."""

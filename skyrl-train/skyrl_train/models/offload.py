@@ -26,10 +26,21 @@ class OffloadedTensors:
         self._device = device
         self._is_pinned = device.type == "cuda"
         _synchronize(device)  # other streams may still write
-        host = _HostMemory(is_pinned=self._is_pinned)
+        storages = {}  # distinct ones, by address
+        for tensor in tensors:
+            local = tensor.detach()
+            storage = (local.to_local() if isinstance(local, DTensor) else local).untyped_storage()
+            if storage.device.type == device.type and storage.nbytes() and storage.resizable():
+                storages[storage.data_ptr()] = storage
         copies = []
-        for storage in _storages(tensors, device):
-            pieces = host.take(storage.nbytes())
+        rest = torch.empty(0, dtype=torch.uint8)  # free end of the last block of host memory
+        for storage in storages.values():
+            pieces: list[torch.Tensor] = []
+            while n_missing := storage.nbytes() - sum(map(len, pieces)):
+                if not len(rest):
+                    rest = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
+                pieces.append(rest[:n_missing])
+                rest = rest[n_missing:]
             for piece, values in _pair(pieces, storage):
                 piece.copy_(values, non_blocking=self._is_pinned)
             copies.append((storage, pieces))
@@ -54,25 +65,6 @@ class OffloadedTensors:
         _synchronize(self._device)
 
 
-class _HostMemory:
-    """Host memory in blocks, handed out in pieces."""
-
-    def __init__(self, *, is_pinned: bool) -> None:
-        self._is_pinned = is_pinned
-        self._rest = torch.empty(0, dtype=torch.uint8)  # free end of the last block
-
-    def take(self, n_bytes: int) -> list[torch.Tensor]:
-        """Return pieces (n,) with `n_bytes` in total."""
-        pieces = []
-        while n_bytes > 0:
-            if not len(self._rest):
-                self._rest = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned)
-            pieces.append(self._rest[:n_bytes])
-            self._rest = self._rest[n_bytes:]
-            n_bytes -= len(pieces[-1])
-        return pieces
-
-
 def release_cached_memory(device: torch.device) -> None:
     """Give PyTorch's cached memory back to the device, so that other processes can use it."""
     if device.type == "cuda":
@@ -83,17 +75,6 @@ def release_cached_memory(device: torch.device) -> None:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
-    """Return the distinct storages of the tensors that are on this type of device and can be resized."""
-    storages = {}
-    for tensor in tensors:
-        local = tensor.detach()
-        storage = (local.to_local() if isinstance(local, DTensor) else local).untyped_storage()
-        if storage.device.type == device.type and storage.nbytes() and storage.resizable():
-            storages[storage.data_ptr()] = storage
-    return list(storages.values())
 
 
 def _pair(pieces: list[torch.Tensor], storage: torch.UntypedStorage) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

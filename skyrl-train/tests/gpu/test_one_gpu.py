@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models import linear_head
-from skyrl_train.models.compilation import can_compile
 from skyrl_train.models.fused import fuse_operations
+from skyrl_train.models.linear_head import can_compile
 from skyrl_train.models.loading import autocast, checkpointed_layers
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.models.offload import OffloadedTensors

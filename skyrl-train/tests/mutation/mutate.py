@@ -43,7 +43,7 @@ SOURCES = (
 SPECIFICATION = "workers/test_gradient_specification.py"
 RUNS = ("test_trainer.py", *(f"runs/test_{name}.py" for name in ("divergence", "checkpoints", "algorithms", "resume")))
 TESTS = {
-    "algorithms/advantages/": ("algorithms/advantages", "algorithms/test_trajectories.py", SPECIFICATION),
+    "algorithms/advantages/": ("algorithms/advantages", "algorithms/test_inputs.py", SPECIFICATION),
     "algorithms/losses/": ("algorithms/losses", SPECIFICATION, "workers/test_worker_critic.py"),
     "algorithms/objectives/": (
         SPECIFICATION,

@@ -8,6 +8,7 @@ advantages themselves otherwise.
 """
 
 from skyrl_train.algorithms.advantages.by_group import (
+    gdpo,
     gpg,
     group_normalized,
     grpo,
@@ -27,7 +28,6 @@ from skyrl_train.algorithms.advantages.by_token import (
     token_rewards,
 )
 from skyrl_train.algorithms.advantages.by_turn import gae_per_turn, grpo_per_turn, rloo_per_turn, turn_index
-from skyrl_train.algorithms.advantages.components import gdpo
 from skyrl_train.algorithms.advantages.groups import group_statistics, trajectory_scores
 from skyrl_train.algorithms.masked import normalize_over_batch
 

@@ -1,7 +1,8 @@
-"""Estimators that compare a trajectory's score with its group, with the same advantage for all its tokens."""
+"""Estimators that compare a trajectory with its group and give all its tokens the same advantage."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.algorithms.advantages.groups import (
@@ -14,6 +15,8 @@ from skyrl_train.algorithms.advantages.groups import (
 )
 from skyrl_train.algorithms.masked import masked_whiten
 from skyrl_train.algorithms.registry import register_advantage_estimator
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.errors import ConfigError
 from skyrl_train.lazy import torch
 
 
@@ -112,8 +115,8 @@ def gpg(
     """Compute group policy gradient advantages: A = α · (S - mean_group(S)).
 
     α = trajectories / trajectories with a score other than 0, counted over the batch and over trajectories with sampled
-    tokens. It compensates for trajectories that earned nothing. It expects rewards of 0 for failure, and is 1 with
-    rewards of -1. The paper's α omits groups of equal rewards. This is the variant in common use.
+    tokens. It compensates for trajectories that earned nothing. It expects failures to earn 0. If they earn -1, α is
+    always 1. The paper's α omits groups of equal rewards. This is the variant in common use.
 
     Source: GPG (Chu et al., 2025, arXiv:2504.02546). Its loss is `policy_loss_type=policy_gradient`.
     """
@@ -183,6 +186,48 @@ def grpo_passk(
     if grpo_norm_by_std:
         advantages = advantages / (std + 1e-6)
     return _same_for_every_token(advantages, response_mask)
+
+
+@register_advantage_estimator("gdpo", compares="parts", per_token=False, whitens=True)
+def gdpo(
+    response_mask: torch.Tensor,
+    index: list[str],
+    reward_components: Mapping[str, torch.Tensor],
+    config: AlgorithmConfig,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute group reward-decoupled advantages: normalize each component in its group, add them up, whiten the sum.
+
+    A = whiten(Σ_c w_c · (S_c - mean_group(S_c)) / (std_group(S_c) + 1e-6)), where S_c (B,) is a trajectory's total of
+    component c and w_c its weight in `gdpo.weights`, by default 1. GRPO on the sum could not distinguish trajectories
+    that earned the same sum in different ways, and a component with a large spread would hide one with a small spread.
+    Whitening over the batch's sampled tokens keeps the size of advantages independent of the number of components.
+    `token_level_rewards` is not read.
+
+    Source: GDPO (Liu et al., 2026, arXiv:2601.05242).
+
+    Raises:
+        ConfigError: there are no components, or `gdpo.weights` names an unknown one.
+    """
+    weights = config.gdpo.weights
+    if not reward_components:
+        raise ConfigError(
+            "trainer.algorithm.advantage_estimator=gdpo needs the components of rewards, and no environment reports "
+            'any; return metadata={"reward_components": {name: reward}} from step()'
+        )
+    if unknown := sorted(set(weights) - set(reward_components)):
+        raise ConfigError(
+            f"trainer.algorithm.gdpo.weights names {', '.join(unknown)}, which no environment reports; "
+            f"the components are: {', '.join(sorted(reward_components))}"
+        )
+    # In double precision, because whitening magnifies the rounding of components that cancel.
+    parts = [
+        weights.get(name, 1.0) * group_normalized(scores.double(), index) for name, scores in reward_components.items()
+    ]
+    total = torch.stack(parts).sum(dim=0)  # (B,)
+    advantages = masked_whiten(on_sampled_tokens(total, response_mask), response_mask)  # (B, R)
+    advantages = advantages.to(next(iter(reward_components.values())).dtype)
+    return advantages, advantages
 
 
 def group_normalized(scores: torch.Tensor, index: list[str], by_std: bool = True) -> torch.Tensor:

@@ -102,7 +102,10 @@ def optimal_token_baseline(
     returns = reward_to_go(token_level_rewards, response_mask, gamma)
     energy = (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0)
     weights = on_sampled_tokens(energy, response_mask).cumsum(dim=-1) + 1e-8
-    positions = _same_position(is_sampled, prompt_groups(index, returns.device))  # cells of the N sampled tokens
+    # A cell holds the tokens of a group at one position, for each of the N sampled tokens.
+    groups, length = prompt_groups(index, returns.device), returns.shape[1]
+    cell = groups.cell[:, None] * length + is_sampled.cumsum(dim=-1) - 1  # (B, R)
+    positions = Cells(cell[is_sampled], groups.n_cells * length)
     reached = returns[is_sampled]  # (N,)
     _mean, std, _size = positions.statistics(reached)
     baseline = positions.weighted_mean(reached, weights[is_sampled])
@@ -167,14 +170,3 @@ def generalized_advantages(
         next_value = torch.where(is_step[:, t], values[:, t], next_value)
         next_advantage = torch.where(is_step[:, t], advantages[:, t], next_advantage)
     return advantages
-
-
-def _same_position(is_sampled: torch.Tensor, groups: Cells) -> Cells:
-    """Put each of the N sampled tokens in a cell with the tokens of its group that are at the same position.
-
-    The position is the ordinal among the sampled tokens of a row.
-    """
-    response_length = is_sampled.shape[1]
-    ordinal = is_sampled.cumsum(dim=-1) - 1  # (B, R)
-    cell = groups.cell[:, None] * response_length + ordinal
-    return Cells(cell[is_sampled], groups.n_cells * response_length)

@@ -29,8 +29,11 @@ def clip_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     covariance = token_covariance(tokens.log_probs, tokens.advantages, tokens.mask)
     settings = config.clip_cov
     is_high = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)
-    candidates = (tokens.mask > 0) & ~is_clipped & is_high
-    is_left_out = _choose(candidates, _n_chosen(settings.clip_ratio, tokens.mask))
+    rows, columns = ((tokens.mask > 0) & ~is_clipped & is_high).nonzero(as_tuple=True)
+    n_dropped = min(_n_chosen(settings.clip_ratio, tokens.mask), len(rows))
+    drawn = torch.rand(len(rows), device="cpu").topk(n_dropped).indices.to(rows.device)  # padding changes no draw
+    is_left_out = torch.zeros_like(is_clipped)
+    is_left_out[rows[drawn], columns[drawn]] = True
     return torch.where(is_left_out, 0.0, loss), {
         "ppo_clip_ratio": is_clipped.to(loss.dtype),
         "masked_token_ratio": is_left_out.to(loss.dtype),
@@ -70,12 +73,3 @@ def _n_chosen(share: float, loss_mask: torch.Tensor) -> int:
     """Return `share` of the number of trained tokens, rounded down, but at least 1 if there are any."""
     n_tokens = int((loss_mask > 0).sum())
     return min(max(int(share * n_tokens), 1), n_tokens)
-
-
-def _choose(candidates: torch.Tensor, n: int) -> torch.Tensor:
-    """Mark `n` random candidates (B, R), or all if there are fewer. Padding does not affect the draw."""
-    rows, columns = candidates.nonzero(as_tuple=True)
-    drawn = torch.rand(len(rows), device="cpu").topk(min(n, len(rows))).indices.to(candidates.device)
-    chosen = torch.zeros_like(candidates)
-    chosen[rows[drawn], columns[drawn]] = True
-    return chosen

@@ -37,7 +37,8 @@ def gspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     Source: Group Sequence Policy Optimization (Zheng et al., 2025, arXiv:2507.18071), sections 4.1 and 4.3.
     """
     mean_log_ratio = masked_mean(tokens.log_ratio.detach(), tokens.mask, dim=-1)[:, None]  # (B, 1)
-    ratio = _bounded_exp(mean_log_ratio + (tokens.log_probs - tokens.log_probs.detach()))  # (B, R)
+    log_s = mean_log_ratio + (tokens.log_probs - tokens.log_probs.detach())  # (B, R)
+    ratio = log_s.clamp(max=10).exp()
     loss, is_clipped = pessimistic_surrogate(ratio, tokens.advantages, config)
     return loss, {"ppo_clip_ratio": is_clipped.to(loss.dtype)}
 
@@ -102,8 +103,4 @@ def sequence_ratio(log_ratio: torch.Tensor, loss_mask: torch.Tensor) -> torch.Te
 
     Source: GSPO (Zheng et al., 2025, arXiv:2507.18071), section 4.1.
     """
-    return _bounded_exp(masked_mean(log_ratio, loss_mask, dim=-1)[:, None])
-
-
-def _bounded_exp(mean_log_ratio: torch.Tensor) -> torch.Tensor:
-    return mean_log_ratio.clamp(max=10).exp()
+    return masked_mean(log_ratio, loss_mask, dim=-1)[:, None].clamp(max=10).exp()

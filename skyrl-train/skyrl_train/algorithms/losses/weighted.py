@@ -55,11 +55,42 @@ def rollout_is(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     if tokens.rollout_logprobs is None:
         raise ConfigError(
             "trainer.algorithm.policy_loss_type=rollout_is needs the log-probs of the engine, and the generator "
-            "reports none; try importance_sampling, which takes those of the trainer"
+            "reports none; try importance_sampling, which uses the trainer's"
         )
     ratio = importance_ratio(tokens.log_probs.detach(), tokens.rollout_logprobs)
     is_left_out = (ratio < config.rollout_is.ratio_low) | (ratio > config.rollout_is.ratio_high)
     loss = -torch.where(is_left_out, 0.0, ratio) * tokens.advantages * tokens.log_probs
+    return loss, {"masked_token_ratio": is_left_out.to(loss.dtype)}
+
+
+@register_policy_loss("dppo", reads_rollout_logprobs=True, reads_eps_clip=False)
+@within_mask
+def dppo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
+    """Compute -sg(min(ρ, max_ratio)) · A · log π with ρ = π / μ, and 0 for tokens outside the trust region.
+
+    μ is the policy that sampled: the engine's probabilities, or the old ones if the engine reports none. A token is
+    outside if A > 0, π > μ and D(μ, π) > delta_high, or if A < 0, π < μ and D(μ, π) > delta_low. D is a distance of two
+    Bernoulli distributions, "this token or any other": |π - μ| for `binary_tv`, KL(μ || π) for `binary_kl`. Unlike
+    PPO's ratio, D measures the change in probability. A token that goes from 0.001 to 0.002 stays (D = 0.001), and one
+    that goes from 0.5 to 0.9 does not (D = 0.4).
+
+    All tensors (B, R). Metric `masked_token_ratio`: the fraction of dropped tokens.
+
+    Source: Rethinking the Trust Region in LLM Reinforcement Learning (Qi et al., 2026, arXiv:2602.04879).
+    """
+    log_mu = tokens.old_log_probs if tokens.rollout_logprobs is None else tokens.rollout_logprobs
+    log_pi = tokens.log_probs.detach()
+    if config.dppo.dppo_type == "binary_tv":
+        moved = (log_pi.exp() - log_mu.exp()).abs()  # (B, R)
+    else:
+        # 1 - p from log p is precise for p close to 1. It is never 0, so that its logarithm is finite.
+        tiny = torch.finfo(log_pi.dtype).tiny
+        other_mu, other_pi = ((-torch.expm1(log_p)).clamp(min=tiny) for log_p in (log_mu, log_pi))
+        moved = log_mu.exp() * (log_mu - log_pi) + other_mu * (other_mu.log() - other_pi.log())
+    is_left_out = (tokens.advantages > 0) & (log_pi > log_mu) & (moved > config.dppo.delta_high)
+    is_left_out |= (tokens.advantages < 0) & (log_pi < log_mu) & (moved > config.dppo.delta_low)
+    weight = importance_ratio(log_pi, log_mu).clamp(max=config.dppo.max_ratio)
+    loss = -torch.where(is_left_out, 0.0, weight) * tokens.advantages * tokens.log_probs
     return loss, {"masked_token_ratio": is_left_out.to(loss.dtype)}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from skyrl_train.algorithms.contract import ResolvedPolicyLoss
-from skyrl_train.algorithms.entropy import top_entropy_mask
 from skyrl_train.algorithms.kl import compute_approx_kl, importance_weighted_kl
+from skyrl_train.algorithms.masked import top_entropy_mask
 from skyrl_train.algorithms.off_policy import add_rollout_gap, correction_weights, sequence_mask
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -62,9 +62,25 @@ class PolicyObjective:
     def __call__(self, scores: TokenScores, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
         """Return the loss of these rows, differentiable in the scores, and its metrics."""
         assert rows.sequence_weights is not None, "weigh() comes first"
-        weight = rows.sequence_weights.sum()  # 1 over the mini-batch
+        algorithm, weights = self._algorithm, rows.sequence_weights
+        weight = weights.sum()  # 1 over the mini-batch
         sums = MetricSums()
-        regularization = self._regularization(scores, rows, weight, sums)
+        regularization = scores.logprobs.new_zeros(())  # KL and entropy are measured even if the loss omits them
+        entropy = weighted_sum(scores.entropy, weights)
+        sums.add("mean", "policy_entropy", entropy, weight)
+        if algorithm.use_entropy_loss:
+            regularization = regularization - algorithm.entropy_loss_coef * entropy
+        if rows.ref_logprobs is not None:
+            estimator, mask = algorithm.kl_estimator_type, rows.loss_mask
+            if algorithm.use_bias_correction_kl:
+                old = _start_logprobs(scores.logprobs, rows)
+                token_kl = importance_weighted_kl(scores.logprobs, rows.ref_logprobs, old, mask, estimator)
+            else:
+                token_kl = compute_approx_kl(scores.logprobs, rows.ref_logprobs, mask, estimator)
+            kl = weighted_sum(token_kl, weights)
+            sums.add("mean", "policy_kl", kl, weight)
+            if algorithm.use_kl_loss:
+                regularization = regularization + algorithm.kl_loss_coef * kl
         if rows.logprob_gradient is None:
             policy_loss = self._policy_loss(scores.logprobs, rows, sums)
             loss = policy_loss + regularization
@@ -78,67 +94,33 @@ class PolicyObjective:
         return loss, sums.metrics()
 
     def _policy_loss(self, log_probs: torch.Tensor, rows: TrainingBatch, sums: MetricSums) -> torch.Tensor:
-        """Return the policy loss of these rows, differentiable in `log_probs` (B, R)."""
+        """Return the policy loss of these rows, differentiable in `log_probs` (B, R).
+
+        Off-policy corrections change the weight of each token's loss.
+        """
+        algorithm, mask = self._algorithm, rows.loss_mask
         assert rows.advantages is not None, "advantages are computed before the update"
         assert rows.loss_weights is not None, "weigh() comes first"
         old = _start_logprobs(log_probs, rows)
-        loss, metrics = self._loss(
-            log_probs, old, rows.advantages, self._algorithm, rows.loss_mask, rows.rollout_logprobs
-        )
-        if not self._loss.reduces:
-            weights, correction_metrics = self._correct_weights(rows.loss_weights, log_probs, old, rows)
-            metrics = metrics | correction_metrics
-            loss = weighted_sum(loss, weights)
-        for name, values in metrics.items():
-            sums.add_samples(name, values[rows.loss_mask > 0])
-        return loss
-
-    def _correct_weights(
-        self, weights: torch.Tensor, log_probs: torch.Tensor, old: torch.Tensor, rows: TrainingBatch
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Apply the off-policy corrections to the loss weights (B, R), and return them with metrics (B, R)."""
-        algorithm, mask = self._algorithm, rows.loss_mask
-        metrics: dict[str, torch.Tensor] = {}
+        loss, metrics = self._loss(log_probs, old, rows.advantages, algorithm, mask, rows.rollout_logprobs)
+        weights = rows.loss_weights
         if algorithm.off_policy_correction.is_on:
             if rows.rollout_logprobs is None:
                 raise ConfigError(
                     "trainer.algorithm.off_policy_correction needs the log-probs of the engine, and the generator "
                     "reports none; return rollout_logprobs, or remove the correction"
                 )
-            factor, metrics = correction_weights(old, rows.rollout_logprobs, mask, algorithm.off_policy_correction)
-            weights = weights * factor
+            correction = algorithm.off_policy_correction
+            factor, correction_metrics = correction_weights(old, rows.rollout_logprobs, mask, correction)
+            weights, metrics = weights * factor, metrics | correction_metrics
         if algorithm.off_policy_sequence_mask_threshold is not None:
-            assert rows.advantages is not None
             sampled = old if rows.rollout_logprobs is None else rows.rollout_logprobs
             threshold = algorithm.off_policy_sequence_mask_threshold
             kept = sequence_mask(log_probs, sampled, rows.advantages, mask, threshold)
-            weights = weights * kept
-            metrics = metrics | {"off_policy_sequence_masked": 1 - kept}
-        return weights, metrics
-
-    def _regularization(
-        self, scores: TokenScores, rows: TrainingBatch, weight: torch.Tensor, sums: MetricSums
-    ) -> torch.Tensor:
-        """Return the KL and entropy terms of the loss, and measure both even if they are not part of it."""
-        algorithm, weights = self._algorithm, rows.sequence_weights
-        assert weights is not None
-        loss = scores.logprobs.new_zeros(())
-        entropy = weighted_sum(scores.entropy, weights)
-        sums.add("mean", "policy_entropy", entropy, weight)
-        if algorithm.use_entropy_loss:
-            loss = loss - algorithm.entropy_loss_coef * entropy
-        if rows.ref_logprobs is not None:
-            estimator, mask = algorithm.kl_estimator_type, rows.loss_mask
-            if algorithm.use_bias_correction_kl:
-                old = _start_logprobs(scores.logprobs, rows)
-                token_kl = importance_weighted_kl(scores.logprobs, rows.ref_logprobs, old, mask, estimator)
-            else:
-                token_kl = compute_approx_kl(scores.logprobs, rows.ref_logprobs, mask, estimator)
-            kl = weighted_sum(token_kl, weights)
-            sums.add("mean", "policy_kl", kl, weight)
-            if algorithm.use_kl_loss:
-                loss = loss + algorithm.kl_loss_coef * kl
-        return loss
+            weights, metrics = weights * kept, metrics | {"off_policy_sequence_masked": 1 - kept}
+        for name, values in metrics.items():
+            sums.add_samples(name, values[mask > 0])
+        return loss if self._loss.reduces else weighted_sum(loss, weights)
 
 
 def _start_logprobs(log_probs: torch.Tensor, rows: TrainingBatch) -> torch.Tensor:

@@ -41,9 +41,8 @@ from skyrl_train.distributed.strategy import (
 )
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.deferred import deferring
-from skyrl_train.models.loading import autocast
+from skyrl_train.models.loading import autocast, train_in_float32
 from skyrl_train.models.lora import Gather, adapter_disabled, adapter_dropout, add_adapter
-from skyrl_train.models.precision import train_in_float32
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Scores, TrainingBatch
 from skyrl_train.types.specs import Layout, LoraSpec, ModelSpec, SyncKind, World

@@ -83,17 +83,12 @@ def test_filter_collects_batches_until_it_has_enough_good_groups() -> None:
     assert metrics(collected) == (3, 6, 0, 4 / 9)
 
 
-def test_a_group_of_one_is_always_good() -> None:
+def test_groups_are_compared_by_total_reward_and_a_group_of_one_is_good() -> None:
     collected = collector(n_prompts=1, type="filter")
-    add(collected, [*group("0", 1.0, 1.0), *group("1", 1.0)])
-    assert uids(collected.take()) == ["1"]
-
-
-def test_groups_are_compared_by_total_reward() -> None:
-    """Rewards on different tokens with the same sum carry no signal."""
-    collected = collector(n_prompts=1, type="filter")
-    add(collected, [make_trajectory("0", [1.0, 0.0]), make_trajectory("0", [0.0, 1.0])])
+    add(collected, [make_trajectory("0", [1.0, 0.0]), make_trajectory("0", [0.0, 1.0])])  # the sum is the same
     assert not collected.is_complete
+    add(collected, group("1", 1.0))
+    assert uids(collected.take()) == ["1"]
 
 
 def test_replace_fills_bad_slots_with_distinct_good_groups_if_there_are_enough() -> None:
@@ -137,12 +132,6 @@ def test_replace_samples_again_unless_the_good_share_exceeds_min_replace_ratio(r
         assert metrics(collected) == (2, 5, 1, 4 / 8)
 
 
-def test_a_batch_of_good_groups_needs_no_replacement() -> None:
-    collected = collect(2, "++", type="replace", min_replace_ratio=1.0)
-    assert uids(collected.take()) == ["0", "1"]
-    assert metrics(collected) == (1, 0, 0, 1)
-
-
 def test_replace_fills_the_slots_of_failed_prompts() -> None:
     collected = collector(n_prompts=4, type="replace")
     add(collected, [*good("0"), *bad("1"), *good("2")], n_failed=1)
@@ -152,10 +141,11 @@ def test_replace_fills_the_slots_of_failed_prompts() -> None:
     assert metrics(collected) == (1, 1, 2, 2 / 3)
 
 
-def test_replace_drops_surplus_groups() -> None:
-    collected = collect(2, "-+-++", type="replace")
-    assert uids(collected.take()) == ["1", "3"]
-    assert metrics(collected) == (1, 3, 0, 3 / 5)
+def test_replace_copies_nothing_if_there_are_enough_good_groups() -> None:
+    for batch, ratio, names, n_dropped in (("++", 1.0, ["0", "1"], 0), ("-+-++", 0.0, ["1", "3"], 3)):
+        collected = collect(2, batch, type="replace", min_replace_ratio=ratio)
+        assert uids(collected.take()) == names
+        assert metrics(collected) == (1, n_dropped, 0, batch.count("+") / len(batch))
 
 
 def test_the_same_seed_chooses_the_same_copies() -> None:
@@ -176,28 +166,21 @@ def test_it_raises_after_max_sample_batches(kind: str, needed: str) -> None:
         assert words in str(error.value)
 
 
-def test_the_last_batch_may_complete_the_step() -> None:
+def test_the_last_batch_may_complete_the_step_and_minus_one_never_gives_up() -> None:
     assert collect(2, "+", "+", type="filter", max_sample_batches=2).is_complete
-
-
-def test_minus_one_never_gives_up() -> None:
     assert not collect(1, *"-" * 100, type="filter", max_sample_batches=-1).is_complete
 
 
-def test_a_draw_is_added_once() -> None:
+def test_a_draw_is_added_once_until_the_step_is_complete() -> None:
     collected = collector(n_prompts=2, type="filter")
     add(collected, good("0"))
     with pytest.raises(AssertionError, match=r"drawn twice: \[0\]"):
         add(collected, good("0"))
-
-
-def test_take_needs_a_complete_step_and_add_an_incomplete_one() -> None:
-    collected = collector(n_prompts=1, type="filter")
     with pytest.raises(AssertionError, match="more batches"):
         collected.take()
-    add(collected, good("0"))
+    add(collected, good("1"))
     with pytest.raises(AssertionError, match="complete"):
-        add(collected, good("1"))
+        add(collected, good("2"))
 
 
 @given(

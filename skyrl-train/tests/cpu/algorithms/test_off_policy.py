@@ -34,23 +34,37 @@ def approx_rows(rows: list[list[float]]) -> list[Any]:
     return [pytest.approx(row) for row in rows]
 
 
-def test_without_a_correction_the_weight_is_one_on_trained_tokens() -> None:
-    weights, metrics = weigh(RATIOS, MASK)
-    assert weights == MASK.tolist()
-    assert metrics == {"off_policy_weight_mean": MASK.tolist()}
-
-
-def test_truncated_per_token() -> None:
-    weights, metrics = weigh(RATIOS, MASK, tis_ratio_type="token", token_tis_ratio_clip_high=2.5)
-    assert weights == approx_rows([[1.0, 2.5, 0.5, 0.0], [1.0, 1.0, 0.1, 2.5]])
-    assert metrics["tis_token_clip_high_ratio"] == [[0, 1, 0, 0], [0, 0, 0, 1]]
-    assert metrics["off_policy_weight_mean"] == weights
-
-
-def test_truncated_per_sequence() -> None:
-    weights, metrics = weigh(RATIOS, MASK, tis_ratio_type="sequence", sequence_tis_ratio_clip_high=1.2)
-    assert weights == approx_rows([[1.2, 1.2, 1.2, 0.0], [0.8, 0.8, 0.8, 0.8]])  # products 1.5 and 0.8
-    assert metrics["tis_seq_clip_high_ratio"] == [[1, 1, 1, 0], [0, 0, 0, 0]]
+@pytest.mark.parametrize(
+    ("settings", "expected", "metric", "is_counted"),
+    [
+        ({}, MASK.tolist(), "off_policy_weight_mean", MASK.tolist()),
+        (
+            {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.5},
+            [[1.0, 2.5, 0.5, 0.0], [1.0, 1.0, 0.1, 2.5]],
+            "tis_token_clip_high_ratio",
+            [[0, 1, 0, 0], [0, 0, 0, 1]],
+        ),
+        (
+            {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.2},
+            [[1.2, 1.2, 1.2, 0.0], [0.8, 0.8, 0.8, 0.8]],  # products 1.5 and 0.8
+            "tis_seq_clip_high_ratio",
+            [[1, 1, 1, 0], [0, 0, 0, 0]],
+        ),
+        (
+            {"token_mask_is_threshold_low": 0.4, "token_mask_is_threshold_high": 4.0},
+            [[1, 1, 1, 0], [1, 1, 0, 0]],
+            "token_mask_ratio",
+            [[0, 0, 0, 0], [0, 0, 1, 1]],
+        ),
+    ],
+)
+def test_weights_of_tokens(
+    settings: dict[str, Any], expected: list[list[float]], metric: str, is_counted: list[list[float]]
+) -> None:
+    weights, metrics = weigh(RATIOS, MASK, **settings)
+    assert weights == metrics["off_policy_weight_mean"] == approx_rows(expected)
+    assert metrics[metric] == is_counted
+    assert metrics.keys() == {metric, "off_policy_weight_mean"}
 
 
 def test_an_outlier_token_masks_its_whole_trajectory() -> None:
@@ -68,40 +82,28 @@ def test_one_outlier_threshold_suffices(side: str, threshold: float, other_side:
     assert metrics[f"outlier_seq_{other_side}_ratio"] == [[0] * 4, [0] * 4]
 
 
-def test_tokens_outside_the_interval_are_masked() -> None:
-    weights, metrics = weigh(RATIOS, MASK, token_mask_is_threshold_low=0.4, token_mask_is_threshold_high=4.0)
-    assert weights == [[1, 1, 1, 0], [1, 1, 0, 0]]
-    assert metrics["token_mask_ratio"] == [[0, 0, 0, 0], [0, 0, 1, 1]]
-
-
 @pytest.mark.parametrize(
-    ("low", "high", "kept", "under", "over"),
-    [  # the products are 1.5 and 0.8
-        (0.7, 2.0, [1, 1], [0, 0], [0, 0]),
-        (0.9, 2.0, [1, 0], [0, 1], [0, 0]),
-        (0.7, 1.4, [0, 1], [0, 0], [1, 0]),
+    ("metric", "low", "high", "under", "over"),
+    [
+        ("product", 0.7, 2.0, [0, 0], [0, 0]),  # the products are 1.5 and 0.8
+        ("product", 0.9, 2.0, [0, 1], [0, 0]),
+        ("product", 0.7, 1.4, [0, 0], [1, 0]),
+        ("geometric", 0.94, 1.15, [0, 0], [0, 0]),  # 1.5^(1/3) = 1.1447 and 0.8^(1/4) = 0.9457
+        ("geometric", 0.94, 1.14, [0, 0], [1, 0]),
+        ("geometric", 0.95, 1.15, [0, 1], [0, 0]),
     ],
 )
-def test_trajectories_are_masked_by_their_product(
-    low: float, high: float, kept: list[int], under: list[int], over: list[int]
+def test_trajectories_are_masked_by_their_product_or_mean(
+    metric: str, low: float, high: float, under: list[int], over: list[int]
 ) -> None:
-    weights, metrics = weigh(RATIOS, MASK, sequence_mask_metric="product", product_mask_low=low, product_mask_high=high)
-    rows = torch.tensor([kept, under, over], dtype=torch.float64)[:, :, None] * MASK
-    assert weights == rows[0].tolist()
-    assert metrics["product_sequence_mask_under_low_ratio"] == rows[1].tolist()
-    assert metrics["product_sequence_mask_over_high_ratio"] == rows[2].tolist()
-    assert metrics["product_sequence_mask_masked_ratio"] == (rows[1] + rows[2]).tolist()
-
-
-@pytest.mark.parametrize(("high", "kept"), [(1.15, [1, 1]), (1.14, [0, 1])])
-def test_trajectories_are_masked_by_their_geometric_mean(high: float, kept: list[int]) -> None:
-    # 1.5^(1/3) = 1.1447 and 0.8^(1/4) = 0.9457
-    weights, metrics = weigh(RATIOS, MASK, sequence_mask_metric="geometric", geo_mask_low=0.94, geo_mask_high=high)
-    is_kept = torch.tensor(kept)[:, None] * MASK
-    assert weights == is_kept.tolist()
-    assert metrics["geo_sequence_mask_masked_ratio"] == (MASK - is_kept).tolist()
-    assert metrics["geo_sequence_mask_over_high_ratio"] == (MASK - is_kept).tolist()
-    assert metrics["geo_sequence_mask_under_low_ratio"] == [[0] * 4, [0] * 4]
+    name = {"product": "product", "geometric": "geo"}[metric]
+    bounds = {f"{name}_mask_low": low, f"{name}_mask_high": high}
+    weights, metrics = weigh(RATIOS, MASK, sequence_mask_metric=metric, **bounds)
+    is_under, is_over = torch.tensor([under, over], dtype=torch.float64)[:, :, None] * MASK
+    assert weights == (MASK - is_under - is_over).tolist()
+    assert metrics[f"{name}_sequence_mask_under_low_ratio"] == is_under.tolist()
+    assert metrics[f"{name}_sequence_mask_over_high_ratio"] == is_over.tolist()
+    assert metrics[f"{name}_sequence_mask_masked_ratio"] == (is_under + is_over).tolist()
 
 
 def test_a_ratio_on_a_threshold_is_inside() -> None:

@@ -39,11 +39,8 @@ def test_by_hand(reduction: LossReduction, loss: float, sum_of_weights: float) -
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_mask_without_tokens_is_a_loss_of_zero(reduction: LossReduction) -> None:
+def test_a_mask_without_tokens_is_a_loss_of_zero_and_no_mask_a_mask_of_ones(reduction: LossReduction) -> None:
     assert weighted_sum(VALUES, token_weights(torch.zeros_like(MASK), reduction, max_seq_len=8, index=INDEX)) == 0
-
-
-def test_no_mask_is_a_mask_of_ones() -> None:
     assert reduce_loss(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), None, "token_mean").item() == 3.0
 
 

@@ -212,5 +212,5 @@ def test_problems_of_functions_and_settings_are_in_one_error() -> None:
         validate_cfg(OmegaConf.from_dotlist(overrides.split()), ALGORITHM_RULES)
     text = str(caught.value)
     assert text.startswith("3 problems in the configuration:")
-    for words in ("=48 must divide", "=mine failed on a made-up example: AttributeError", "=mine returned a tensor"):
+    for words in ("=48 must divide", "=mine failed on an example batch: AttributeError", "=mine returned a tensor"):
         assert words in text

@@ -81,31 +81,20 @@ def fixed_loss(name: str, rollout: torch.Tensor | None = None, **config: Any) ->
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_reads_eps_clip_is_declared_correctly(name: str) -> None:
-    clipped, wide = fixed_loss(name), fixed_loss(name, eps_clip_low=0.9, eps_clip_high=5.0, clip_ratio_c=10.0)
-    is_read = not torch.equal(clipped[MASK > 0], wide[MASK > 0])
-    assert is_read == POLICY_LOSSES.traits(name).reads_eps_clip
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_reads_rollout_logprobs_is_declared_correctly(name: str) -> None:
+def test_a_loss_declares_what_it_reads(name: str) -> None:
+    loss, traits = fixed_loss(name)[MASK > 0], POLICY_LOSSES.traits(name)
+    wide = fixed_loss(name, eps_clip_low=0.9, eps_clip_high=5.0, clip_ratio_c=10.0)[MASK > 0]
+    assert torch.equal(loss, wide) != traits.reads_eps_clip
     other = -torch.rand(MASK.shape, generator=torch.Generator().manual_seed(3))
-    is_read = not torch.equal(fixed_loss(name)[MASK > 0], fixed_loss(name, rollout=other)[MASK > 0])
-    assert is_read == POLICY_LOSSES.traits(name).reads_rollout_logprobs
+    assert torch.equal(loss, fixed_loss(name, rollout=other)[MASK > 0]) != traits.reads_rollout_logprobs
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_per_sequence_is_declared_correctly(name: str) -> None:
     """With one ratio per trajectory, the log-prob of a token changes the loss of the other tokens."""
     log_probs = torch.full((1, 3), -0.5, requires_grad=True)
-    arguments = (
-        torch.full((1, 3), -0.6),
-        torch.ones(1, 3),
-        AlgorithmConfig(),
-        torch.ones(1, 3),
-        torch.full((1, 3), -0.6),
-    )
-    loss, _ = policy_loss(name)(log_probs, *arguments)
+    old, ones = torch.full((1, 3), -0.6), torch.ones(1, 3)
+    loss, _ = policy_loss(name)(log_probs, old, ones, AlgorithmConfig(), ones, old)
     (gradient,) = torch.autograd.grad(loss[0, 0], log_probs)
     assert bool(gradient[0, 1:].any()) == (POLICY_LOSSES.traits(name).per_sequence and name != "vespo")
 

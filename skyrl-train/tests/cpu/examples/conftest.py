@@ -6,6 +6,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 import skyrl_gym
+from examples import learning, tiny_model
+from examples.catch import warm_start
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.tiny import train_tokenizer
@@ -65,6 +67,14 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
         return capsys.readouterr().err
 
     return run
+
+
+@pytest.fixture
+def short_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the learning examples train their first model on few conversations."""
+    for module in (learning, warm_start):
+        monkeypatch.setattr(module, "N_CONVERSATIONS", 64)
+    monkeypatch.setattr(tiny_model, "BATCH_SIZE", 8)
 
 
 @pytest.fixture(scope="session")

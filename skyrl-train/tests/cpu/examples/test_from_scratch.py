@@ -11,7 +11,7 @@ import torch
 from train_kit.workers import SingleRankGroup, complete, policy_objective
 from transformers import PreTrainedModel
 
-from examples import from_scratch, tiny_model
+from examples import from_scratch
 from examples.catch import recipe, warm_start
 from examples.catch.catch_dataset import CatchDataset
 from examples.catch.env import CatchEnv
@@ -30,12 +30,10 @@ LEARNING_RATE = 1e-3
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(short_start: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the example play few games with a model that knows little more than their format."""
     monkeypatch.setattr(from_scratch, "N_PROMPTS", N_PROMPTS)
     monkeypatch.setattr(from_scratch, "GROUP_SIZE", GROUP_SIZE)
-    monkeypatch.setattr(tiny_model, "BATCH_SIZE", 8)
-    monkeypatch.setattr(warm_start, "N_CONVERSATIONS", 64)
     monkeypatch.setattr(warm_start, "N_STEPS", 40)
     monkeypatch.setattr(recipe, "CatchDataset", partial(CatchDataset, train_size=64, test_size=8))
 

@@ -9,18 +9,14 @@ from typing import Any
 import pytest
 from train_kit.runs import Run
 
-from examples import learning, tiny_model
+from examples import learning
 from examples.learning import LearningRun, main
 from examples.multiply.learn import RECIPE
 
+pytestmark = pytest.mark.usefixtures("short_start")
+
 TINY = dataclasses.replace(RECIPE, n_start_steps=2, n_steps=1)
 FAST = ["trainer.train_batch_size=9", "generator.n_samples_per_prompt=2"]
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning, "N_CONVERSATIONS", 64)
-    monkeypatch.setattr(tiny_model, "BATCH_SIZE", 8)
 
 
 def run(output_dir: Path, *overrides: str, recipe: learning.Recipe = TINY) -> Any:

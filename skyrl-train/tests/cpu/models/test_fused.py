@@ -65,13 +65,6 @@ def test_only_the_usual_formula_is_replaced(name: str, n_fused: int) -> None:
     assert getattr(sys.modules[type(model).__module__], ROTARY) is rotary, "replaced twice"
 
 
-def test_a_model_without_weights_is_fused() -> None:
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(CONFIGS["qwen3"])
-    fuse_operations(model)
-    assert "forward" in vars(model.model.norm)
-
-
 def test_a_norm_with_another_signature_is_kept() -> None:
     class GatedRMSNorm(torch.nn.Module):
         def __init__(self) -> None:
@@ -89,9 +82,13 @@ def test_a_norm_with_another_signature_is_kept() -> None:
         assert "forward" in vars(model.model.layers[0].input_layernorm)
 
 
-def test_frozen_norms_get_no_gradient() -> None:
+def test_models_without_weights_and_with_frozen_norms_are_fused() -> None:
+    with torch.device("meta"):
+        empty = Qwen3ForCausalLM(CONFIGS["qwen3"])
     model = make_model()
-    fuse_operations(model)
+    for each in (empty, model):
+        fuse_operations(each)
+        assert "forward" in vars(each.model.norm)
     model.model.norm.weight.requires_grad_(False)
     logits_and_gradients(model)
     assert model.model.norm.weight.grad is None

@@ -112,20 +112,15 @@ def test_a_certain_token_has_no_positive_logprob() -> None:
     assert scores.logprobs.max() > -1e-5
 
 
-def test_no_positions() -> None:
+def test_no_positions_and_nan_weights() -> None:
     hidden, weight, bias, token_ids = inputs()
     scores = linear_head_scores(hidden[:0], weight, bias, token_ids[:0], SCALE, entropy_grad=True)
     assert [len(values) for values in scores] == [0, 0, 0]
     scores.logprobs.sum().backward()
     assert not weight.grad.any()
-
-
-def test_nan_weights_give_nan_scores() -> None:
-    hidden, weight, bias, token_ids = inputs()
     with torch.no_grad():
         weight[3, 2] = torch.nan
-    scores = linear_head_scores(hidden, weight, bias, token_ids, SCALE, entropy_grad=False)
-    assert scores.logprobs.isnan().all()
+    assert linear_head_scores(hidden, weight, bias, token_ids, SCALE, entropy_grad=False).logprobs.isnan().all()
 
 
 @pytest.mark.parametrize("has_entropy_grad", [False, True])

@@ -17,9 +17,11 @@ RESPONSE_MASKS = [
 N_PROMPT, N_RESPONSE = 7, 6  # wider than any row: padding on both sides
 PAD_ID = 0
 
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 @pytest.fixture(scope="module")
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch() -> Batch:
     """Sequences (4, 13), attention mask (4, 13) and loss mask (4, 6)."""
     generator = torch.Generator().manual_seed(1)
     n_rows = len(PROMPT_LENGTHS)
@@ -35,9 +37,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return sequences, attention_mask, loss_mask
 
 
-def naive(
-    model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], temperature: float
-) -> TokenScores:
+def naive(model: PreTrainedModel, batch: Batch, temperature: float) -> TokenScores:
     """Score row by row, without padding, from the logits of every position."""
     sequences, attention_mask, loss_mask = batch
     logprobs, entropies, sum_pi_squared = (torch.zeros_like(loss_mask) for _ in range(3))
@@ -54,30 +54,24 @@ def naive(
     return TokenScores(logprobs, entropies, sum_pi_squared)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_scores_equal_those_of_a_naive_loop(
-    tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], temperature: float
-) -> None:
-    with torch.no_grad():
-        scores = response_logprobs(tiny_model, *batch, temperature)
-        expected = naive(tiny_model, batch, temperature)
-    torch.testing.assert_close(scores, expected)
+@torch.no_grad()
+def assert_naive_scores(model: PreTrainedModel, batch: Batch, temperature: float) -> None:
+    scores = response_logprobs(model, *batch, temperature)
+    torch.testing.assert_close(scores, naive(model, batch, temperature))
     for values in scores:
         assert (values[batch[2] == 0] == 0).all()
 
 
-def test_scores_of_other_architectures_equal_those_of_a_naive_loop(
-    other_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> None:
-    with torch.no_grad():
-        actual = response_logprobs(other_model, *batch, 0.8)
-        expected = naive(other_model, batch, 0.8)
-    torch.testing.assert_close(actual, expected)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_scores_equal_those_of_a_naive_loop(tiny_model: PreTrainedModel, batch: Batch, temperature: float) -> None:
+    assert_naive_scores(tiny_model, batch, temperature)
 
 
-def test_gradients_equal_those_of_a_naive_loop(
-    tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> None:
+def test_scores_of_other_architectures_equal_those_of_a_naive_loop(other_model: PreTrainedModel, batch: Batch) -> None:
+    assert_naive_scores(other_model, batch, 0.8)
+
+
+def test_gradients_equal_those_of_a_naive_loop(tiny_model: PreTrainedModel, batch: Batch) -> None:
     gradients = []
     for score in (
         lambda model: response_logprobs(model, *batch, 0.6, entropy_grad=True),
@@ -141,7 +135,7 @@ def test_logits_are_not_kept_between_the_forward_and_the_backward_pass(
 
 
 def test_a_vocabulary_larger_than_a_chunk_is_scored_one_position_at_a_time(
-    tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    tiny_model: PreTrainedModel, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch.no_grad():
         expected = response_logprobs(tiny_model, *batch, 1.0)
@@ -149,9 +143,7 @@ def test_a_vocabulary_larger_than_a_chunk_is_scored_one_position_at_a_time(
         torch.testing.assert_close(response_logprobs(tiny_model, *batch, 1.0), expected)
 
 
-def test_scores_without_trained_tokens_are_zero(
-    tiny_model: PreTrainedModel, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> None:
+def test_scores_without_trained_tokens_are_zero(tiny_model: PreTrainedModel, batch: Batch) -> None:
     sequences, attention_mask, loss_mask = batch
     logprobs, entropy, _ = response_logprobs(tiny_model, sequences, attention_mask, torch.zeros_like(loss_mask), 1.0)
     assert logprobs.shape == entropy.shape == loss_mask.shape

@@ -34,10 +34,16 @@ def spec(base: str = "base", **settings: Any) -> LoraSpec:
     return LoraSpec(LoraConfig(**settings), KEY, base, seed=1)
 
 
-def randomized(model: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
-    """Return a copy of a model with an adapter that changes its logits."""
+def adapted(model: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
+    """Return a copy of a model with an adapter."""
     model = copy.deepcopy(model)
     add_adapter(model, lora)
+    return model
+
+
+def randomized(model: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
+    """Return a copy of a model with an adapter that changes its logits."""
+    model = adapted(model, lora)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in trained_parameters(model).values():
@@ -61,8 +67,7 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
 
 @pytest.mark.parametrize("init_method", ["kaiming", "gaussian"])
 def test_a_new_adapter_changes_nothing(tiny_model: PreTrainedModel, init_method: str) -> None:
-    model = copy.deepcopy(tiny_model)
-    add_adapter(model, spec(rank=4, init_method=init_method))
+    model = adapted(tiny_model, spec(rank=4, init_method=init_method))
     assert torch.equal(logits(model), logits(tiny_model))
     assert change_norm(model, whole) == 0
     a = trained_parameters(model)["model.layers.0.mlp.up_proj.lora_A.default.weight"]
@@ -72,10 +77,9 @@ def test_a_new_adapter_changes_nothing(tiny_model: PreTrainedModel, init_method:
 def test_the_initial_values_depend_on_the_seed_alone(tiny_model: PreTrainedModel) -> None:
     adapters = []
     for lora in (spec(rank=4), spec(rank=4), LoraSpec(LoraConfig(rank=4), KEY, "base", seed=2)):
-        model = copy.deepcopy(tiny_model)
         torch.rand(1)
         before = torch.get_rng_state()
-        add_adapter(model, lora)
+        model = adapted(tiny_model, lora)
         assert torch.equal(torch.get_rng_state(), before)
         adapters.append(torch.cat([p.detach().flatten() for p in trained_parameters(model).values()]))
     assert torch.equal(adapters[0], adapters[1])
@@ -167,12 +171,11 @@ def test_a_saved_adapter_has_the_same_logits_in_peft_and_here(
     folder = save(model, tmp_path)
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(tiny_model), str(folder))
     assert torch.equal(logits(theirs), logits(model))
-    ours = copy.deepcopy(tiny_model)
-    add_adapter(ours, spec(lora_path=str(folder)))
+    ours = adapted(tiny_model, spec(lora_path=str(folder)))
     assert torch.equal(logits(ours), logits(model))
     assert trained_parameters(ours).keys() == trained_parameters(model).keys()
     assert "continues on" not in caplog.text
-    add_adapter(copy.deepcopy(tiny_model), spec("other", lora_path=str(folder)))
+    adapted(tiny_model, spec("other", lora_path=str(folder)))
     assert f"{folder} was trained on base and continues on other" in caplog.text
 
 
@@ -190,8 +193,7 @@ def test_a_critic_trains_its_value_head_too(tiny_model_path: Path, tmp_path: Pat
     critic = load_value_model(str(tiny_model_path), dtype=torch.float32, device=CPU)
     model = randomized(critic, spec(rank=2))
     assert [name for name in trained_parameters(model) if ".lora_" not in name] == ["score.weight", "score.bias"]
-    ours = copy.deepcopy(critic)
-    add_adapter(ours, spec(lora_path=str(save(model, tmp_path))))
+    ours = adapted(critic, spec(lora_path=str(save(model, tmp_path))))
     assert torch.equal(logits(ours), logits(model))
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(critic), str(tmp_path))
     assert torch.equal(logits(theirs), logits(model))
@@ -218,7 +220,7 @@ def test_modules_that_cannot_have_an_adapter_are_named(
     tiny_model: PreTrainedModel, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}") as error:
-        add_adapter(copy.deepcopy(tiny_model), spec(rank=4, **settings))
+        adapted(tiny_model, spec(rank=4, **settings))
     assert KEY in str(error.value)
 
 
@@ -229,7 +231,7 @@ def test_experts_get_no_adapter() -> None:
         r"set .*target_modules=\[k_proj,o_proj,q_proj,v_proj\]"
     )
     with pytest.raises(ConfigError, match=message):
-        add_adapter(copy.deepcopy(model), spec(rank=4))
+        adapted(model, spec(rank=4))
     add_adapter(model, spec(rank=4, target_modules=["k_proj", "o_proj", "q_proj", "v_proj"]))
     assert len(trained_parameters(model)) == 2 * 2 * 4
 
@@ -237,7 +239,7 @@ def test_experts_get_no_adapter() -> None:
 @pytest.mark.parametrize("other_model", ["llama"], indirect=True)
 def test_a_head_that_is_tied_to_the_embeddings_gets_no_adapter(other_model: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match="lm_head shares its weight with the embeddings"):
-        add_adapter(copy.deepcopy(other_model), spec(rank=4, target_modules=["lm_head", "q_proj"]))
+        adapted(other_model, spec(rank=4, target_modules=["lm_head", "q_proj"]))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ConfigError) as error:
-        add_adapter(copy.deepcopy(tiny_model), spec(lora_path=str(folder), **settings))
+        adapted(tiny_model, spec(lora_path=str(folder), **settings))
     assert words in str(error.value)
     assert ("convert it" in str(error.value)) == ("init_lora_weights" in change)
     assert f"{KEY}.lora_path={folder}" in str(error.value)
@@ -280,12 +282,12 @@ def test_a_damaged_adapter_is_refused(tiny_model: PreTrainedModel, tmp_path: Pat
     with torch.no_grad():
         next(iter(trained_parameters(model).values()))[0, 0] = torch.nan
     with pytest.raises(ConfigError, match="NaN or infinite values in base_model"):
-        add_adapter(copy.deepcopy(tiny_model), spec(lora_path=str(save(model, tmp_path / "nan"))))
+        adapted(tiny_model, spec(lora_path=str(save(model, tmp_path / "nan"))))
     (tmp_path / "nan/adapter_model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(ConfigError, match=r"has no adapter_model.safetensors that can be read"):
-        add_adapter(copy.deepcopy(tiny_model), spec(lora_path=str(tmp_path / "nan")))
+        adapted(tiny_model, spec(lora_path=str(tmp_path / "nan")))
     with pytest.raises(ConfigError, match=f"Did you mean '{tmp_path}/nan'"):
-        add_adapter(copy.deepcopy(tiny_model), spec(lora_path=str(tmp_path / "nam")))
+        adapted(tiny_model, spec(lora_path=str(tmp_path / "nam")))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
@@ -295,9 +297,6 @@ def test_a_continued_adapter_has_the_dropout_of_the_run(
     """The dropout with which the adapter was trained does not count."""
     folder = save(randomized(tiny_model, spec(rank=4, dropout=0.5)), tmp_path)
     assert json.loads((folder / "adapter_config.json").read_text())["lora_dropout"] == 0.5
-    continued, new = copy.deepcopy(tiny_model), copy.deepcopy(tiny_model)
-    add_adapter(continued, spec(lora_path=str(folder), dropout=dropout))
-    add_adapter(new, spec(rank=4, dropout=dropout))
-    for model in (continued, new):
-        rates = {getattr(layer.lora_dropout["default"], "p", 0.0) for layer in adapter_layers(model).values()}
-        assert rates == {dropout}
+    for lora in (spec(lora_path=str(folder), dropout=dropout), spec(rank=4, dropout=dropout)):
+        layers = adapter_layers(adapted(tiny_model, lora)).values()
+        assert {getattr(layer.lora_dropout["default"], "p", 0.0) for layer in layers} == {dropout}

@@ -97,17 +97,6 @@ def test_a_model_that_mixes_neighboring_tokens_computes_each_row() -> None:
     assert "would change its hidden states" in (find_sharing_fault(model) or "")
 
 
-def test_a_model_that_refuses_the_tree_computes_each_row() -> None:
-    model = make_model("llama")
-
-    def refuse(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if "prefix_tree" in kwargs:
-            raise TypeError("unexpected keyword argument")
-
-    model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
-    assert "unexpected keyword argument" in (find_sharing_fault(model) or "")
-
-
 def test_the_last_layer_computes_trained_tokens_only() -> None:
     model = make_model("qwen3")
     assert find_sharing_fault(model) is None
@@ -122,14 +111,25 @@ def test_the_last_layer_computes_trained_tokens_only() -> None:
     assert 0 < n_computed[1] <= 5
 
 
-def test_a_layer_that_refuses_wanted_tokens_computes_all() -> None:
-    model = make_model("llama")
+def refuse(module: torch.nn.Module, argument: str) -> None:
+    """Make a module raise TypeError for an argument."""
 
-    def refuse(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if "keys_and_values" in kwargs:
+    def check(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if argument in kwargs:
             raise TypeError("unexpected keyword argument")
 
-    model.base_model.layers[-1].self_attn.register_forward_pre_hook(refuse, with_kwargs=True)
+    module.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def test_a_model_that_refuses_the_tree_computes_each_row() -> None:
+    model = make_model("llama")
+    refuse(model.base_model, "prefix_tree")
+    assert "unexpected keyword argument" in (find_sharing_fault(model) or "")
+
+
+def test_a_layer_that_refuses_wanted_tokens_computes_all() -> None:
+    model = make_model("llama")
+    refuse(model.base_model.layers[-1].self_attn, "keys_and_values")
     assert is_narrow(model)
     assert find_sharing_fault(model) is None
     assert not is_narrow(model)

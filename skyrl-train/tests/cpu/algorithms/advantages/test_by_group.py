@@ -7,7 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.advantages import gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
+from skyrl_train.algorithms.advantages import (
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    maxrl,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from skyrl_train.algorithms.masked import masked_whiten
+from skyrl_train.config.algorithm import AlgorithmConfig, GdpoConfig
+from skyrl_train.errors import ConfigError
 
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -64,10 +76,7 @@ def test_grpo_passk_rewards_a_unique_best_of_either_sign() -> None:
     assert centred == [1, 0, 0, 0, 0, 0]  # group b has a tie for the best
     normalized = row_advantages(grpo_passk, [-1, -4, -2, 5, 1, 5], uids)
     assert normalized == pytest.approx([1 / statistics.stdev([-1, -4, -2]), 0, 0, 0, 0, 0], rel=1e-5)
-
-
-def test_grpo_passk_treats_a_rounding_difference_as_a_tie() -> None:
-    assert row_advantages(grpo_passk, [1.0, 1.0 + 1e-9, 0.0], ["a"] * 3) == [0, 0, 0]
+    assert row_advantages(grpo_passk, [1.0, 1.0 + 1e-9, 0.0], ["a"] * 3) == [0, 0, 0], "a tie, but for rounding"
 
 
 def test_opo_weights_scores_of_either_sign_by_sampled_tokens() -> None:
@@ -151,3 +160,79 @@ def test_the_score_is_the_row_sum_and_every_sampled_token_gets_the_advantage() -
     )
     assert advantages.tolist() == [[0.5, 0.5, 0.0, 0.5], [-0.5, 0.0, 0.0, 0.0]]
     assert torch.equal(returns, advantages)
+
+
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]], dtype=torch.float64)
+PAIRS = ["a", "a", "b", "b"]
+COMPONENTS = {
+    "answer": torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64),
+    "format": torch.tensor([0.1, 0.3, -0.2, -0.2], dtype=torch.float64),
+}
+
+
+def whitened(
+    components: dict[str, torch.Tensor], mask: torch.Tensor, uids: list[str], **weights: float
+) -> torch.Tensor:
+    """Return the advantages of `gdpo`."""
+    config = AlgorithmConfig(gdpo=GdpoConfig(weights=weights))
+    advantages, returns = gdpo(response_mask=mask, index=uids, reward_components=components, config=config)
+    assert torch.equal(advantages, returns)
+    return advantages
+
+
+def expected(answer_weight: float, format_weight: float) -> torch.Tensor:
+    """In group a the components disagree; in b the format is constant. The std of each pair of 0 and 1 is 0.7071."""
+    unit = 0.5**0.5
+    answer, form = [unit, -unit, -unit, unit], [-unit, unit, 0, 0]
+    total = [answer_weight * a + format_weight * f for a, f in zip(answer, form, strict=True)]
+    tokens = [x for x, mask in zip(total, MASK, strict=True) for _ in range(int(mask.sum()))]
+    whitened = [(x - statistics.fmean(tokens)) / statistics.stdev(tokens) for x in total]
+    return torch.tensor(whitened, dtype=torch.float64)[:, None] * MASK
+
+
+@pytest.mark.parametrize(
+    ("weights", "answer_weight", "format_weight"),
+    [({}, 1, 1), ({"format": 0.5}, 1, 0.5), ({"answer": -2.0, "format": 0.0}, -2, 0)],
+)
+def test_components_are_normalized_separately_and_weighted(
+    weights: dict[str, float], answer_weight: float, format_weight: float
+) -> None:
+    actual = whitened(COMPONENTS, MASK, PAIRS, **weights)
+    torch.testing.assert_close(actual, expected(answer_weight, format_weight), atol=1e-5, rtol=0)  # std(format) + 1e-6
+
+
+def test_equal_sums_of_different_components_get_different_advantages() -> None:
+    components = {"answer": torch.tensor([1.0, 0, 0, 0]), "format": torch.tensor([0.0, 1, 1, 0])}
+    advantages = whitened(components, torch.ones(4, 1), ["a"] * 4)
+    assert advantages[0, 0] > advantages[1, 0] + 0.1  # the rarer component has the larger advantage
+
+
+def test_equal_components_give_exactly_zero_in_gdpo() -> None:
+    for size in range(2, 8):  # the mean of n times 0.1 is not exactly 0.1 for every n
+        components = {
+            "answer": torch.tensor([0.1] * size + [0.7] * size),
+            "format": torch.tensor([-0.3] * size + [0.1] * size),
+        }
+        assert not whitened(components, torch.ones(2 * size, 2), ["a"] * size + ["b"] * size).any()
+
+
+def test_one_component_is_grpo_whitened() -> None:
+    advantages = whitened({"answer": COMPONENTS["answer"]}, MASK, PAIRS)
+    normalized = torch.tensor([1.0, -1, -1, 1], dtype=torch.float64)[:, None] * MASK * 0.5 / (0.5**0.5 + 1e-6)
+    torch.testing.assert_close(advantages, masked_whiten(normalized, MASK))
+
+
+def test_components_that_nearly_cancel_keep_their_precision() -> None:
+    answer = torch.tensor([0.1, 0.7, 0.4, 0.9])
+    components = {"answer": answer, "format": 2 - 3 * answer + torch.tensor([0.0, 1e-3, 0.0, -1e-3])}
+    in_single = whitened(components, MASK.float(), ["a"] * 4)
+    in_double = whitened({name: scores.double() for name, scores in components.items()}, MASK, ["a"] * 4)
+    assert in_single.dtype == torch.float32
+    torch.testing.assert_close(in_single.double(), in_double, atol=1e-6, rtol=0)
+
+
+def test_unknown_and_missing_components_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gdpo\.weights names anwser,.* the components are: answer, format$"):
+        whitened(COMPONENTS, MASK, PAIRS, anwser=1.0)
+    with pytest.raises(ConfigError, match="needs the components of rewards"):
+        whitened({}, MASK, PAIRS)

@@ -3,10 +3,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from train_kit.trajectories import make_trajectory
 from train_kit.workers import SingleRankGroup, config
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import PreferenceObjective
+from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.types import TrainingBatch
 
 BETA = 0.5
@@ -15,14 +17,12 @@ PROMPT, A, B = [5, 9, 2], [7, 7, 4], [8, 3]
 
 def pairs(*chosen_first: tuple[list[int], list[int]]) -> TrainingBatch:
     """Return a row for each answer to the prompt, chosen and rejected in turn."""
-    answers = [answer for pair in chosen_first for answer in pair]
-    width = max(map(len, answers))
-    return TrainingBatch(
-        sequences=torch.tensor([PROMPT + answer + [0] * (width - len(answer)) for answer in answers]),
-        attention_mask=torch.tensor([[1] * (3 + len(answer)) + [0] * (width - len(answer)) for answer in answers]),
-        loss_mask=torch.tensor([[1.0] * len(answer) + [0.0] * (width - len(answer)) for answer in answers]),
-        draws=torch.arange(len(answers)) // 2,
-    )
+    answers = [
+        make_trajectory(str(draw), [0.0] * len(answer), prompt_ids=PROMPT, response_ids=answer)
+        for draw, pair in enumerate(chosen_first)
+        for answer in pair
+    ]
+    return build_training_batch(answers, pad_token_id=0)
 
 
 def answer_logprob(model: PreTrainedModel, answer: list[int]) -> torch.Tensor:
@@ -36,11 +36,8 @@ def test_loss_and_gradient_are_those_of_the_formula(tiny_model: PreTrainedModel,
     noise = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(0))
     batch = replace(batch, ref_logprobs=noise * batch.loss_mask)
     naive = copy.deepcopy(tiny_model)
-    ratios = [answer_logprob(naive, answer) for answer in (A, B, B, A, A, B)]
-    ratios = [
-        ratio - noise[i, : len(answer)].sum()
-        for i, (ratio, answer) in enumerate(zip(ratios, (A, B, B, A, A, B), strict=True))
-    ]
+    answers = (A, B, B, A, A, B)
+    ratios = [answer_logprob(naive, answer) - noise[i, : len(answer)].sum() for i, answer in enumerate(answers)]
     losses = [-torch.nn.functional.logsigmoid(BETA * (ratios[i] - ratios[i + 1])) for i in (0, 2, 4)]
     expected = torch.stack(losses).mean()
     expected.backward()

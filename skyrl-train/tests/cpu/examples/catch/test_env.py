@@ -36,10 +36,21 @@ AMOUNTS = {"mode": "shaped", "step_penalty": -0.5, "terminal_catch": 3, "termina
 )
 def test_rewards_of_a_game(reward: dict[str, Any], replies: str, expected: list[float]) -> None:
     assert rewards_of(new_game(reward), replies) == pytest.approx(expected)
+    env = new_game(reward)
+    for turn in map(env.step, replies):
+        assert sum(turn["metadata"]["reward_components"].values()) == turn["reward"]
 
 
-def test_a_single_column_needs_no_move() -> None:
-    assert rewards_of(new_game(grid_w=1, ball_x=0, paddle_x=0), "RRRRR") == pytest.approx([-0.01] * 4 + [0.99])
+@pytest.mark.parametrize(
+    ("start", "replies", "rewards"),
+    [
+        ({"grid_w": 1, "ball_x": 0, "paddle_x": 0}, "RRRRR", [-0.01] * 4 + [0.99]),  # a single column needs no move
+        ({"paddle_x": 0}, "L", [-0.01]),  # a wall costs only the step penalty
+        ({"ball_x": 3, "ball_y": 4, "max_turns": 1}, "R", [0.99 + 1 / 6]),  # the paddle moves before the ball lands
+    ],
+)
+def test_rewards_at_the_edges(start: dict[str, int], replies: str, rewards: list[float]) -> None:
+    assert rewards_of(new_game(**start), replies) == pytest.approx(rewards)
 
 
 @given(st.text("LRS", min_size=5, max_size=5), st.integers(0, 6), st.integers(0, 6))
@@ -48,13 +59,6 @@ def test_shaping_adds_up_to_the_distance_gained(replies: str, ball_x: int, paddl
     total = sum(rewards_of(env, replies))
     gained = (abs(ball_x - paddle_x) - env.state.distance) / 6
     assert total == pytest.approx(gained - 0.05 + (1.0 if env.state.is_caught else -1.0))
-
-
-@pytest.mark.parametrize("mode", ["shaped", "episodic"])
-def test_the_components_of_a_turn_add_up_to_its_reward(mode: str) -> None:
-    env = new_game({"mode": mode})
-    for turn in map(env.step, CAUGHT):
-        assert sum(turn["metadata"]["reward_components"].values()) == turn["reward"]
 
 
 @pytest.mark.parametrize(
@@ -95,16 +99,8 @@ def test_the_last_turn_has_no_observation_and_reports_the_catch(replies: str, ca
     assert env.get_metrics() == {"steps": 5, "caught": int(caught)}
 
 
-def test_running_into_the_wall_costs_only_the_step_penalty() -> None:
-    assert new_game(paddle_x=0).step("L")["reward"] == pytest.approx(-0.01)
-
-
-def test_the_paddle_moves_before_the_ball_lands() -> None:
-    step = new_game(ball_x=3, ball_y=4, paddle_x=2, max_turns=1).step("R")
-    assert step["metadata"]["caught"] is True
-
-
-def test_the_game_ends_after_the_last_turn_even_if_the_ball_is_in_the_air() -> None:
+def test_the_game_ends_with_the_ball_or_the_last_turn() -> None:
+    assert new_game(max_turns=50, ball_y=4).step("S")["done"] is True
     env = new_game(max_turns=2, ball_x=2)
     assert env.step("S")["done"] is False
     assert env.get_metrics() == {"steps": 1, "caught": 0}
@@ -112,10 +108,6 @@ def test_the_game_ends_after_the_last_turn_even_if_the_ball_is_in_the_air() -> N
     assert (last["done"], last["metadata"]["caught"], last["reward"]) == (True, False, pytest.approx(-1.01))
     with pytest.raises(RuntimeError, match="this game ended after turn 2"):
         env.step("S")
-
-
-def test_the_game_ends_when_the_ball_lands_even_if_turns_are_left() -> None:
-    assert new_game(max_turns=50, ball_y=4).step("S")["done"] is True
 
 
 def test_missing_values_of_a_row_take_defaults() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import skyrl_gym
-from examples import tiny_model
 from examples.catch import learn, recipe, warm_start
 from examples.catch.catch_dataset import CatchDataset
 
@@ -16,10 +15,8 @@ SMALL = ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4", "gene
 
 
 @pytest.fixture
-def output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(warm_start, "N_CONVERSATIONS", 64)
+def output_dir(short_start: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(warm_start, "N_STEPS", 2)
-    monkeypatch.setattr(tiny_model, "BATCH_SIZE", 8)
     monkeypatch.setattr(recipe, "CatchDataset", partial(CatchDataset, train_size=64, test_size=48))
     yield tmp_path
     skyrl_gym.envs.deregister("catch")

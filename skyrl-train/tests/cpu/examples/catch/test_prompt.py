@@ -21,18 +21,15 @@ def states(draw: st.DrawFn) -> CatchState:
     )
 
 
-def test_the_state_is_two_lines() -> None:
+def test_the_state_is_two_lines_and_a_text_without_them_is_refused() -> None:
+    with pytest.raises(ValueError, match="no state line in 'Action"):
+        parse_state("Action (L/R/S):")
     assert format_state(START) == ("State: grid_w=7, grid_h=6, ball=(5,0), paddle_x=2, turns_left=5.\nAction (L/R/S):")
 
 
 @given(states())
 def test_the_state_can_be_parsed_from_the_text(state: CatchState) -> None:
     assert parse_state(format_state(state)) == state
-
-
-def test_a_text_without_a_state_is_refused() -> None:
-    with pytest.raises(ValueError, match="no state line in 'Action"):
-        parse_state("Action (L/R/S):")
 
 
 def test_the_opening_consists_of_rules_and_state() -> None:

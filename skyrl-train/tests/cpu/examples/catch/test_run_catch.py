@@ -51,23 +51,16 @@ def test_the_commands_of_the_guide_train(tiny_model_path: Path, tmp_path: Path) 
     assert list((run.folder / "tensorboard").iterdir())
 
 
-def test_missing_data_is_prepared(tmp_path: Path) -> None:
-    (dataset, flags), (module, overrides) = record(
-        SCRIPT, tmp_path, has_gpu=True, DATA_DIR=str(tmp_path), REWARD_MODE="episodic"
-    ).modules
-    assert (dataset, flags) == (
-        "examples.catch.catch_dataset",
-        ["--output_dir", str(tmp_path), "--reward_mode", "episodic"],
-    )
+def test_data_is_prepared_unless_it_exists_or_is_named(tmp_path: Path) -> None:
+    machine = {"has_gpu": True, "DATA_DIR": str(tmp_path)}
+    (dataset, flags), (module, overrides) = record(SCRIPT, tmp_path, **machine, REWARD_MODE="episodic").modules
+    assert dataset == "examples.catch.catch_dataset"
+    assert flags == ["--output_dir", str(tmp_path), "--reward_mode", "episodic"]
     assert module == "examples.catch.main_catch"
     assert f"data.train_data=['{tmp_path}/train.parquet']" in overrides
-
-
-def test_existing_or_named_data_is_used(tmp_path: Path) -> None:
-    named = [*SCRIPT, "data.train_data=mine.parquet"]
-    assert len(record(named, tmp_path, has_gpu=True, DATA_DIR=str(tmp_path)).modules) == 1
+    assert len(record([*SCRIPT, "data.train_data=mine.parquet"], tmp_path, **machine).modules) == 1
     (tmp_path / "train.parquet").touch()
-    assert len(record(SCRIPT, tmp_path, has_gpu=True, DATA_DIR=str(tmp_path)).modules) == 1
+    assert len(record(SCRIPT, tmp_path, **machine).modules) == 1
 
 
 @pytest.mark.parametrize(("mode", "folder"), [("shaped", "catch"), ("episodic", "catch-episodic")])

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from examples import tiny_model
 from examples.catch import warm_start
 from examples.catch.catch_dataset import CatchDataset, write_dataset
 from examples.catch.warm_start import make_model, play_at_random
@@ -12,26 +11,20 @@ from skyrl_train.models.loading import load_tokenizer
 
 
 @pytest.fixture
-def train_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(warm_start, "N_CONVERSATIONS", 64)
+def train_file(short_start: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(warm_start, "N_STEPS", 20)
-    monkeypatch.setattr(tiny_model, "BATCH_SIZE", 8)
     write_dataset(CatchDataset(train_size=20, test_size=2), tmp_path / "data")
     return tmp_path / "data/train.parquet"
 
 
 def test_the_model_learns_the_format_of_the_game(train_file: Path, tmp_path: Path) -> None:
     assert make_model(train_file, tmp_path / "model", seed=0) < 3.0  # ln(vocabulary) is about 6
+    with pytest.raises(ValueError, match="exists already"):
+        make_model(train_file, tmp_path / "model", seed=0)
     assert not (tmp_path / "model.partial").exists()
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     for text in ("L", "R", "S", *"0123456789"):
         assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 1, text
-
-
-def test_an_existing_folder_is_refused(train_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    with pytest.raises(ValueError, match="exists already"):
-        make_model(train_file, tmp_path / "model", seed=0)
 
 
 def test_random_play_is_uniform_and_reproducible() -> None:

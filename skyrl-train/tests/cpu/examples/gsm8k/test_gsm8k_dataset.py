@@ -1,7 +1,4 @@
-from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 from examples.gsm8k.gsm8k_dataset import main
 
@@ -10,11 +7,6 @@ HUB_ROWS = [
     {"question": "What is 1,000 more than 200?", "answer": "1000+200=<<1000+200=1200>>1,200\n#### 1,200"},
     {"question": "What is 3 less than 1?", "answer": "1-3=<<1-3=-2>>-2\n#### -2"},
 ]
-
-
-@pytest.fixture
-def hub_rows(source: Callable[..., str]) -> str:
-    return source(HUB_ROWS, [HUB_ROWS[1]])
 
 
 def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any) -> None:
@@ -30,8 +22,8 @@ def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any) -> None:
     assert len(set(questions)) == 2000, "no question is in both files"
 
 
-def test_rows_of_the_hub_are_converted(prepare: Any, hub_rows: str) -> None:
-    splits = prepare(main, "--source", hub_rows)
+def test_rows_of_the_hub_are_converted(prepare: Any, source: Any) -> None:
+    splits = prepare(main, "--source", source(HUB_ROWS, [HUB_ROWS[1]]))
     row = splits["train"][0]
     assert row.prompt == [
         {
@@ -50,21 +42,17 @@ def test_rows_of_the_hub_are_converted(prepare: Any, hub_rows: str) -> None:
     assert splits["validation"][0].env_extras["extra_info"]["split"] == "validation"
 
 
-def test_rows_for_several_turns(prepare: Any, play: Any) -> None:
-    row = prepare(main, "--source", "sample", "--max_rows", "1", "--env_class", "gsm8k_multi_turn")["train"][0]
-    answer = row.env_extras["extra_info"]["answer"]
-    assert row.env_class == "gsm8k_multi_turn"
-    assert play(row, "Hm.", answer, max_turns=3) == 1.0
-    assert play(row, "Hm.", "#### 0.5", max_turns=2) == 0.2
-
-
-def test_rows_for_tools(prepare: Any, play: Any) -> None:
-    row = prepare(main, "--source", "sample", "--max_rows", "1", "--env_class", "searchcode")["train"][0]
-    answer = row.env_extras["reward_spec"]["ground_truth"]
+def test_rows_for_several_turns_and_for_tools(prepare: Any, play: Any) -> None:
+    flags = ("--source", "sample", "--max_rows", "1", "--env_class")
+    turns, tools = (prepare(main, *flags, name)["train"][0] for name in ("gsm8k_multi_turn", "searchcode"))
+    assert (turns.env_class, tools.env_class) == ("gsm8k_multi_turn", "searchcode")
+    assert play(turns, "Hm.", turns.env_extras["extra_info"]["answer"], max_turns=3) == 1.0
+    assert play(turns, "Hm.", "#### 0.5", max_turns=2) == 0.2
+    answer = tools.env_extras["reward_spec"]["ground_truth"]
     program = f"<tool><python>print({answer})</python></tool>"
-    assert "<tool><python>" in row.prompt[0]["content"]
-    assert play(row, program, f"<solution>#### {answer}</solution>") == 1.0
-    assert play(row, program, f"<solution>#### {answer}1</solution>") == 0.0
+    assert "<tool><python>" in tools.prompt[0]["content"]
+    assert play(tools, program, f"<solution>#### {answer}</solution>") == 1.0
+    assert play(tools, program, f"<solution>#### {answer}1</solution>") == 0.0
 
 
 def test_an_answer_without_a_number_is_refused(source: Any, refuse: Any) -> None:

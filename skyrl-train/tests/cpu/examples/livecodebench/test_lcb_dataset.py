@@ -11,7 +11,6 @@ import pytest
 
 from examples.livecodebench.lcb_dataset import main
 from examples.livecodebench.tasks import TASKS
-from skyrl_train.dataset.files import read_rows
 
 PUBLIC = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
 PRIVATE = [{"input": "5 5\n", "output": "10\n", "testtype": "stdin"}]
@@ -47,8 +46,10 @@ def deepcoder_row(**change: Any) -> dict[str, Any]:
     return {"problem": "Add n to each.", "starter_code": starter_code, "tests": json.dumps(tests)} | change
 
 
-def test_every_task_of_the_sample_can_be_solved(prepare: Any, play: Any) -> None:
+def test_every_task_of_the_sample_can_be_solved(prepare: Any, play: Any, tmp_path: Path) -> None:
     splits = prepare(main, "--source", "sample")
+    schema = pq.read_schema(tmp_path / "data" / "train.parquet")
+    assert str(schema.field("reward_spec").type) == "struct<method: string, ground_truth: large_string>"
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 14, "validation": 3}
     solutions = {task.title: task.solution for task in TASKS}
     assert len(solutions) == len(TASKS) == 17
@@ -92,22 +93,36 @@ def test_rows_of_livecodebench_are_converted(prepare: Any, play: Any, source: An
     assert (play(row, SUM), play(row, "```python\nprint(3)\n```")) == (1.0, 0.0)
 
 
-def test_the_function_name_is_read_from_the_metadata_of_livecodebench(prepare: Any, play: Any, source: Any) -> None:
-    tests = json.dumps([{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"}])
-    metadata = json.dumps({"func_name": "add"})
-    raw = lcb_row(public_test_cases=tests, private_test_cases=tests, metadata=metadata, starter_code="def add(a, n):")
+FUNCTION_TESTS = json.dumps([{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"}])
+FUNCTION_ROW = lcb_row(
+    public_test_cases=FUNCTION_TESTS,
+    private_test_cases=FUNCTION_TESTS,
+    metadata=json.dumps({"func_name": "add"}),
+    starter_code="def add(a, n):",
+)
+
+
+@pytest.mark.parametrize(
+    ("raw", "end", "right", "wrong"),
+    [
+        (FUNCTION_ROW, "def add(a, n):", "def add(a, n): return [x + n for x in a]", "def add(a, n): return a"),
+        (
+            deepcoder_row(),
+            "-> List[int]:",
+            "class Solution:\n    def add(self, numbers, n): return [x + n for x in numbers]",
+            "class Solution: pass",
+        ),
+    ],
+    ids=["livecodebench", "deepcoder"],
+)
+def test_rows_with_a_function_are_converted(
+    raw: Any, end: str, right: str, wrong: str, prepare: Any, play: Any, source: Any
+) -> None:
     row = prepare(main, "--source", source([raw], [raw]))["train"][0]
-    assert play(row, "```python\ndef add(a, n): return [x + n for x in a]\n```") == 1.0
-    assert play(row, "```python\ndef add(a, n): return a\n```") == 0.0
-
-
-def test_rows_of_deepcoder_are_converted(prepare: Any, play: Any, source: Any) -> None:
-    row = prepare(main, "--source", source([deepcoder_row()], [deepcoder_row()]))["train"][0]
     assert "must have the name and the parameters of the code below" in row.prompt[0]["content"]
-    assert row.prompt[0]["content"].endswith("-> List[int]:\n```")
-    right = "class Solution:\n    def add(self, numbers, n): return [x + n for x in numbers]"
+    assert row.prompt[0]["content"].endswith(f"{end}\n```")
     assert play(row, f"```python\n{right}\n```") == 1.0
-    assert play(row, "```python\nclass Solution: pass\n```") == 0.0
+    assert play(row, f"```python\n{wrong}\n```") == 0.0
 
 
 class MaliciousPickle:
@@ -149,10 +164,3 @@ def test_invalid_tests_are_refused(raw: dict[str, Any], message: str, source: An
     error = refuse(main, "--source", source([raw], [raw]))
     assert "row 0 of the train split" in error
     assert message in error
-
-
-def test_tests_are_stored_as_large_strings(prepare: Any, tmp_path: Path) -> None:
-    prepare(main, "--source", "sample")
-    file = tmp_path / "data" / "train.parquet"
-    assert str(pq.read_schema(file).field("reward_spec").type) == "struct<method: string, ground_truth: large_string>"
-    assert len(read_rows(str(file))) == 14

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from agent_kit.engines import TOKENIZER, ScriptedEngine, tool_call
 
-from examples import learning, tiny_model
 from examples.learning import main
 from examples.memory_agent.learn import AGENT, NOTHING, RECIPE, MemoryExp, attempt, row, write_data
 from skyrl_agent import AutoAgentRunner
@@ -40,9 +39,7 @@ def test_no_text_of_training_is_in_validation(tmp_path: Path) -> None:
     assert all(f"{one['prompt'][0]['content'].split()[-2]} box has {one['answer']}." in one["context"] for one in train)
 
 
-def test_a_short_run_trains_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning, "N_CONVERSATIONS", 64)
-    monkeypatch.setattr(tiny_model, "BATCH_SIZE", 8)
+def test_a_short_run_trains_the_agent(short_start: None, tmp_path: Path) -> None:
     tiny = dataclasses.replace(RECIPE, n_start_steps=2, n_steps=1)
     argv = ["--output_dir", str(tmp_path), "--seed", "3", "trainer.train_batch_size=4"]
     with pytest.raises(SystemExit) as status:

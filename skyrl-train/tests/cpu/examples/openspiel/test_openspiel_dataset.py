@@ -58,9 +58,8 @@ def test_no_position_is_in_both_files(prepare: Any) -> None:
             {row.env_extras["extra_info"]["serialized_game_and_state"] for row in splits[split]}
             for split in ("train", "validation")
         )
-        assert train
-        assert validation
-        assert not train & validation
+        assert train.isdisjoint(validation)
+        assert min(len(train), len(validation)) > 0
         assert len(splits["train"]) + len(splits["validation"]) == 100 > len(train) + len(validation)
 
 

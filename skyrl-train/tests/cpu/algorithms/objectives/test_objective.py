@@ -1,10 +1,12 @@
 import copy
 
 import torch
+from train_kit.trajectories import make_trajectory
 from train_kit.workers import TEMPERATURE, SingleRankGroup, config, largest_difference, rounding_tolerance
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import CrossEntropyObjective
+from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.types import TrainingBatch
 
 ROWS = [([5, 9, 2], [7, 7, 4]), ([3], [8]), ([6, 6], [9, 5, 3, 4, 2])]  # prompt, answer
@@ -12,17 +14,11 @@ ROWS = [([5, 9, 2], [7, 7, 4]), ([3], [8]), ([6, 6], [9, 5, 3, 4, 2])]  # prompt
 
 def supervised_batch() -> TrainingBatch:
     """Return the rows, prompts padded on the left, answers on the right, with the answers trained."""
-    n_prompt, n_answer = (max(len(row[part]) for row in ROWS) for part in (0, 1))
-    left, right = ([n - len(row[part]) for row in ROWS] for part, n in ((0, n_prompt), (1, n_answer)))
-    pairs = list(zip(ROWS, left, right, strict=True))
-    return TrainingBatch(
-        sequences=torch.tensor([[0] * n + prompt + answer + [0] * m for (prompt, answer), n, m in pairs]),
-        attention_mask=torch.tensor(
-            [[0] * n + [1] * len(prompt + answer) + [0] * m for (prompt, answer), n, m in pairs]
-        ),
-        loss_mask=torch.tensor([[1.0] * len(answer) + [0.0] * m for (_, answer), _, m in pairs]),
-        draws=torch.arange(len(ROWS)),
-    )
+    answers = [
+        make_trajectory(str(i), [0.0] * len(answer), prompt_ids=prompt, response_ids=answer)
+        for i, (prompt, answer) in enumerate(ROWS)
+    ]
+    return build_training_batch(answers, pad_token_id=0)
 
 
 def test_the_gradient_is_that_of_the_mean_cross_entropy_over_answer_tokens(tiny_model: PreTrainedModel) -> None:

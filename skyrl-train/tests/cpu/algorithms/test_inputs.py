@@ -5,9 +5,8 @@ import torch
 from train_kit.trajectories import make_segment, make_trajectory
 
 from skyrl_train.algorithms import advantage_estimator
-from skyrl_train.algorithms.inputs import estimator_inputs, named_inputs
+from skyrl_train.algorithms.inputs import TrajectoryView, estimator_inputs, named_inputs
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
-from skyrl_train.algorithms.trajectories import TrajectoryView
 from skyrl_train.config import AlgorithmConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.types import TrainingBatch
@@ -25,15 +24,12 @@ def in_one_row() -> TrainingBatch:
     """All turns of a trajectory in one row, separated by observations of two tokens."""
     trajectories = []
     for repetition, (uid, turns) in enumerate(TURNS):
-        rewards: list[float] = []
-        mask: list[int] = []
-        for turn in turns:
-            if rewards:
-                rewards, mask = [*rewards, 0.0, 0.0], [*mask, 0, 0]
-            rewards, mask = [*rewards, *turn], [*mask, *[1] * len(turn)]
-        components = {"total": sum(rewards)}
+        observed = [[*turn, 0.0, 0.0] for turn in turns]
+        rewards = [reward for turn in observed for reward in turn][:-2]
+        mask = [is_sampled for turn in turns for is_sampled in (*[1] * len(turn), 0, 0)][:-2]
+        total = {"total": sum(rewards)}
         trajectories.append(
-            make_trajectory(uid, rewards, loss_mask=mask, repetition=repetition, reward_components=components)
+            make_trajectory(uid, rewards, loss_mask=mask, repetition=repetition, reward_components=total)
         )
     return build_training_batch(trajectories, pad_token_id=0)
 
@@ -43,9 +39,9 @@ def in_several_rows() -> TrainingBatch:
     trajectories = []
     for repetition, (uid, turns) in enumerate(TURNS):
         *earlier, last = [make_segment(turn) for turn in turns]
-        components = {"total": sum(map(sum, turns))}
+        total = {"total": sum(map(sum, turns))}
         trajectories.append(
-            make_trajectory(uid, last.rewards, earlier=earlier, repetition=repetition, reward_components=components)
+            make_trajectory(uid, last.rewards, earlier=earlier, repetition=repetition, reward_components=total)
         )
     return build_training_batch(trajectories, pad_token_id=0)
 
