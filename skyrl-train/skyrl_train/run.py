@@ -71,7 +71,7 @@ class Step:
         self.metrics = self.metrics.merge(metrics if isinstance(metrics, Metrics) else Metrics.of(metrics))
 
 
-class TrainingRun(Run):
+class BaseTrainer(Run):
     """Base class for training runs: step loop, callbacks, checkpoints, exports."""
 
     def __init__(

@@ -15,7 +15,7 @@ from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import SupervisedDataset, build_supervised_batch
 from skyrl_train.learner import MIN_MEAN_LOGPROB, TrainedModels
-from skyrl_train.run import Step, TrainingRun
+from skyrl_train.run import BaseTrainer, Step
 from skyrl_train.tracking.system import peak_flops, system_metrics
 from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
 
@@ -58,7 +58,7 @@ class SupervisedRows:
         self.n_tokens = state["n_tokens"]
 
 
-class SupervisedTrainer(TrainingRun):
+class SupervisedTrainer(BaseTrainer):
     """A trainer on fixed data. Callbacks see it as a `Run`."""
 
     def __init__(

@@ -18,7 +18,7 @@ from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import EngineError
 from skyrl_train.generators.source import BatchSource, StepData
 from skyrl_train.learner import Learner
-from skyrl_train.run import Step, TrainingRun
+from skyrl_train.run import BaseTrainer, Step
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory
 
 __all__ = ["RolloutsAbandonedError", "Step", "Trainer"]
@@ -42,7 +42,7 @@ class RolloutsAbandonedError(Exception):
     """The rollouts of a step did not end in time after a stop request."""
 
 
-class Trainer(TrainingRun):
+class Trainer(BaseTrainer):
     """A trainer that plays rollouts with the policy and trains it on their rewards. Callbacks see it as a `Run`."""
 
     def __init_subclass__(cls) -> None:

@@ -45,13 +45,11 @@ _warned: set[str] = set()
 class RowSource(ABC):
     """The rows of one entry of `data.train_data` or `data.val_data`."""
 
+    digest: str
+    """A hash of all rows in their order."""
+
     def __init__(self, name: str) -> None:
         self.name = name
-
-    @property
-    @abstractmethod
-    def digest(self) -> str:
-        """A hash of all rows in their order."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -80,7 +78,6 @@ class RowSource(ABC):
         return f"row {index} of {self.name}"
 
     def _clean(self, value: Any, index: int) -> Row:
-        """Return the row `value` with lone surrogates replaced. Warn once per source."""
         location = self.location(index)
         if not isinstance(value, dict):
             raise DataError(f'{location} is {quote(value)}; a row is an object: {{"prompt": […], …}}')
@@ -97,10 +94,7 @@ class _JSONLinesSource(RowSource):
     def __init__(self, name: str, path: Path) -> None:
         super().__init__(name)
         self._lines = JSONLines(path)
-
-    @property
-    def digest(self) -> str:
-        return self._lines.digest
+        self.digest = self._lines.digest
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -121,11 +115,7 @@ class _JSONSource(RowSource):
         if not isinstance(rows, list):
             raise ValueError(f"expected a list of rows, or one object a line, found {type(rows).__name__}")
         self._rows = rows
-        self._digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-
-    @property
-    def digest(self) -> str:
-        return self._digest
+        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -177,7 +167,7 @@ class _ArrowSource(RowSource):
         return (row[name] for row in column.read(range(len(self))))
 
 
-class Rows:
+class JoinedRows:
     """The rows of several sources, joined in order."""
 
     def __init__(self, sources: Sequence[str]) -> None:
@@ -259,7 +249,13 @@ def open_source(source: str) -> RowSource:
         raise DataError(f"dataset file {path} {fault}; check data.train_data and data.val_data")
     try:
         if path.suffix == ".parquet":
-            return _ArrowSource(source, _read_parquet(path))
+            import pyarrow as pa  # takes half a second
+            import pyarrow.parquet as pq
+
+            try:
+                return _ArrowSource(source, pq.read_table(path))
+            except pa.ArrowException as error:
+                raise ValueError(str(error)) from error
         has_lines = path.suffix == ".jsonl" or _is_json_lines(path)
         return (_JSONLinesSource if has_lines else _JSONSource)(source, path)
     except RecursionError as error:
@@ -269,7 +265,7 @@ def open_source(source: str) -> RowSource:
 
 
 def read_rows(source: str) -> list[Row]:
-    """Read all rows of a source. Raises as `open_source` and `Rows.read` do."""
+    """Read all rows of a source. Raises as `open_source` and `JoinedRows.read` do."""
     rows = open_source(source)
     return list(rows.read(range(len(rows))))
 
@@ -352,16 +348,6 @@ def _is_json_lines(path: Path) -> bool:
         return False
 
 
-def _read_parquet(path: Path) -> pa.Table:
-    import pyarrow as pa  # takes half a second
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.read_table(path)
-    except pa.ArrowException as error:
-        raise ValueError(str(error)) from error
-
-
 def _depth(kind: pa.DataType) -> int:
     """Return the nesting depth of a type's lists and structs."""
     return 1 + max((_depth(kind.field(i).type) for i in range(kind.num_fields)), default=0)
@@ -371,7 +357,11 @@ def _load_from_hub(source: str) -> pa.Table:
     """Load a dataset from the Hub or a `save_to_disk` folder as a memory-mapped table."""
     import datasets
 
-    name, config, split = _hub_name(source)
+    name, _, split = source.partition(":")
+    config: str | None = None
+    parts = name.split("/")
+    if len(parts) == 3 and all(parts) and not Path(name).exists():  # owner/name/config, not a local folder
+        name, config = "/".join(parts[:2]), parts[2]
     if Path(name).suffix in OTHER_SUFFIXES or Path(name).is_file():
         raise DataError(f"cannot load {source!r}: a data file must end in .parquet, .json or .jsonl; convert it")
     try:
@@ -381,7 +371,7 @@ def _load_from_hub(source: str) -> pa.Table:
                 if (split or "train") not in saved:
                     raise ValueError(f"it has the splits {', '.join(saved)}")
                 saved = saved[split or "train"]
-            elif split is not None and split != str(saved.split):  # the split it was saved from
+            elif split and split != str(saved.split):  # the split it was saved from
                 raise ValueError(f"it has no splits, only {len(saved)} rows; remove :{split}")
             return saved.with_format("arrow")[:]
         return datasets.load_dataset(name, config, split=split or "train").with_format("arrow")[:]
@@ -390,12 +380,3 @@ def _load_from_hub(source: str) -> pa.Table:
             f"cannot load {source!r} from the Hugging Face Hub ({type(error).__name__}: {error}); a dataset is written "
             "owner/name:split, or owner/name/config:split; a local file must end in .parquet, .json or .jsonl"
         ) from error
-
-
-def _hub_name(source: str) -> tuple[str, str | None, str | None]:
-    """Split `owner/name/config:split` into dataset, configuration and split. The last two may be None."""
-    name, _, split = source.partition(":")
-    parts = name.split("/")
-    if len(parts) == 3 and all(parts) and not Path(name).exists():  # a local folder is a dataset too
-        return "/".join(parts[:2]), parts[2], split or None
-    return name, None, split or None

@@ -27,7 +27,7 @@ from skyrl_train.errors import ConfigError, EnvError, StorageError
 from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.launch.torchrun import Torchrun, TorchrunLauncher, serve_driver
-from skyrl_train.run import TrainingRun
+from skyrl_train.run import BaseTrainer
 from skyrl_train.threads import compute_thread
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.types.specs import Role
@@ -235,7 +235,7 @@ class Experiment(ABC):
         """Load what the run needs, and train."""
 
 
-async def train(trainer: TrainingRun) -> None:
+async def train(trainer: BaseTrainer) -> None:
     """Train until the last step or an interrupt; KeyboardInterrupt if the run stopped before the last step."""
     with on_first_interrupt(lambda: trainer.request_stop("interrupted")):
         await trainer.train()

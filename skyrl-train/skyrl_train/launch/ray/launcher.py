@@ -24,7 +24,7 @@ from skyrl_train.launch.launcher import holding_devices
 from skyrl_train.launch.lease import Lease
 from skyrl_train.launch.ray.cluster import connect
 from skyrl_train.launch.ray.engine import connect_engine, start_engine_actor
-from skyrl_train.launch.ray.placement import Device, Request, Reservation, find_visible_devices
+from skyrl_train.launch.ray.placement import Device, DeviceRequest, Reservation, find_visible_devices
 from skyrl_train.launch.ray.ranks import RayRank
 from skyrl_train.launch.timeouts import find_long_sync
 from skyrl_train.launch.transports import with_transport
@@ -206,16 +206,19 @@ class RayLauncher:
 
 def list_requests(
     placement: RunPlacementConfig, roles: Sequence[Role], n_engines: int, engine_size: int = 1
-) -> list[Request]:
+) -> list[DeviceRequest]:
     """Return the device requests of a run: one for each set of models and engines that share devices."""
     if placement.shares_devices:
-        return [Request((*roles, *([ENGINE] if n_engines else [])), *placement.size("policy"))]
+        return [DeviceRequest((*roles, *([ENGINE] if n_engines else [])), *placement.size("policy"))]
     assert isinstance(placement, PlacementConfig), "other runs have one model"
     shared: dict[Role, tuple[Role, ...]] = {role: (role,) for role in get_args(Role) if role in roles}
     if placement.colocate_policy_ref and "ref" in roles:
         shared["policy"] = ("policy", shared.pop("ref")[0])
-    requests = [Request(names, *placement.size(role)) for role, names in shared.items()]
-    return [*requests, *(Request((_engine_name(index, n_engines),), 1, engine_size) for index in range(n_engines))]
+    requests = [DeviceRequest(names, *placement.size(role)) for role, names in shared.items()]
+    return [
+        *requests,
+        *(DeviceRequest((_engine_name(index, n_engines),), 1, engine_size) for index in range(n_engines)),
+    ]
 
 
 def _engine_name(index: int, n_engines: int) -> str:

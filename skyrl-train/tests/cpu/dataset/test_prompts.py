@@ -10,7 +10,7 @@ from train_kit.messages import user
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import load_config
-from skyrl_train.dataset.files import Rows
+from skyrl_train.dataset.files import JoinedRows
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -168,7 +168,7 @@ def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [prompt_row(str(i)) for i in range(60)]
-    sample = set(Rows([write_rows(tmp_path, rows)]).sample(20))
+    sample = set(JoinedRows([write_rows(tmp_path, rows)]).sample(20))
     bad, long, broken = [i for i in range(60) if i not in sample][:3]
     rows[bad]["prompt"] = "a text"
     rows[long] = prompt_row("1" * 200)
@@ -201,7 +201,7 @@ def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
 
 
 def test_data_without_a_usable_row_ends_the_run(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    sample = set(Rows([write_rows(tmp_path, [{}] * 60)]).sample(20))
+    sample = set(JoinedRows([write_rows(tmp_path, [{}] * 60)]).sample(20))
     rows = [
         prompt_row("1" if i in sample else "1" * 200, data_source="short" if i in sample else "long") for i in range(60)
     ]

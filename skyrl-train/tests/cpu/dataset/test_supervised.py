@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig
 from skyrl_train.dataset.demonstrations import Demonstration
-from skyrl_train.dataset.files import Rows
+from skyrl_train.dataset.files import JoinedRows
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDataset, build_supervised_batch
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
@@ -328,7 +328,7 @@ def test_rows_that_are_checked_when_they_are_drawn_have_the_same_tokens(
     drawn = SupervisedDataset([path], encoder, SFTDataConfig(), max_checked_rows=5)
     assert len(drawn) == len(checked) == 40
     assert [drawn[i] for i in range(40)] == [checked[i] for i in range(40)]
-    bad, long = [i for i in range(40) if i not in Rows([path]).sample(5)][:2]
+    bad, long = [i for i in range(40) if i not in JoinedRows([path]).sample(5)][:2]
     rows[bad]["response"], rows[long]["response"] = 7, "a" * 500
     path = write_rows(tmp_path, rows)
     data = SFTDataConfig(max_length=100, truncation="error")
