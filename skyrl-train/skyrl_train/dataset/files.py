@@ -276,8 +276,7 @@ def clean_row(row: Row, location: str) -> Row:
         check_depth(row)
     except TooDeep as error:
         raise DataError(f"{location}: {error}; flatten its lists and objects") from error
-    cleaned: Row = clean_strings(row)
-    return cleaned
+    return clean_strings(row)
 
 
 def quote(value: Any) -> str:

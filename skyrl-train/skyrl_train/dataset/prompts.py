@@ -29,7 +29,7 @@ class PromptDataset:
     """
 
     check_drawn: Callable[[TaskRow], None] | None = None
-    """Extra check of a drawn row, used unless all rows were checked up front. DataError means: skip the row."""
+    """Extra check of each drawn row, unless all rows were checked up front. A DataError skips the row."""
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ def test_devices_that_others_hold_are_waited_for_only_for_a_while(
     monkeypatch.setenv("SKYRL_RAY_PG_TIMEOUT_IN_S", "1")
     message = expect_error(*five_steps, "trainer.placement.launcher=ray")
     assert "trainer.placement asks for 1 × 1 CPU for" in message
-    assert "of 1 CPU on 1 node, 0 are free beside those that it already got" in message
+    assert "of 1 CPU on 1 node, 0 more are free" in message
 
 
 def test_nodes_that_join_late_are_waited_for(

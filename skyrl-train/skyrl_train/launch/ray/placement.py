@@ -111,9 +111,9 @@ class Reservation:
                 free = ray.available_resources().get(self.kind, 0)
                 self.release()
                 raise ConfigError(
-                    f"{self._describe_requests()}, and the Ray cluster did not free them in {timeout_s:g} s: of "
-                    f"{_describe_nodes(self.kind)}, {free:g} are free beside those that it already got. Wait until "
-                    f"other programs end, ask for less, or raise ${TIMEOUT_VARIABLE}"
+                    f"{self._describe_requests()}, and the Ray cluster did not free them within {timeout_s:g} s: of "
+                    f"{_describe_nodes(self.kind)}, {free:g} more are free. Wait until "
+                    f"other programs end, request fewer, or raise ${TIMEOUT_VARIABLE}"
                 )
 
     def devices(self, user: str) -> list[Device]:

@@ -48,6 +48,8 @@ def test_a_missing_file_is_named_by_its_expanded_path(tmp_path: Path, monkeypatc
         ("rows.jsonl", b'{"a": 1}\n\n{"a": \n', "line 3 is not JSON: .* at column"),
         ("rows.jsonl", b'{"a": 1}\n5\n', "row 1 of .*rows.jsonl is 5; a row is an object"),
         ("rows.jsonl", b'{"a": "\xff"}\n', "cannot read dataset file .*rows.jsonl: .*utf-8"),
+        pytest.param("rows.json", b"[" * 10**5, "rows.json: its JSON is nested too deeply", id="deep-list"),
+        pytest.param("rows.jsonl", b'{"a": ' + b"[" * 10**5, "rows.jsonl: line 1 is nested too deeply", id="deep-line"),
     ],
 )
 def test_an_unreadable_file_is_refused_with_the_reason(tmp_path: Path, name: str, content: bytes, reason: str) -> None:

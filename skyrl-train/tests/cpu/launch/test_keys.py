@@ -19,8 +19,7 @@ from skyrl_train.launch.ray.launcher import list_requests
 from skyrl_train.launch.specs import model_spec
 from skyrl_train.plan import RunPlan
 from skyrl_train.types.specs import World
-from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.ranks import LocalRank
+from skyrl_train.workers.group import LocalRank, WorkerGroup
 
 PREFIXES = (
     "trainer.placement.",

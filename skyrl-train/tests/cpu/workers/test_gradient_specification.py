@@ -30,8 +30,7 @@ from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.learner import Learner
 from skyrl_train.types import TrainingBatch
 from skyrl_train.types.specs import Role
-from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.ranks import LocalRank
+from skyrl_train.workers.group import LocalRank, WorkerGroup
 
 EXACT = 1e-5
 REDUCTIONS = get_args(LossReduction)

@@ -21,8 +21,7 @@ from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.models.loading import load_model, load_reward_model, load_value_model
 from skyrl_train.types import TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, World, lora_spec
-from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.ranks import LocalRank, Rank
+from skyrl_train.workers.group import LocalRank, Rank, WorkerGroup
 from train_kit.models import CPU
 from train_kit.processes import forked_multiprocessing, zygote
 from train_kit.workers import complete, config, policy_objective
