@@ -32,8 +32,9 @@ class CheckedSync:
         *,
         once: bool = False,
     ) -> None:
-        """Allow a mean difference of `tolerance` nats; prompts are made of the first `n_token_ids` token ids. With
-        `once`, only the first sync is checked.
+        """Allow a mean difference of `tolerance` nats. `once` checks only the first sync.
+
+        Prompts consist of the first `n_token_ids` token ids.
         """
         self._sync = sync
         self._once = once

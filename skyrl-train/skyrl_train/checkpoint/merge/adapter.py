@@ -128,7 +128,7 @@ def _find_folder(adapter: str) -> Path:
 
 
 def _describe_scores(folder: Path, role: Role, adapter: str, *, is_complete: bool) -> None:
-    """Edit a base's configuration to describe a critic or reward model. A checkpoint's only needs its architecture."""
+    """Turn a base's configuration into a critic's or reward model's. A complete one lacks only the architecture."""
     if not is_complete:
         edit_config(folder, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
         if role == "reward":  # its head reads the last non-pad token
