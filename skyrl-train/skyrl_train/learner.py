@@ -82,9 +82,10 @@ class TrainedModels:
 
     # -- checkpoints and exports
 
-    async def checkpoint_bytes(self) -> int:
-        """Estimate the size of a checkpoint."""
-        return sum([await group.checkpoint_bytes() for group in self._saved_groups().values()])
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Estimated size of a checkpoint."""
+        return sum(group.facts.checkpoint_bytes for group in self._saved_groups().values())
 
     async def save(self, folder: Path) -> Awaitable[None]:
         """Copy the state of each model, and return once training may continue.

@@ -68,7 +68,8 @@ class SupervisedTrainer(BaseTrainer):
     async def train(self) -> None:
         """Train from the last checkpoint, or from the start, to the last step."""
         async with self.ending():
-            self._flops_per_token = count_flops(*await self.models.policy.count_parameters())
+            facts = self.models.policy.facts
+            self._flops_per_token = count_flops(facts.n_trained, facts.n_parameters)
             await self.start()
             for step in self.steps():
                 with step.timer("step"):

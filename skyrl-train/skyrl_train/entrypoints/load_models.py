@@ -113,7 +113,7 @@ async def load_learner(
         ),
         lora_spec(cfg.policy.model, LORA, cfg.seed),
     )
-    n_embeddings = await policy.n_embeddings()
+    n_embeddings = policy.facts.n_embeddings
     critic, ref, reference_sync = None, None, None
     if cfg.critic.model.path is not None:
         check_same_vocabulary(cfg.critic.model.path, CRITIC_PATH, tokenizer)
@@ -128,7 +128,7 @@ async def load_learner(
             ),
             lora_spec(cfg.critic.model, "trainer.critic.model.lora", cfg.seed),
         )
-        check_vocabulary_size(await critic.n_embeddings(), CRITIC_PATH, cfg.critic.model.path, n_embeddings)
+        check_vocabulary_size(critic.facts.n_embeddings, CRITIC_PATH, cfg.critic.model.path, n_embeddings)
     if reads_reference(cfg.algorithm) and cfg.policy_is_reference:
         ref = policy
     elif reads_reference(cfg.algorithm):
@@ -136,7 +136,7 @@ async def load_learner(
         lora = lora_spec(cfg.policy.model, LORA, cfg.seed)
         lora = lora if cfg.ref.shares_adapter_with(cfg.policy.model) else None
         ref = await load("ref", partial(get_model, cfg.ref.model.path, REF_PATH), lora=lora)
-        check_vocabulary_size(await ref.n_embeddings(), REF_PATH, cfg.ref.model.path, n_embeddings)
+        check_vocabulary_size(ref.facts.n_embeddings, REF_PATH, cfg.ref.model.path, n_embeddings)
         if cfg.update_ref_every_epoch:
             if await policy.tensor_specs() != await ref.tensor_specs():
                 raise ConfigError(

@@ -48,7 +48,7 @@ class DPOExp(SupervisedExp):
         load = partial(self.load_language_model, path, REF_PATH)
         lora = lora if trainer.ref.shares_adapter_with(trainer.policy.model) else None
         ref = await launcher.load(self.model_spec("ref", load, None, lora), None)
-        check_vocabulary_size(await ref.n_embeddings(), REF_PATH, path, await policy.n_embeddings())
+        check_vocabulary_size(ref.facts.n_embeddings, REF_PATH, path, policy.facts.n_embeddings)
         return ref
 
 

@@ -19,7 +19,7 @@ from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelPart, ModelSpec, Role, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.split import draws_fit, join, split
-from skyrl_train.workers.worker import NEEDED_PARTS, Worker
+from skyrl_train.workers.worker import NEEDED_PARTS, ModelFacts, Worker
 
 FINISH_TIMEOUT_S = 60.0
 """Seconds to wait for ranks that still gather weights after a failed weight sync."""
@@ -73,6 +73,9 @@ class WorkerGroup:
     If a rank fails, the group is unusable from then on, because other ranks may still wait for it inside the call.
     """
 
+    facts: ModelFacts
+    """Sizes of the model, set by `load`."""
+
     def __init__(self, spec: ModelSpec, ranks: Sequence[Rank], objective: Objective | None = None) -> None:
         """Create the group of a model that minimizes `objective`. The reference has no objective.
 
@@ -105,20 +108,9 @@ class WorkerGroup:
     async def load(self) -> None:
         """Load the model on every rank, or raise ConfigError if there is no model at its path."""
         await self._gather(rank.load(self._spec, self._objective) for rank in self._ranks)
-        self._shares_prefixes = (await self._call("shares_prefixes"))[0]
-        self._max_tokens = self._layout.context_size * (await self._call("max_tokens_per_micro_batch"))[0]
-
-    async def n_embeddings(self) -> int:
-        """Return the number of embeddings of the model."""
-        return (await self._call("n_embeddings"))[0]
-
-    async def count_parameters(self) -> tuple[int, int]:
-        """Return the (trained, total) parameter counts."""
-        return (await self._call("count_parameters"))[0]
-
-    async def checkpoint_bytes(self) -> int:
-        """Estimate the size of a checkpoint."""
-        return (await self._call("checkpoint_bytes"))[0]
+        self.facts = (await self._call("facts"))[0]
+        self._shares_prefixes = self.facts.shares_prefixes
+        self._max_tokens = self._layout.context_size * self.facts.max_tokens_per_micro_batch
 
     async def score(
         self, batch: TrainingBatch, *, adapter: bool = True, beside_others: bool = False

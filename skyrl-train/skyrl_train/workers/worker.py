@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -63,6 +63,19 @@ def needing(part: ModelPart) -> Callable[[Callable[Concatenate[Worker, P], T]], 
         return checked
 
     return check
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes of a loaded model. All ranks have the same."""
+
+    n_embeddings: int  # rows of the input embedding
+    n_trained: int  # trained parameters
+    n_parameters: int
+    checkpoint_bytes: int  # estimate: trained weights with two moments each, and frozen weights
+    shares_prefixes: bool
+    """True if the model computes a prefix that several rows of a micro-batch share only once."""
+    max_tokens_per_micro_batch: int
 
 
 class Worker:
@@ -144,33 +157,21 @@ class Worker:
                     "move('device') first"
                 )
 
-    def shares_prefixes(self) -> bool:
-        """Return True if the model computes a prefix that several rows of a micro-batch share once."""
-        return self.module.shares_prefixes
-
-    def max_tokens_per_micro_batch(self) -> int:
-        """Return the maximum number of tokens in a micro-batch."""
-        return self._spec.max_tokens_per_micro_batch or default_max_tokens(
-            self.module.hf_model.config, torch.device(self._strategy.world.device)
-        )
-
-    def n_embeddings(self) -> int:
-        """Return the number of rows of the model's input embedding."""
-        return len(self.module.hf_model.get_input_embeddings().weight)
-
-    def count_parameters(self) -> tuple[int, int]:
-        """Return the (trained, total) parameter counts."""
-        return count_parameters(self.module.hf_model)
-
-    def checkpoint_bytes(self) -> int:
-        """Estimate the size of a checkpoint: trained weights with two moments each, and frozen weights.
-
-        Frozen weights do not count if they are the base of an adapter.
-        """
-        n_frozen_copies = 1 if self._spec.lora is None else 0
-        return sum(
-            p.numel() * p.dtype.itemsize * (3 if p.requires_grad else n_frozen_copies)
-            for p in self.module.hf_model.parameters()
+    def facts(self) -> ModelFacts:
+        """Return what callers need to know about the loaded model. It does not change in a run."""
+        model = self.module.hf_model
+        n_trained, n_parameters = count_parameters(model)
+        n_frozen_copies = 1 if self._spec.lora is None else 0  # the base of an adapter is not saved
+        return ModelFacts(
+            n_embeddings=len(model.get_input_embeddings().weight),
+            n_trained=n_trained,
+            n_parameters=n_parameters,
+            checkpoint_bytes=sum(
+                p.numel() * p.dtype.itemsize * (3 if p.requires_grad else n_frozen_copies) for p in model.parameters()
+            ),
+            shares_prefixes=self.module.shares_prefixes,
+            max_tokens_per_micro_batch=self._spec.max_tokens_per_micro_batch
+            or default_max_tokens(model.config, torch.device(self._strategy.world.device)),
         )
 
     @needing("weights")

@@ -143,7 +143,7 @@ async def train_with_moves(group: WorkerGroup, batches: Sequence[TrainingBatch])
         await group.score(batch)
         await group.move("device")
         loss = await group.forward_backward(batch)
-        assert await group.move("cpu") >= 2 * 4 * (await group.count_parameters())[0], "weights or gradients stayed"
+        assert await group.move("cpu") >= 2 * 4 * group.facts.n_trained, "weights or gradients stayed"
         await group.move("device")
         metrics.append(loss.merge(await group.optim_step()).numbers())
     return metrics
