@@ -129,7 +129,7 @@ async def test_weights_that_have_diverged_are_found(
 async def test_a_critic_of_large_negative_returns_has_not_diverged(
     tiny_model: PreTrainedModel, tiny_model_path: Path
 ) -> None:
-    """Values have the scale of rewards; only the mean of log-probs has a limit."""
+    """Values have the scale of rewards. Only the mean log-prob has a limit."""
     cfg = config().trainer
     value_model = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
     critic = SingleRankGroup("critic", value_model, cfg, ValueObjective(None))

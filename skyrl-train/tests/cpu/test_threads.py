@@ -35,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def write(stat: Path, user: float, nice: float = 0.0, elsewhere: float = 0.0) -> None:
-    """Write counters of which core 2 has `user` and `nice` seconds, and a core that is not ours has `elsewhere`."""
+    """Write counters: `user` and `nice` seconds on core 2, and `elsewhere` on a core that this process may not use."""
     tick = os.sysconf("SC_CLK_TCK")
     lines = ["cpu  1 2 3 4 5 6 7 8 9 10"]
     for core in range(5):
@@ -65,7 +65,7 @@ def test_threads_are_the_cores_that_others_leave_free(
     budget.adjust()
     assert torch.get_num_threads() == n_expected
     clock.now += 1
-    budget.adjust()  # the others have ended
+    budget.adjust()  # the other processes have ended
     assert torch.get_num_threads() == 4
 
 
@@ -101,7 +101,7 @@ def test_the_load_of_a_pause_does_not_count(
             return torch.get_num_threads()
 
         executor.submit(work, 0.0).result()
-        clock.now += 1  # a pause, in which others use three cores
+        clock.now += 1  # a pause, while other processes use three cores
         write(stat, user=3.0)
         assert executor.submit(work, 5.0).result() == 4
         clock.now += 0.1  # no pause: during the last call, others used two

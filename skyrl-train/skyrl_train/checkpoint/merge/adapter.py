@@ -134,8 +134,8 @@ def _describe_scores(folder: Path, role: Role, adapter: str, *, is_complete: boo
         if role == "reward":  # its head reads the last non-pad token
             if not (folder / "tokenizer_config.json").is_file():
                 raise ConfigError(
-                    f"neither the adapter {adapter} nor its base has a tokenizer, whose pad token a reward model "
-                    "needs; copy that of the run into the folder of the adapter"
+                    f"neither the adapter {adapter} nor its base has a tokenizer, and a reward model needs its pad "
+                    "token; copy the run's tokenizer into the adapter's folder"
                 )
             tokenizer = AutoTokenizer.from_pretrained(folder)
             has_pad = tokenizer.pad_token_id is not None

@@ -71,7 +71,7 @@ def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], 
     limit = TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE
     if not gap <= limit:
         raise CheckpointError(
-            f"the merged model is wrong, and nothing was written: its logits differ from those of its sources by "
+            f"the merged model is wrong, and nothing was written: its logits differ from its sources' logits by "
             f"{gap:.2g} of their norm, more than {limit:g}; report this with the names of the models"
         )
     return gap

@@ -19,7 +19,7 @@ CALLS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")
 
 
 class Killed(BaseException):
-    """The end of the process; no code may catch it."""
+    """The end of the process. No code may catch it."""
 
 
 class Saboteur:

@@ -59,7 +59,7 @@ def file(tmp_path: Path) -> str:
 
 
 def custom(file: str, name: str = "Sums", **config: Any) -> CustomDataset:
-    """Return a dataset; the tokenizer is only handed on."""
+    """Return a dataset. The tokenizer is only passed to the class."""
     section = {"path": file, "name": name, "config": config}
     return CustomDataset(load_config({"data": {"custom_cls": section}}), object(), "validation")  # type: ignore[arg-type]
 
