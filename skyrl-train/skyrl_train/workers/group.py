@@ -259,9 +259,10 @@ class WorkerGroup:
 
         Other models that share the devices leave them first, unless `beside_others`.
         """
-        part = NEEDED_PARTS.get(method)
-        is_alone = self.hold_devices is None or beside_others or part is None
-        async with nullcontext() if is_alone else self.hold_devices(self, part), self._lock:
+        holding: AbstractAsyncContextManager[None] = nullcontext()
+        if self.hold_devices is not None and method in NEEDED_PARTS and not beside_others:
+            holding = self.hold_devices(self, NEEDED_PARTS[method])
+        async with holding, self._lock:
             if self._broken_by is not None:
                 raise WorkerError(
                     f"the {self._spec.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
