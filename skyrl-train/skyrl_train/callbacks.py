@@ -35,12 +35,8 @@ logger = logging.getLogger(__name__)
 VERL_METRICS = "skyrl_train.compat.verl.metrics:verl_metrics"
 """The function behind `trainer.log_verl_metrics`. Imported on first use, because `compat` imports this module."""
 
-PROGRESS_METRICS = (
-    "eval/all/avg_score",
-    "eval/environment/",
-    "val/loss",
-    "val/accuracy",
-)  # on the progress line, beside the reward
+PROGRESS_METRICS = ("eval/all/avg_score", "eval/environment/", "val/loss", "val/accuracy")
+"""Prefixes of the metrics on the progress line, beside the reward."""
 
 
 class Run(ABC):
@@ -235,7 +231,7 @@ class Logging(Callback):
             except OSError as error:  # perhaps left from an earlier step; at the end, save the checkpoint anyway
                 if not (report.is_last or run.is_stopping):
                     raise
-                logger.warning("Metrics could not be written, which is tried again at the end of the run: %s", error)
+                logger.warning("Metrics could not be written; the run retries at its end: %s", error)
         if self._progress is not None and report.global_step > 0:
             self._progress.update(
                 report.global_step,
@@ -360,9 +356,8 @@ class Export(Callback):
     """
 
     async def on_train_start(self, run: Run) -> None:
-        resumed = StepReport(run.global_step, run.global_step == run.total_steps, {})
         if not _export_folder(run, run.global_step).exists():
-            await self.on_step_end(run, resumed)
+            await self.on_step_end(run, StepReport(run.global_step, run.global_step == run.total_steps, {}))
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         if is_due(run.cfg.trainer.hf_save_interval, report):

@@ -51,7 +51,12 @@ class TrainedModels:
 
     def set_probe(self, batch: TrainingBatch) -> None:
         """Keep a few tokens of the batch for `check_weights`."""
-        self._probe = _shortest_pairs(batch) if self.policy.role == "reward" else _first_tokens(batch)
+        if self.policy.role == "reward":  # the shortest pairs of rows
+            lengths = batch.attention_mask.sum(dim=1).view(-1, 2).amax(dim=1)  # (B / 2,)
+            pairs = lengths.argsort(stable=True)[:N_PROBED_PAIRS, None]
+            self._probe = batch.select((2 * pairs + torch.arange(2)).flatten())
+        else:
+            self._probe = _first_tokens(batch)
 
     async def score_reference(self, batch: TrainingBatch) -> TrainingBatch:
         """Fill in the reference's log-probs (B, R), if there is a reference."""
@@ -82,9 +87,10 @@ class TrainedModels:
 
     # -- checkpoints and exports
 
-    async def checkpoint_bytes(self) -> int:
-        """Estimate the size of a checkpoint."""
-        return sum([await group.checkpoint_bytes() for group in self._saved_groups().values()])
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Estimated size of a checkpoint."""
+        return sum(group.facts.checkpoint_bytes for group in self._saved_groups().values())
 
     async def save(self, folder: Path) -> Awaitable[None]:
         """Copy the state of each model, and return once training may continue.
@@ -172,8 +178,8 @@ class Learner(TrainedModels):
         kept = informative_groups(totals.tolist(), draws, algorithm.zero_variance_filter_tol)
         is_kept = torch.tensor([draw in kept for draw in batch.draws.tolist()])  # (B,)
         n_filtered = sum(draw not in kept for draw in draws)
-        metrics = Metrics.of({"reward/num_zero_variance_filtered": n_filtered})
-        return replace(batch, loss_mask=torch.where(is_kept[:, None], batch.loss_mask, 0.0)), metrics
+        batch = replace(batch, loss_mask=torch.where(is_kept[:, None], batch.loss_mask, 0.0))
+        return batch, Metrics.of({"reward/num_zero_variance_filtered": n_filtered})
 
     async def score(self, batch: TrainingBatch, *, reads_old_logprobs: bool = False) -> TrainingBatch:
         """Fill in the critic's values and the reference's and policy's log-probs (B, R).
@@ -276,15 +282,12 @@ class Learner(TrainedModels):
         await self._reference_sync(version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state outside of the models."""
         return {"kl_controller": self._kl_controller.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._kl_controller.load_state_dict(state["kl_controller"])
 
     def _saved_groups(self) -> dict[str, WorkerGroup]:
-        """Return the models that change in a run, by the name of their folder."""
         groups = {"policy": self.policy}
         if self.critic is not None:
             groups["critic"] = self.critic
@@ -312,13 +315,6 @@ def _first_tokens(batch: TrainingBatch) -> TrainingBatch | None:
         loss_mask=rows.loss_mask[:, :end],
         draws=rows.draws,
     )
-
-
-def _shortest_pairs(batch: TrainingBatch) -> TrainingBatch:
-    """Return the shortest pairs of rows."""
-    lengths = batch.attention_mask.sum(dim=1).view(-1, 2).amax(dim=1)  # (B / 2,)
-    pairs = lengths.argsort(stable=True)[:N_PROBED_PAIRS, None]
-    return batch.select((2 * pairs + torch.arange(2)).flatten())
 
 
 def _find_divergence(probe: Mapping[str, float], role: str) -> str | None:

@@ -77,7 +77,7 @@ class RemoteStorage(Callback):
         self._uploader.close()
         if not is_done:
             await run.alert(
-                f"{self._uploader.n_pending} uploads are not complete; nothing is lost on this machine, and the same "
+                f"{self._uploader.n_pending} uploads are not complete; the files stay on this machine, and the same "
                 "command uploads the rest"
             )
 

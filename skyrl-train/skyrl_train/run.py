@@ -71,7 +71,7 @@ class Step:
         self.metrics = self.metrics.merge(metrics if isinstance(metrics, Metrics) else Metrics.of(metrics))
 
 
-class TrainingRun(Run):
+class BaseTrainer(Run):
     """Base class for training runs: step loop, callbacks, checkpoints, exports."""
 
     def __init__(
@@ -242,7 +242,7 @@ class TrainingRun(Run):
             for callback in self._callbacks:
                 await callback.on_checkpoint(self, path)
 
-        return Snapshot(self.global_step, await self.models.checkpoint_bytes(), copy, on_saved)
+        return Snapshot(self.global_step, self.models.checkpoint_bytes, copy, on_saved)
 
     async def check_weights(self, step: int) -> None:
         """Check the weights after the update of `step`.
@@ -273,7 +273,7 @@ class TrainingRun(Run):
                 logger.warning("The checkpoint of step %d is saved; the same command %s", self.global_step, rerun)
 
     async def check_space(self) -> None:
-        checkpoint_bytes, trainer = await self.models.checkpoint_bytes(), self.cfg.trainer
+        checkpoint_bytes, trainer = self.models.checkpoint_bytes, self.cfg.trainer
         self.checkpoints.check_space(checkpoint_bytes)
         if trainer.hf_save_interval > 0:
             folder = Path(trainer.export_path)

@@ -15,7 +15,7 @@ from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import SupervisedDataset, build_supervised_batch
 from skyrl_train.learner import MIN_MEAN_LOGPROB, TrainedModels
-from skyrl_train.run import Step, TrainingRun
+from skyrl_train.run import BaseTrainer, Step
 from skyrl_train.tracking.system import peak_flops, system_metrics
 from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
 
@@ -28,37 +28,27 @@ class SupervisedRows:
 
     def __init__(self, dataset: SupervisedDataset, batch_size: int, seed: int, pad_token_id: int) -> None:
         """Start at the first batch. Raise DataError if the dataset is smaller than one batch."""
-        self._order = ShuffledPrompts(dataset, batch_size, seed)
+        self.order = ShuffledPrompts(dataset, batch_size, seed)
         self._pad_token_id = pad_token_id
         self.n_tokens = 0  # in all batches so far
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Full batches in the dataset."""
-        return self._order.batches_per_epoch
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """`data/n_skipped`, from `PromptOrder.metrics`."""
-        return self._order.metrics
-
     def take(self) -> TrainingBatch:
         """Return the next batch (B, L)."""
-        batch = build_supervised_batch(self._order.next_batch(), self._pad_token_id)
+        batch = build_supervised_batch(self.order.next_batch(), self._pad_token_id)
         self.n_tokens += count_tokens(batch)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch."""
-        return {**self._order.state_dict(), "n_tokens": self.n_tokens}
+        return {**self.order.state_dict(), "n_tokens": self.n_tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position. Raise DataError if it belongs to other data."""
-        self._order.load_state_dict(state)
+        self.order.load_state_dict(state)
         self.n_tokens = state["n_tokens"]
 
 
-class SupervisedTrainer(TrainingRun):
+class SupervisedTrainer(BaseTrainer):
     """A trainer on fixed data. Callbacks see it as a `Run`."""
 
     def __init__(
@@ -78,7 +68,8 @@ class SupervisedTrainer(TrainingRun):
     async def train(self) -> None:
         """Train from the last checkpoint, or from the start, to the last step."""
         async with self.ending():
-            self._flops_per_token = count_flops(*await self.models.policy.count_parameters())
+            facts = self.models.policy.facts
+            self._flops_per_token = count_flops(facts.n_trained, facts.n_parameters)
             await self.start()
             for step in self.steps():
                 with step.timer("step"):
@@ -119,7 +110,7 @@ class SupervisedTrainer(TrainingRun):
                     "train/lr": learning_rate,
                     "train/learning_rate": learning_rate,
                     "train/lr(1e-3)": learning_rate * 1e3,
-                    "train/epoch": step.number / self._rows.batches_per_epoch,
+                    "train/epoch": step.number / self._rows.order.batches_per_epoch,
                     "train/global_step": step.number,
                     "train/time(s)": seconds,
                     "train/throughput": batch.n_prompts / seconds,
@@ -127,7 +118,7 @@ class SupervisedTrainer(TrainingRun):
                     "train/trained_tokens": batch.loss_mask.sum().item(),
                     "train/total_tokens(B)": self._rows.n_tokens / 1e9,
                     "trainer/tokens_per_second": n_tokens / seconds,
-                    **self._rows.metrics,
+                    **self._rows.order.metrics,
                     **system_metrics(),
                 }
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from inspect import iscoroutinefunction
 from typing import Any, TypeVar
@@ -16,9 +16,9 @@ from skyrl_train.callbacks import Callback
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import EngineError
-from skyrl_train.generators.source import BatchSource, StepData
+from skyrl_train.generators.source import BatchSource
 from skyrl_train.learner import Learner
-from skyrl_train.run import Step, TrainingRun
+from skyrl_train.run import BaseTrainer, Step
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory
 
 __all__ = ["RolloutsAbandonedError", "Step", "Trainer"]
@@ -42,7 +42,7 @@ class RolloutsAbandonedError(Exception):
     """The rollouts of a step did not end in time after a stop request."""
 
 
-class Trainer(TrainingRun):
+class Trainer(BaseTrainer):
     """A trainer that plays rollouts with the policy and trains it on their rewards. Callbacks see it as a `Run`."""
 
     def __init_subclass__(cls) -> None:
@@ -101,7 +101,7 @@ class Trainer(TrainingRun):
         """Play P prompts G times each. Return the trajectories that are valid."""
         with step.timer("generate"):
             try:
-                data = await self._take(step.number)
+                data = await self._wait_for_rollouts(self._source.take(step.number), step.number)
             except RolloutsAbandonedError:
                 raise
             except Exception:
@@ -113,11 +113,8 @@ class Trainer(TrainingRun):
         step.record(data.metrics)
         return data.trajectories
 
-    async def _take(self, number: int) -> StepData:
-        """Return the rollouts of a step. Raise RolloutsAbandonedError if they outlast the grace period of a stop."""
-        return await self._wait_for_rollouts(self._source.take(number), number)
-
     async def _wait_for_rollouts(self, rollouts: Coroutine[Any, Any, T], number: int) -> T:
+        """Wait for rollouts. Raise RolloutsAbandonedError if they outlast the grace period after a stop request."""
         waiting, stop = asyncio.ensure_future(rollouts), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait([waiting, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -159,7 +156,11 @@ class Trainer(TrainingRun):
                 step.record(await self.learner.update_critic(batch))
         with step.timer("policy_train"):
             step.record(await self.learner.update_policy(batch))
-        if step.number == self.total_steps or _has_no_gradient(step.metrics.numbers()):
+        metrics = step.metrics.numbers()
+        n_skipped = metrics.get("policy/skipped_updates", 0) + metrics.get("critic/skipped_updates", 0)
+        # a gradient of 0 is suspect if the advantages are not 0
+        has_no_gradient = metrics.get("policy/grad_norm") == 0 and metrics["loss/avg_raw_advantages_abs"] > 0
+        if step.number == self.total_steps or n_skipped > 0 or has_no_gradient:
             await self.check_weights(step.number)
         if self.cfg.trainer.update_ref_every_epoch and step.ends_epoch and step.number < self.total_steps:
             await self.learner.refresh_reference(step.number)
@@ -176,9 +177,3 @@ class Trainer(TrainingRun):
                 await self.check_weights(step.number)  # divergence explains why engines refuse the weights
                 raise
             await self._source.after_sync(step.number)
-
-
-def _has_no_gradient(metrics: Mapping[str, float]) -> bool:
-    """Return True if the step skipped updates, or if its gradient is 0 although its advantages are not."""
-    skipped = metrics.get("policy/skipped_updates", 0) + metrics.get("critic/skipped_updates", 0)
-    return skipped > 0 or (metrics.get("policy/grad_norm") == 0 and metrics["loss/avg_raw_advantages_abs"] > 0)

@@ -103,6 +103,13 @@ class LossTraits:
     loss_reduction: LossReduction | None = None
     """Reduction in the published method, if it matters."""
 
+    @property
+    def conflict_with_correction(self) -> str | None:
+        """Why the loss cannot go with an off-policy correction, or None."""
+        if self.whole_batch:
+            return "chooses tokens by comparing them all, corrected or not"
+        return "reads the engine's log-probs itself and would count them twice" if self.reads_rollout_logprobs else None
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Traits = TypeVar("Traits")

@@ -120,13 +120,8 @@ def functions_fit_the_run(cfg: SkyRLConfig) -> Iterator[str]:
             f"{loss} takes one advantage for each trajectory, and {estimator} gives each token its own; try "
             "trainer.algorithm.policy_loss_type=gspo or dual_clip, or trainer.algorithm.advantage_estimator=grpo"
         )
-    if functions.loss.whole_batch:
-        reason = "chooses tokens by comparing them all, corrected or not"
-    elif functions.loss.reads_rollout_logprobs:
-        reason = "reads the engine's log-probs itself, so that they would count twice"
-    else:
-        return
-    for name, switch in algorithm.off_policy_correction.switches.items():
+    reason = functions.loss.conflict_with_correction
+    for name, switch in algorithm.off_policy_correction.switches.items() if reason else ():
         key = f"trainer.algorithm.off_policy_correction.{name}"
         yield (
             f"{key}={show(switch)} cannot go with {loss}, which {reason}; set {key}=null, or "

@@ -15,9 +15,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
+from transformers.modeling_utils import str_to_torch_dtype
 
-from skyrl_train.checkpoint.durable import sync, sync_tree
-from skyrl_train.checkpoint.lock import LOCK_FILE, folder_lock
+from skyrl_train.checkpoint.durable import LOCK_FILE, folder_lock, sync, sync_tree
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.weight_files import SINGLE_FILE, list_weight_files
 from skyrl_train.types.specs import TensorSpec
@@ -36,22 +36,6 @@ TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
 )
 NOT_COPIED = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json")
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""Dtypes by their names in safetensors files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +68,7 @@ def open_model(path: str, *, local_files_only: bool = False) -> OpenModel:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118, not a mapping
                     entry = tensors.get_slice(name)
-                    specs.append(TensorSpec(name, tuple(entry.get_shape()), DTYPES[entry.get_dtype()]))
+                    specs.append(TensorSpec(name, tuple(entry.get_shape()), str_to_torch_dtype[entry.get_dtype()]))
                     file_of[name] = file
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} cannot be read: {error}; save the model again") from error
@@ -181,22 +165,20 @@ def write_model(
 
 def output_dtype(spec: TensorSpec, dtype: DType) -> torch.dtype:
     """Return the dtype to write a tensor in."""
-    chosen: torch.dtype = spec.dtype if dtype == "auto" or not spec.dtype.is_floating_point else getattr(torch, dtype)
-    return chosen
+    return spec.dtype if dtype == "auto" or not spec.dtype.is_floating_point else getattr(torch, dtype)
 
 
 def read_dtype(folder: Path) -> torch.dtype:
     """Return the dtype of a model's weights according to its `config.json`."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    dtype: torch.dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
-    return dtype
+    return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def _write_safetensors(
     path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]], progress: tqdm[Any]
 ) -> None:
     """Write one file, tensor by tensor. The safetensors library would need all of them in memory."""
-    type_names = {dtype: name for name, dtype in DTYPES.items()}
+    type_names = {dtype: name for name, dtype in str_to_torch_dtype.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -28,6 +28,7 @@ from skyrl_train.checkpoint.manifest import MANIFEST, Fingerprint, parse_manifes
 from skyrl_train.checkpoint.store import POINTER, step_of
 from skyrl_train.errors import CheckpointError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 CHUNK_BYTES = 8 * 2**20
@@ -55,6 +56,23 @@ def find_credentials_fault(url: str, environ: Mapping[str, str]) -> str | None:
     return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and there is no {file}"
 
 
+def _retrying(operation: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function to repeat it after an error that may pass."""
+
+    @wraps(operation)
+    def retried(*args: P.args, **kwargs: P.kwargs) -> T:
+        for attempt in range(1, N_ATTEMPTS):
+            try:
+                return operation(*args, **kwargs)
+            except (FileNotFoundError, PermissionError, ImportError, ValueError):
+                raise  # a retry would fail too
+            except STORAGE_ERRORS:
+                time.sleep(RETRY_S * 2 ** (attempt - 1))
+        return operation(*args, **kwargs)
+
+    return retried
+
+
 @dataclass(frozen=True)
 class RemoteFolder:
     """A folder at a URL. Methods block, retry failures, and raise one of `STORAGE_ERRORS`."""
@@ -71,148 +89,124 @@ class RemoteFolder:
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
-        return _open(self.url)
+        """Return the file system of the URL, and the path in it.
+
+        S3 uses pyarrow's client, because pyarrow is always installed. $AWS_ENDPOINT_URL sets another server.
+        """
+        if urlsplit(self.url).scheme not in S3_SCHEMES:
+            return fsspec.core.url_to_fs(self.url)
+        from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        parts = urlsplit(endpoint) if endpoint else None
+        client = S3FileSystem(
+            region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or None,
+            endpoint_override=parts.netloc if parts else None,
+            scheme=parts.scheme if parts else None,
+            connect_timeout=30,
+            retry_strategy=AwsStandardS3RetryStrategy(max_attempts=3),
+        )
+        return ArrowFSWrapper(client), self.url.partition("://")[2]
 
     def connect(self) -> None:
         """Open the file system, without reading a file."""
         _ = self._opened
 
+    @_retrying
     def names(self) -> list[str]:
         """Return the names of the files and folders in this folder, an empty list if it does not exist."""
+        system, path = self._opened
+        system.invalidate_cache()
+        try:
+            entries = system.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted({entry.rstrip("/").rpartition("/")[2] for entry in entries})
 
-        def list_names() -> list[str]:
-            system, path = self._opened
-            system.invalidate_cache()
-            try:
-                entries = system.ls(path, detail=False)
-            except FileNotFoundError:
-                return []
-            return sorted({entry.rstrip("/").rpartition("/")[2] for entry in entries})
-
-        return _retried(list_names)
-
+    @_retrying
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of each file below this folder, by relative path."""
+        system, path = self._opened
+        system.invalidate_cache()
+        try:
+            found = system.find(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        root = path.strip("/")
+        return {
+            name.strip("/").removeprefix(f"{root}/"): int(entry["size"])
+            for name, entry in found.items()
+            if entry["type"] == "file"
+        }
 
-        def list_sizes() -> dict[str, int]:
-            system, path = self._opened
-            system.invalidate_cache()
-            try:
-                found = system.find(path, detail=True)
-            except FileNotFoundError:
-                return {}
-            root = path.strip("/")
-            return {
-                name.strip("/").removeprefix(f"{root}/"): int(entry["size"])
-                for name, entry in found.items()
-                if entry["type"] == "file"
-            }
-
-        return _retried(list_sizes)
-
+    @_retrying
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file, or None if it does not exist."""
+        system, path = self._locate(name)
+        try:
+            with system.open(path, "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
 
-        def read_file() -> bytes | None:
-            system, path = self._opened
-            try:
-                with system.open(f"{path.rstrip('/')}/{name}", "rb") as file:
-                    content: bytes = file.read()
-                    return content
-            except FileNotFoundError:
-                return None
-
-        return _retried(read_file)
-
+    @_retrying
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
-        _retried(lambda: self._write(name, iter([content])))
+        self._write(name, [content])
 
+    @_retrying
     def remove(self, name: str) -> None:
         """Remove a file, if it exists."""
+        system, path = self._locate(name)
+        with suppress(FileNotFoundError):
+            system.rm_file(path)
 
-        def remove_file() -> None:
-            system, path = self._opened
-            with suppress(FileNotFoundError):
-                system.rm_file(f"{path.rstrip('/')}/{name}")
-
-        _retried(remove_file)
-
+    @_retrying
     def upload_file(self, source: Path, name: str) -> Fingerprint:
         """Copy a local file to `name`, in parts if it is large, and return the fingerprint of the sent bytes."""
+        checksum, n_bytes = xxh3_128(), 0
 
-        def upload() -> Fingerprint:
-            checksum, n_bytes = xxh3_128(), 0
-
-            def read_chunks() -> Iterator[bytes]:
-                nonlocal n_bytes
-                with source.open("rb") as file:
-                    while chunk := file.read(CHUNK_BYTES):
-                        checksum.update(chunk)
-                        n_bytes += len(chunk)
-                        yield chunk
-
-            self._write(name, read_chunks())
-            return Fingerprint(n_bytes, checksum.hexdigest())
-
-        return _retried(upload)
-
-    def download_file(self, name: str, target: Path) -> Fingerprint:
-        """Copy the file `name` to a local path, and return the fingerprint of the received bytes."""
-
-        def download() -> Fingerprint:
-            system, path = self._opened
-            checksum, n_bytes = xxh3_128(), 0
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with system.open(f"{path.rstrip('/')}/{name}", "rb") as remote, target.open("wb") as file:
-                while chunk := remote.read(CHUNK_BYTES):
+        def read_chunks() -> Iterator[bytes]:
+            nonlocal n_bytes
+            with source.open("rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
                     checksum.update(chunk)
                     n_bytes += len(chunk)
-                    file.write(chunk)
-            return Fingerprint(n_bytes, checksum.hexdigest())
+                    yield chunk
 
-        return _retried(download)
+        self._write(name, read_chunks())
+        return Fingerprint(n_bytes, checksum.hexdigest())
 
-    def _write(self, name: str, chunks: Iterator[bytes]) -> None:
-        system, path = self._opened
-        target = f"{path.rstrip('/')}/{name}"
+    @_retrying
+    def download_file(self, name: str, target: Path) -> Fingerprint:
+        """Copy the file `name` to a local path, and return the fingerprint of the received bytes."""
+        system, path = self._locate(name)
+        checksum, n_bytes = xxh3_128(), 0
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with system.open(path, "rb") as remote, target.open("wb") as file:
+            while chunk := remote.read(CHUNK_BYTES):
+                checksum.update(chunk)
+                n_bytes += len(chunk)
+                file.write(chunk)
+        return Fingerprint(n_bytes, checksum.hexdigest())
+
+    def check_sizes(self, n_bytes: Mapping[str, int]) -> None:
+        """Raise OSError if a file does not have its expected size."""
+        sizes = self.sizes()
+        if short := [name for name, expected in n_bytes.items() if sizes.get(name) != expected]:
+            raise OSError(f"{(self / short[0]).url} has {sizes.get(short[0], 0):,} bytes after the upload")
+
+    def _write(self, name: str, chunks: Iterable[bytes]) -> None:
+        system, path = self._locate(name)
         if not isinstance(system, ArrowFSWrapper):  # S3 has no folders, and would get an empty object instead
-            system.makedirs(target.rpartition("/")[0], exist_ok=True)
-        with system.open(target, "wb") as file:
+            system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        with system.open(path, "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
 
-
-def _open(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it.
-
-    S3 uses pyarrow's client, because pyarrow is always installed. $AWS_ENDPOINT_URL sets another server.
-    """
-    if urlsplit(url).scheme not in S3_SCHEMES:
-        return fsspec.core.url_to_fs(url)
-    from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
-
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    parts = urlsplit(endpoint) if endpoint else None
-    client = S3FileSystem(
-        region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or None,
-        endpoint_override=parts.netloc if parts else None,
-        scheme=parts.scheme if parts else None,
-        connect_timeout=30,
-        retry_strategy=AwsStandardS3RetryStrategy(max_attempts=3),
-    )
-    return ArrowFSWrapper(client), url.partition("://")[2]
-
-
-def _retried(operation: Callable[[], T]) -> T:
-    for attempt in range(1, N_ATTEMPTS):
-        try:
-            return operation()
-        except (FileNotFoundError, PermissionError, ImportError, ValueError):
-            raise  # a retry would fail too
-        except STORAGE_ERRORS:
-            time.sleep(RETRY_S * 2 ** (attempt - 1))
-    return operation()
+    def _locate(self, name: str) -> tuple[Any, str]:
+        system, path = self._opened
+        return system, f"{path.rstrip('/')}/{name}"
 
 
 class RemoteCheckpoints:
@@ -274,9 +268,7 @@ class RemoteCheckpoints:
                 raise CheckpointError(
                     f"the content of {checkpoint / name} has changed since it was saved; the checkpoint is not uploaded"
                 )
-        sizes = target.sizes()
-        if short := [name for name, saved in files.items() if sizes.get(name) != saved.n_bytes]:
-            raise OSError(f"{(target / short[0]).url} has {sizes.get(short[0], 0):,} bytes after the upload")
+        target.check_sizes({name: saved.n_bytes for name, saved in files.items()})
         target.write(MANIFEST, manifest)
         return sum(saved.n_bytes for saved in files.values())
 
@@ -338,7 +330,5 @@ def upload_files(source: Path, target: RemoteFolder) -> int:
         for name, path in paths.items()
         if remote_sizes.get(name) != path.stat().st_size
     }
-    remote_sizes = target.sizes()
-    if short := [name for name, n_bytes in sent.items() if remote_sizes.get(name) != n_bytes]:
-        raise OSError(f"{(target / short[0]).url} has {remote_sizes.get(short[0], 0):,} bytes after the upload")
+    target.check_sizes(sent)
     return sum(sent.values())

@@ -76,9 +76,7 @@ class CheckpointStore:
             await asyncio.to_thread(write_manifest, folder)
 
         try:
-            await asyncio.to_thread(self._make_room, expected_bytes)
-            target = await write_complete(self._folder(step), write_with_manifest)
-            await asyncio.to_thread(replace_text, self.path / POINTER, f"{step}\n")
+            target = await self.receive(step, write_with_manifest, expected_bytes)
         except OSError as error:
             raise CheckpointError(
                 f"cannot save the checkpoint of step {step} in {self.path}: {error}. Free disk space, or "
@@ -127,7 +125,11 @@ class CheckpointStore:
             CheckpointError: a file differs or is missing. The message names it and the newest complete checkpoint.
         """
         if damage := await asyncio.to_thread(find_damage, folder):
-            complete = await asyncio.to_thread(self._newest_complete)
+            complete = None
+            for step in reversed(self.steps()):
+                if not await asyncio.to_thread(find_damage, self._folder(step)):
+                    complete = self._folder(step)
+                    break
             fix = (
                 f"The newest complete checkpoint is {complete}: set trainer.resume_mode=from_path and "
                 f"trainer.resume_path={complete} to resume from it"
@@ -135,10 +137,6 @@ class CheckpointStore:
                 else f"No checkpoint in {self.path} is complete: set trainer.resume_mode=none to start again"
             )
             raise CheckpointError(f"cannot resume from {folder}: {', '.join(damage)}. {fix}")
-
-    def _newest_complete(self) -> Path | None:
-        folders = (self._folder(step) for step in reversed(self.steps()))
-        return next((folder for folder in folders if not find_damage(folder)), None)
 
     def latest(self) -> Path | None:
         """Return the checkpoint to resume from, or None if there is none.
@@ -266,9 +264,6 @@ class CheckpointStore:
         """Restore or remove folders that a crash left behind."""
         make_folder(self.path)
         self._restore_replaced()
-        self._remove_leftovers()
-
-    def _remove_leftovers(self) -> None:
         for leftover in [*self.path.glob(".global_step_*.partial"), *self.path.glob(".global_step_*.replaced")]:
             shutil.rmtree(leftover)
 

@@ -19,7 +19,7 @@ class Snapshot:
     step: int
     n_bytes: int
     copy: Callable[[Path], Awaitable[Awaitable[None]]]
-    """Copies the state. Training may continue when it returns; its result writes the copy into a folder."""
+    """Copies the state, and returns once training may continue. Awaiting the result writes the copy to the folder."""
     on_saved: Callable[[Path], Awaitable[None]]
 
 
@@ -47,7 +47,7 @@ class CheckpointWriter:
         return self._saving is not None and not self._saving.done()
 
     async def save(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint after the one in progress is finished; CheckpointError if that fails."""
+        """Write a checkpoint. The one in progress must be finished. CheckpointError if the write fails."""
         await self._write(snapshot, _CopyPhase())
 
     async def begin(self, snapshot: Snapshot) -> None:
@@ -62,7 +62,7 @@ class CheckpointWriter:
                 await self.finish()
 
     async def finish_within_limit(self, step: int) -> bool:
-        """Wait for the checkpoint in progress, to save `step` next; False, with an alert, if it takes too long."""
+        """Wait for the checkpoint in progress before `step` is saved. If it takes too long, alert and return False."""
         if self._saving is not None and not await self._wait_within_limit(step, self._saving):
             return False
         await self.finish()
@@ -75,7 +75,7 @@ class CheckpointWriter:
             await saving
 
     async def _wait_within_limit(self, step: int, *awaited: asyncio.Future[None]) -> bool:
-        """Wait for any of the futures until the limit. False, with an alert about `step`, if none ends."""
+        """Wait until one of the futures ends. After the limit, alert that `step` is not saved and return False."""
         if any(future.done() for future in awaited):
             return True
         started, could_wait = time.monotonic(), self._remaining_s > 0

@@ -17,11 +17,13 @@ from skyrl_gym.runtime.validation import is_conversation
 from skyrl_gym.tools.calls import parse_arguments
 from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig, SupervisedDataConfig
-from skyrl_train.dataset.files import Row, Rows, quote
+from skyrl_train.dataset.files import JoinedRows, Row, quote
 from skyrl_train.errors import DataError
 from skyrl_train.rendering.messages import THOUGHT_FIELDS, check_media, drop_nulls, get_function, prepare_messages
 
 WEIGHT_FIELDS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_weight", "step_loss_mask")
+"""Fields that exclude a message from training if 0 or false: `weight` (OpenAI, Mistral), `train` (Axolotl), …"""
+
 UNREAD_FIELDS = {
     "function_call": 'write tool_calls: [{"type": "function", "function": {"name": "…", "arguments": {}}}]',
     "refusal": "write its text as content",
@@ -43,16 +45,18 @@ class Demonstration:
     @property
     def trained(self) -> list[int]:
         """Indices of the messages to imitate."""
-        messages = enumerate(self.messages[self.n_context :], self.n_context)
-        return [index for index, message in messages if message["role"] == "assistant" and is_trained(message)]
+        return [
+            index
+            for index, message in enumerate(self.messages)
+            if index >= self.n_context
+            and message["role"] == "assistant"
+            and all(message.get(name, True) for name in WEIGHT_FIELDS)
+        ]
 
 
-def is_trained(message: Mapping[str, Any]) -> bool:
-    """Return False for a message with `weight: 0` (OpenAI, Mistral), `train: false` (Axolotl) or a similar field."""
-    return all(message.get(name, True) for name in WEIGHT_FIELDS)
-
-
-def read_answers(rows: Rows, indices: Sequence[int], data: SupervisedDataConfig) -> Iterator[tuple[Demonstration, ...]]:
+def read_answers(
+    rows: JoinedRows, indices: Sequence[int], data: SupervisedDataConfig
+) -> Iterator[tuple[Demonstration, ...]]:
     """Yield (demonstration,) or (chosen, rejected) for each row. `indices` must ascend.
 
     Raises:
@@ -71,11 +75,25 @@ def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonst
     """Parse a conversation, or a prompt with a response."""
     tools = _parse_tools(row.get(data.tools_key), location, data.tools_key)
     if row.get(data.messages_key) is not None:
-        messages = _read_conversation(row[data.messages_key], location, data.messages_key)
-        return Demonstration(location, messages, _count_greetings(messages), tools)
+        key = data.messages_key
+        messages = _check_messages(row[key], location, key)
+        roles = [message["role"] for message in messages]
+        # assistant messages at the start answer nothing: they are greetings
+        n_greetings = next((i for i, role in enumerate(roles) if role != "assistant"), len(roles))
+        if "assistant" not in roles[n_greetings:]:
+            raise DataError(
+                f"{location}: {key} has no answer of the assistant to train on, its roles are {', '.join(roles)}; "
+                "add one, or remove the row"
+            )
+        demonstration = Demonstration(location, messages, n_greetings, tools)
+        if not demonstration.trained:
+            raise DataError(f"{location}: every answer in {key} has weight 0; give one weight 1, or remove the row")
+        return demonstration
     prompt = _read_prompt(row, location, data)
-    response = {"role": "assistant", "content": _read_response(row, location, data)}
-    return _answer_prompt(location, prompt, [response], tools)
+    name, response = _descend(row, data.response_key, data.response_dict_keys, location)
+    if not isinstance(response, str) or not response.strip():
+        raise DataError(f"{location}: {name}={quote(response)} is not a text to train on; correct or remove the row")
+    return _answer_prompt(location, prompt, [{"role": "assistant", "content": response}], tools)
 
 
 def _answer_prompt(
@@ -174,37 +192,11 @@ def _split_off_prompt(
     return prompt, [chosen[n_common:], rejected[n_common:]]
 
 
-def _read_conversation(value: Any, location: str, key: str) -> list[dict[str, Any]]:
-    messages = _check_messages(value, location, key)
-    roles = [message["role"] for message in messages]
-    n_greetings = _count_greetings(messages)
-    if "assistant" not in roles[n_greetings:]:
-        raise DataError(
-            f"{location}: {key} has no answer of the assistant to train on, its roles are {', '.join(roles)}; add one, "
-            "or remove the row"
-        )
-    if not Demonstration(location, messages, n_greetings).trained:
-        raise DataError(f"{location}: every answer in {key} has weight 0; give one weight 1, or remove the row")
-    return messages
-
-
-def _count_greetings(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of assistant messages at the start of a conversation. They answer nothing."""
-    return next((i for i, message in enumerate(messages) if message["role"] != "assistant"), len(messages))
-
-
 def _read_prompt(row: Row, location: str, data: SupervisedDataConfig) -> list[dict[str, Any]]:
     name, prompt = _descend(row, data.prompt_key, data.prompt_dict_keys, location)
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return _check_messages(prompt, location, name, "neither a text nor")
-
-
-def _read_response(row: Row, location: str, data: SFTDataConfig) -> str:
-    name, response = _descend(row, data.response_key, data.response_dict_keys, location)
-    if not isinstance(response, str) or not response.strip():
-        raise DataError(f"{location}: {name}={quote(response)} is not a text to train on; correct or remove the row")
-    return response
 
 
 def _descend(row: Row, key: str, inner_keys: Sequence[str], location: str) -> tuple[str, Any]:

@@ -80,7 +80,6 @@ class RowSource(ABC):
         return f"row {index} of {self.name}"
 
     def _clean(self, value: Any, index: int) -> Row:
-        """Return the row `value` with lone surrogates replaced. Warn once per source."""
         location = self.location(index)
         if not isinstance(value, dict):
             raise DataError(f'{location} is {quote(value)}; a row is an object: {{"prompt": […], …}}')
@@ -177,7 +176,7 @@ class _ArrowSource(RowSource):
         return (row[name] for row in column.read(range(len(self))))
 
 
-class Rows:
+class JoinedRows:
     """The rows of several sources, joined in order."""
 
     def __init__(self, sources: Sequence[str]) -> None:
@@ -259,7 +258,13 @@ def open_source(source: str) -> RowSource:
         raise DataError(f"dataset file {path} {fault}; check data.train_data and data.val_data")
     try:
         if path.suffix == ".parquet":
-            return _ArrowSource(source, _read_parquet(path))
+            import pyarrow as pa  # takes half a second
+            import pyarrow.parquet as pq
+
+            try:
+                return _ArrowSource(source, pq.read_table(path))
+            except pa.ArrowException as error:
+                raise ValueError(str(error)) from error
         has_lines = path.suffix == ".jsonl" or _is_json_lines(path)
         return (_JSONLinesSource if has_lines else _JSONSource)(source, path)
     except RecursionError as error:
@@ -269,7 +274,7 @@ def open_source(source: str) -> RowSource:
 
 
 def read_rows(source: str) -> list[Row]:
-    """Read all rows of a source. Raises as `open_source` and `Rows.read` do."""
+    """Read all rows of a source. Raises as `open_source` and `JoinedRows.read` do."""
     rows = open_source(source)
     return list(rows.read(range(len(rows))))
 
@@ -280,8 +285,7 @@ def clean_row(row: Row, location: str) -> Row:
         check_depth(row)
     except TooDeep as error:
         raise DataError(f"{location}: {error}; flatten its lists and objects") from error
-    cleaned: Row = clean_strings(row)
-    return cleaned
+    return clean_strings(row)
 
 
 def quote(value: Any) -> str:
@@ -352,16 +356,6 @@ def _is_json_lines(path: Path) -> bool:
         return False
 
 
-def _read_parquet(path: Path) -> pa.Table:
-    import pyarrow as pa  # takes half a second
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.read_table(path)
-    except pa.ArrowException as error:
-        raise ValueError(str(error)) from error
-
-
 def _depth(kind: pa.DataType) -> int:
     """Return the nesting depth of a type's lists and structs."""
     return 1 + max((_depth(kind.field(i).type) for i in range(kind.num_fields)), default=0)
@@ -371,7 +365,11 @@ def _load_from_hub(source: str) -> pa.Table:
     """Load a dataset from the Hub or a `save_to_disk` folder as a memory-mapped table."""
     import datasets
 
-    name, config, split = _hub_name(source)
+    name, _, split = source.partition(":")
+    config: str | None = None
+    parts = name.split("/")
+    if len(parts) == 3 and all(parts) and not Path(name).exists():  # owner/name/config, not a local folder
+        name, config = "/".join(parts[:2]), parts[2]
     if Path(name).suffix in OTHER_SUFFIXES or Path(name).is_file():
         raise DataError(f"cannot load {source!r}: a data file must end in .parquet, .json or .jsonl; convert it")
     try:
@@ -381,7 +379,7 @@ def _load_from_hub(source: str) -> pa.Table:
                 if (split or "train") not in saved:
                     raise ValueError(f"it has the splits {', '.join(saved)}")
                 saved = saved[split or "train"]
-            elif split is not None and split != str(saved.split):  # the split it was saved from
+            elif split and split != str(saved.split):  # the split it was saved from
                 raise ValueError(f"it has no splits, only {len(saved)} rows; remove :{split}")
             return saved.with_format("arrow")[:]
         return datasets.load_dataset(name, config, split=split or "train").with_format("arrow")[:]
@@ -390,12 +388,3 @@ def _load_from_hub(source: str) -> pa.Table:
             f"cannot load {source!r} from the Hugging Face Hub ({type(error).__name__}: {error}); a dataset is written "
             "owner/name:split, or owner/name/config:split; a local file must end in .parquet, .json or .jsonl"
         ) from error
-
-
-def _hub_name(source: str) -> tuple[str, str | None, str | None]:
-    """Split `owner/name/config:split` into dataset, configuration and split. The last two may be None."""
-    name, _, split = source.partition(":")
-    parts = name.split("/")
-    if len(parts) == 3 and all(parts) and not Path(name).exists():  # a local folder is a dataset too
-        return "/".join(parts[:2]), parts[2], split or None
-    return name, None, split or None

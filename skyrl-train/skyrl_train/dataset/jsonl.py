@@ -9,7 +9,6 @@ import re
 import weakref
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -32,16 +31,6 @@ NEWLINE = 0x0A
 WHITE_SPACE = np.frombuffer(b"\t\x0b\x0c\r ", np.uint8)
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-Identity = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """Index of a file's non-blank lines."""
-
-    offsets: NDArray[np.int64]  # of the first byte of each line, then the size of the file
-    digest: str  # of all bytes
-
 
 class JSONLines:
     """The values in a file with one JSON value per line. Blank lines are skipped."""
@@ -52,11 +41,9 @@ class JSONLines:
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         self._identity = _identify(self._file)
-        index = _find_lines(path, self._identity)
-        self.digest = index.digest
-        self._offsets = index.offsets
+        self._offsets, self.digest = _index_lines(path, self._identity)
         self._content: bytes | None = None
-        n_bytes = int(index.offsets[-1])
+        n_bytes = int(self._offsets[-1])
         if n_bytes <= MAX_BYTES_IN_MEMORY:
             self._content = self._read_bytes(0, n_bytes)
 
@@ -112,14 +99,17 @@ def _split_runs(indices: Sequence[int]) -> Iterator[Sequence[int]]:
             start = i
 
 
-def _identify(file: int) -> Identity:
+def _identify(file: int) -> tuple[int, ...]:
     status = os.fstat(file)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @lru_cache(maxsize=16)  # a run opens its data several times: to check, to count and to train
-def _find_lines(path: Path, identity: Identity) -> _Index:
-    """Index the file. StorageError if its identity has changed."""
+def _index_lines(path: Path, identity: tuple[int, ...]) -> tuple[NDArray[np.int64], str]:
+    """Return the offset of each non-blank line and the size of the file, and a hash of all bytes.
+
+    StorageError if the file's identity has changed.
+    """
     digest = hashlib.blake2b(digest_size=16)
     found, n_bytes = [], 0
     carried = np.zeros(1, np.int64)  # start of a line whose first byte is in the next chunk
@@ -143,4 +133,4 @@ def _find_lines(path: Path, identity: Identity) -> _Index:
             offsets = np.delete(offsets, lines[is_blank])
         if _identify(file.fileno()) != identity:
             raise StorageError(f"{path} is being written; start the run once it is complete")
-    return _Index(offsets, digest.hexdigest())
+    return offsets, digest.hexdigest()

@@ -69,7 +69,18 @@ class MixedPrompts(PromptOrder[PromptRow]):
         Raises:
             ConfigError: a weight is missing, negative, NaN or infinite, all are 0, or a source is unknown.
         """
-        _check_weights(weights, list(self._streams))
+        known = ", ".join(self._streams)
+        if unknown := sorted(weights.keys() - self._streams.keys()):
+            raise ConfigError(f"{MIXTURE}.weights names {', '.join(unknown)}, but the data sources are: {known}")
+        if missing := sorted(self._streams.keys() - weights.keys()):
+            raise ConfigError(
+                f"{MIXTURE}.weights has no weight for {', '.join(missing)}; set 0 to exclude a data source"
+            )
+        for name, weight in weights.items():
+            if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
+                raise ConfigError(f"{MIXTURE}.weights.{name}={weight!r} must be a number of at least 0")
+        if not any(weights.values()):
+            raise ConfigError(f"{MIXTURE}.weights are all 0; at least one of {known} must have more")
         total = sum(weights.values())
         self._weights = {name: weights[name] / total for name in self._streams}
         n_used = sum(weight > 0 for weight in self._weights.values())
@@ -166,16 +177,3 @@ class _Stream:
 def _seed(seed: int, name: str, number: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
-
-
-def _check_weights(weights: Mapping[str, float], sources: Sequence[str]) -> None:
-    known = ", ".join(sources)
-    if unknown := sorted(set(weights) - set(sources)):
-        raise ConfigError(f"{MIXTURE}.weights names {', '.join(unknown)}, but the data sources are: {known}")
-    if missing := sorted(set(sources) - set(weights)):
-        raise ConfigError(f"{MIXTURE}.weights has no weight for {', '.join(missing)}; set 0 to exclude a data source")
-    for name, weight in weights.items():
-        if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"{MIXTURE}.weights.{name}={weight!r} must be a number of at least 0")
-    if not any(weights.values()):
-        raise ConfigError(f"{MIXTURE}.weights are all 0; at least one of {known} must have more")

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.dataset.files import ROWS_AT_ONCE, Row, Rows
+from skyrl_train.dataset.files import ROWS_AT_ONCE, JoinedRows, Row
 from skyrl_train.dataset.rows import TaskRow, read_prompt_rows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.rendering.template import ChatTemplate
@@ -29,7 +29,7 @@ class PromptDataset:
     """
 
     check_drawn: Callable[[TaskRow], None] | None = None
-    """Extra check of a drawn row, used unless all rows were checked up front. DataError means: skip the row."""
+    """Extra check of each drawn row, unless all rows were checked up front. A DataError skips the row."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PromptDataset:
         self._template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs)
         self._max_length = max_prompt_length
         self._prompt_key, self._env_class_key = prompt_key, env_class_key
-        self._rows = Rows(sources)
+        self._rows = JoinedRows(sources)
         self._sample = self._rows.sample(max_checked_rows)
         self.is_checked = len(self._sample) == len(self._rows)
         """True if all rows were checked up front and rows with long prompts were dropped."""
@@ -150,13 +150,20 @@ class PromptDataset:
         return PromptRow(str(number), row[self._prompt_key], row.get(self._env_class_key), extras)
 
     def _bound_lengths(self, rows: Sequence[tuple[str, Row]]) -> list[int]:
-        """Return the number of tokens in each prompt, or an upper bound if that is already within the limit.
+        """Return each prompt's number of tokens up to and including the assistant's header.
 
+        If an upper bound is already within the limit, it is returned instead.
         ASCII text has at most one token per character. The + 1 covers tokenizers that add a token before the text. So
         100 ASCII characters are at most 101 tokens, and a limit of 512 needs no tokenization.
         """
         limit = self._max_length
-        texts = [self._render(location, row[self._prompt_key]) for location, row in rows]
+        texts = []
+        for location, row in rows:
+            try:
+                self._template.check_roles(row[self._prompt_key])
+                texts.append(self._template.prompt(row[self._prompt_key]))
+            except DataError as error:
+                raise DataError(f"{location}: {error}") from error
         lengths = [len(text) + 1 if text.isascii() else limit + 1 for text in texts]
         long = [i for i, length in enumerate(lengths) if length > limit]
         if long:
@@ -164,11 +171,3 @@ class PromptDataset:
             for i, ids in zip(long, token_ids, strict=True):
                 lengths[i] = len(ids)
         return lengths
-
-    def _render(self, location: str, prompt: Sequence[Mapping[str, Any]]) -> str:
-        """Render a prompt up to and including the assistant's header. `location` is for messages."""
-        try:
-            self._template.check_roles(prompt)
-            return self._template.prompt(prompt)
-        except DataError as error:
-            raise DataError(f"{location}: {error}") from error

@@ -17,7 +17,7 @@ from skyrl_gym.runtime.packages import check_packages, find_fault
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_conversation
 from skyrl_train.config.root import EnvironmentConfig
-from skyrl_train.dataset.files import Row, Rows, quote
+from skyrl_train.dataset.files import JoinedRows, Row, quote
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rendering.messages import check_media
 
@@ -37,7 +37,7 @@ class TaskRow:
 
 
 def read_prompt_rows(
-    rows: Rows, indices: Sequence[int], prompt_key: str = "prompt", env_class_key: str = "env_class"
+    rows: JoinedRows, indices: Sequence[int], prompt_key: str = "prompt", env_class_key: str = "env_class"
 ) -> Iterator[tuple[str, Row]]:
     """Yield (location, columns) of rows. `indices` must ascend.
 
@@ -51,7 +51,23 @@ def read_prompt_rows(
 
 def check_row(row: Row, location: str, prompt_key: str = "prompt", env_class_key: str = "env_class") -> None:
     """Raise DataError for a row without a chat prompt or with an invalid `env_class`."""
-    _check_prompt(row, location, prompt_key)
+    prompt = row.get(prompt_key)
+    if prompt_key not in row:
+        raise DataError(
+            f"{location} has no {prompt_key!r}; its columns are {', '.join(row)}. A prompt is a list of messages: "
+            f"{WRITE_PROMPT}"
+        )
+    if not isinstance(prompt, list) or not prompt:
+        found = "null" if prompt is None else quote(prompt)
+        raise DataError(
+            f"{location}: {prompt_key}={found} is not a list of messages; {WRITE_PROMPT}, or remove the row"
+        )
+    for index, message in enumerate(prompt):
+        if not is_conversation([message]) or (message["content"] is None and "tool_calls" not in message):
+            raise DataError(
+                f"{location}: message {index} of {prompt_key} lacks a role or a content: {quote(message)}; "
+                f"{WRITE_PROMPT}"
+            )
     # skip strings: coding tasks store the path of a container image in one
     check_media({name: value for name, value in row.items() if not isinstance(value, str)}, location)
     env_class = row.get(env_class_key)
@@ -156,24 +172,3 @@ def _check_settings(environment: EnvironmentConfig, used: list[str], *, uses_def
             hint = suggestion(section, [*registry, *sections]) or f" The rows use {', '.join(sorted(sections))}."
             raise ConfigError(f"{key} is a section of an environment that does not exist.{hint}")
         logger.warning("%s is not used: no row has env_class=%s", key, section)
-
-
-def _check_prompt(row: Row, location: str, prompt_key: str) -> None:
-    """Raise DataError unless the prompt is a list of chat messages."""
-    prompt = row.get(prompt_key)
-    if prompt_key not in row:
-        raise DataError(
-            f"{location} has no {prompt_key!r}; its columns are {', '.join(row)}. A prompt is a list of messages: "
-            f"{WRITE_PROMPT}"
-        )
-    if not isinstance(prompt, list) or not prompt:
-        found = "null" if prompt is None else quote(prompt)
-        raise DataError(
-            f"{location}: {prompt_key}={found} is not a list of messages; {WRITE_PROMPT}, or remove the row"
-        )
-    for index, message in enumerate(prompt):
-        if not is_conversation([message]) or (message["content"] is None and "tool_calls" not in message):
-            raise DataError(
-                f"{location}: message {index} of {prompt_key} lacks a role or a content: {quote(message)}; "
-                f"{WRITE_PROMPT}"
-            )

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config.sft import SupervisedDataConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.demonstrations import Demonstration, read_answers
-from skyrl_train.dataset.files import Rows
+from skyrl_train.dataset.files import JoinedRows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.rendering.template import ChatTemplate, RenderedTurn
 from skyrl_train.types import DrawnPrompt, Segment, StopReason, TrainingBatch, Trajectory, TrajectoryID
@@ -140,11 +140,6 @@ def build_segments(rows: Sequence[TokenRow]) -> tuple[Segment, ...]:
     return tuple(row.segment() for row in rows)
 
 
-def build_rewarded_segments(rows: Sequence[TokenRow], pad_token_id: int) -> tuple[Segment, ...]:
-    """Return the `build_rewarded_segment` of an answer's last row."""
-    return (build_rewarded_segment(rows[-1].token_ids, pad_token_id),)
-
-
 def build_rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -> Segment:
     """Return a segment on which a value head reads the last non-pad token, as sequence-classification models do.
 
@@ -184,7 +179,7 @@ class SupervisedDataset:
         self._read_segments = read_segments
         self._max_length = data.row_length(n_context)
         self._n_truncated = 0
-        self._source = Rows(sources)
+        self._source = JoinedRows(sources)
         sample = self._source.sample(max_checked_rows)
         self._rows: list[Answers] = []
         digest = hashlib.blake2b(digest_size=16)
@@ -196,7 +191,7 @@ class SupervisedDataset:
         self._is_checked = len(sample) == len(self._source)
         self._report(", ".join(sources), len(sample))
         if not self._is_checked:
-            self._rows = []
+            self._rows.clear()
         self.fingerprint = digest.hexdigest() if self._is_checked else self._source.digest
         """A hash of all rows in their order. Not of their tokens: a template may write today's date into them."""
 

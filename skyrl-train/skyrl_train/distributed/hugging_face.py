@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from skyrl_train.distributed.strategy import DistributedStrategy, TrainState, gather, local_part
+from skyrl_train.distributed.strategy import DistributedStrategy, TrainState, all_finite, gather, local_part
 from skyrl_train.models.deferred import deferring
+from skyrl_train.models.generation import save_model
 from skyrl_train.models.loading import autocast, checkpointed_layers, train_in_float32
 from skyrl_train.models.lora import (
     Gather,
@@ -27,6 +29,7 @@ from skyrl_train.models.lora import (
     adapter_disabled,
     adapter_dropout,
     add_adapter,
+    merged_buffers,
     merged_names,
 )
 from skyrl_train.models.prefix_sharing import use_attention
@@ -120,7 +123,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
             assert state.optimizer is not None
             set_optimizer_state_dict(state.module, state.optimizer, saved["optimizer"], options=OPTIMIZER_OPTIONS)
 
-    def _gather_from(self, module: ScoringModule) -> Gather:
+    def gather_from(self, module: ScoringModule) -> Gather:
         return gather
 
     @torch.no_grad()
@@ -142,6 +145,21 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
     @abstractmethod
     def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
         """Shard a module's parameters across the ranks."""
+
+
+class SingleStrategy(HuggingFaceStrategy):
+    """A strategy that keeps the whole model on one device."""
+
+    def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
+        return module
+
+    def is_finite(self, module: ScoringModule) -> bool:
+        return all_finite(module.parameters())
+
+    def export(self, module: ScoringModule, folder: Path) -> None:
+        model = module.hf_model
+        differs = adapter_config(model) is not None or module.export_dtypes
+        save_model(model, folder, dict(self.full_tensors(module)) | merged_buffers(model) if differs else None)
 
 
 def _model_options(module: ScoringModule) -> StateDictOptions:

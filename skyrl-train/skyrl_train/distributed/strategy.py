@@ -23,14 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.lr_scheduler import LambdaLR
 
 from skyrl_train.models.generation import save_model
-from skyrl_train.models.lora import (
-    Gather,
-    change_norm,
-    frozen_tensors,
-    merged_buffers,
-    merged_names,
-    sync_tensors,
-)
+from skyrl_train.models.lora import Gather, merged_buffers, merged_names, sync_tensors
 from skyrl_train.models.scoring_module import Scorer
 from skyrl_train.types import Scores, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec, World
@@ -62,10 +55,8 @@ class TrainState(Generic[M]):
     scheduler: LambdaLR | None = None
 
 
-class _Writer(dcp.FileSystemWriter):
-    """A writer of a rank's part of a checkpoint. It calls `write_files` first. If that fails, the save fails on all
-    ranks.
-    """
+class _RankWriter(dcp.FileSystemWriter):
+    """Writes a rank's part of a checkpoint after `write_files`. If that fails, the save fails on all ranks."""
 
     def __init__(self, folder: Path, write_files: Callable[[], None]) -> None:
         super().__init__(folder)
@@ -141,7 +132,7 @@ class DistributedStrategy(ABC, Generic[M]):
         """Return True on every rank if no parameter on any rank is NaN or infinite."""
 
     @abstractmethod
-    def _gather_from(self, module: M) -> Gather:
+    def gather_from(self, module: M) -> Gather:
         """Return a function that gathers a parameter of the module's Hugging Face model. Its calls are collective."""
 
     @abstractmethod
@@ -181,16 +172,8 @@ class DistributedStrategy(ABC, Generic[M]):
         keep the dtype of training.
         """
         dtypes = module.export_dtypes if as_exported else {}
-        for name, tensor in sync_tensors(module.hf_model, kind, self._gather_from(module)):
+        for name, tensor in sync_tensors(module.hf_model, kind, self.gather_from(module)):
             yield name, tensor.to(dtypes.get(name, tensor.dtype))
-
-    def frozen_tensors(self, module: M) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the frozen tensors of a model with an adapter, gathered on every rank."""
-        return frozen_tensors(module.hf_model, self._gather_from(module))
-
-    def adapter_norm(self, module: M) -> float:
-        """Return the Frobenius norm of the change that the adapter makes to the weights."""
-        return change_norm(module.hf_model, self._gather_from(module))
 
     def copy_adapter(self, module: M) -> dict[str, torch.Tensor]:
         """Copy the tensors of the adapter to host memory. Gathering them is collective."""
@@ -212,7 +195,7 @@ class DistributedStrategy(ABC, Generic[M]):
         """
         torch.serialization.set_crc32_options(False)  # slower than writing, and checksums.json covers the file
         group = self._save_group
-        dcp.save(copied, storage_writer=_Writer(folder, write_files), process_group=group, no_dist=group is None)
+        dcp.save(copied, storage_writer=_RankWriter(folder, write_files), process_group=group, no_dist=group is None)
 
     def load(self, state: TrainState[M], folder: Path) -> None:
         """Load a checkpoint that any number of ranks saved, in any layout. The optimizer keeps its configured settings.

@@ -20,8 +20,7 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.setup import EngineSetup
 from skyrl_train.launch.launcher import Launcher
-from skyrl_train.launch.paused_sync import PausedSync
-from skyrl_train.launch.weight_check import CheckedSync
+from skyrl_train.launch.weight_syncs import CheckedSync, PausedSync
 from skyrl_train.plan import RunPlan
 from skyrl_train.trainer import SyncEngines
 from skyrl_train.weight_sync import SyncOptions

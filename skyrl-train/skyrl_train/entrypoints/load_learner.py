@@ -68,13 +68,13 @@ async def load_learner(
 
     objective = PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm)
     policy = await load("policy", partial(get_model, cfg.policy.model.path, POLICY_PATH), objective, cfg.policy)
-    n_embeddings = await policy.n_embeddings()
+    n_embeddings = policy.facts.n_embeddings
     critic, ref, reference_sync = None, None, None
     if (path := cfg.critic.model.path) is not None:
         check_same_vocabulary(path, CRITIC_PATH, tokenizer)
         value_objective = ValueObjective(cfg.algorithm.value_clip)
         critic = await load("critic", partial(get_value_model, path), value_objective, cfg.critic)
-        check_vocabulary_size(await critic.n_embeddings(), CRITIC_PATH, path, n_embeddings)
+        check_vocabulary_size(critic.facts.n_embeddings, CRITIC_PATH, path, n_embeddings)
     if reads_reference(cfg.algorithm) and cfg.policy_is_reference:
         ref = policy
     elif reads_reference(cfg.algorithm):
@@ -82,7 +82,7 @@ async def load_learner(
         lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed)
         lora = lora if cfg.ref.shares_adapter_with(cfg.policy.model) else None
         ref = await load("ref", partial(get_model, cfg.ref.model.path, REF_PATH), lora=lora)
-        check_vocabulary_size(await ref.n_embeddings(), REF_PATH, cfg.ref.model.path, n_embeddings)
+        check_vocabulary_size(ref.facts.n_embeddings, REF_PATH, cfg.ref.model.path, n_embeddings)
         if cfg.update_ref_every_epoch:
             if await policy.tensor_specs() != await ref.tensor_specs():
                 raise ConfigError(

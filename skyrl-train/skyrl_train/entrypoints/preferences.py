@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
 from skyrl_train.config.preferences import DPO, REWARD
-from skyrl_train.dataset.supervised import SegmentReader, build_rewarded_segments
+from skyrl_train.dataset.supervised import SegmentReader, build_rewarded_segment
 from skyrl_train.entrypoints.sft import SupervisedExp
 from skyrl_train.launch.launcher import ModelLauncher
 from skyrl_train.models.loading import (
@@ -48,7 +48,7 @@ class DPOExp(SupervisedExp):
         load = partial(self.load_language_model, path, REF_PATH)
         lora = lora if trainer.ref.shares_adapter_with(trainer.policy.model) else None
         ref = await launcher.load(self.model_spec("ref", load, None, lora), None)
-        check_vocabulary_size(await ref.n_embeddings(), REF_PATH, path, await policy.n_embeddings())
+        check_vocabulary_size(ref.facts.n_embeddings, REF_PATH, path, policy.facts.n_embeddings)
         return ref
 
 
@@ -66,7 +66,8 @@ class RewardExp(SupervisedExp):
         return load_reward_model(path, pad_token_id=pad_token_id, **self._loading_options(POLICY_PATH))
 
     def get_segment_reader(self) -> SegmentReader:
-        return partial(build_rewarded_segments, pad_token_id=self.tokenizer.pad_token_id)
+        pad_token_id = self.tokenizer.pad_token_id
+        return lambda rows: (build_rewarded_segment(rows[-1].token_ids, pad_token_id),)  # of an answer's last row
 
     def get_objective(self) -> SupervisedObjective:
         return RewardObjective()

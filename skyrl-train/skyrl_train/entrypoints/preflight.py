@@ -29,7 +29,7 @@ from skyrl_train.config.problems import show
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.demonstrations import read_answers
-from skyrl_train.dataset.files import Rows, check_row_count, find_fault, local_path
+from skyrl_train.dataset.files import JoinedRows, check_row_count, find_fault, local_path
 from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT, find_long_sync
@@ -142,7 +142,7 @@ def check_answers(cfg: SupervisedConfig) -> None:
         (data.val_data if cfg.trainer.eval_interval > 0 else [], None),
     ):
         files = [source for source in sources if local_path(source) is not None]
-        rows = Rows(files)
+        rows = JoinedRows(files)
         for _ in read_answers(rows, rows.sample(max_rows), data):
             pass
         if sources is data.train_data and files == sources:
@@ -217,7 +217,7 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
     n_rows: list[int | None] = []  # of each part; None if some rows are on the Hub
     for sources, max_rows in parts:
         files = [source for source in sources if local_path(source) is not None]
-        rows = Rows(files)
+        rows = JoinedRows(files)
         n_rows.append(len(rows) if files == sources else None)
         sample = rows.sample(max_rows)
         checked.append(read_prompt_rows(rows, sample))

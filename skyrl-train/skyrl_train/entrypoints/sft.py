@@ -128,7 +128,7 @@ class SupervisedExp(Experiment):
         dataset = self.get_dataset(data.train_data, data.max_checked_rows)
         rows = SupervisedRows(dataset, cfg.train_batch_size, cfg.seed, self.tokenizer.pad_token_id)
         val_dataset = self.get_dataset(data.val_data) if cfg.eval_interval > 0 and data.val_data else None
-        total_steps = limit_steps(cfg, rows.batches_per_epoch)
+        total_steps = limit_steps(cfg, rows.order.batches_per_epoch)
         optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", total_steps)
         if not self.replaces("get_model"):
             check_memory(cfg, forecast_memory(cfg, plan_models(self.cfg)))

@@ -72,7 +72,7 @@ class RewardModel:
         """Return one reward per row of tokens."""
         segments = [build_rewarded_segment(row, self._pad_token_id) for row in rows]
         batch = build_supervised_batch([DrawnPrompt(i, ((s,),), i) for i, s in enumerate(segments)], pad_token_id=0)
-        shards, order = split(batch, 1, self._max_tokens, shares_prefixes=self._worker.shares_prefixes())
+        shards, order = split(batch, 1, self._max_tokens, shares_prefixes=self._worker.module.shares_prefixes)
         values = join(order, [self._worker.score(shard) for shard in shards], len(batch))["values"]  # (B, 1)
         return [float(value) for value in values[:, 0]]
 

@@ -20,15 +20,14 @@ from skyrl_train.inference_engines.addresses import find_host, server_url
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.process import start_engine
-from skyrl_train.launch.launcher import holding_devices
+from skyrl_train.launch.launcher import holding_devices, with_transport
 from skyrl_train.launch.lease import Lease
-from skyrl_train.launch.transports import with_transport
+from skyrl_train.launch.numa import bind_to_gpu
 from skyrl_train.models.loading import default_device
 from skyrl_train.types.specs import ModelSpec, SyncKind, World
 from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
 from skyrl_train.weight_sync.sync import free_port
-from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.ranks import LocalRank
+from skyrl_train.workers.group import LocalRank, WorkerGroup
 
 
 class InlineLauncher:
@@ -61,7 +60,8 @@ class InlineLauncher:
         self.policy: PreTrainedModel | None = None
 
     async def start(self) -> None:
-        pass
+        if self.device.type == "cuda":  # only the compute thread: environments and an engine process keep all cores
+            await asyncio.get_running_loop().run_in_executor(self._executor, bind_to_gpu)
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
         rank = LocalRank(self._executor, SingleStrategy(World(device=str(self.device))))

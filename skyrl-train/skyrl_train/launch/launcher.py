@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -14,8 +16,17 @@ from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.launch.lease import Lease
 from skyrl_train.types.specs import ModelSpec, SyncKind
-from skyrl_train.weight_sync import WeightSink, WeightSync
+from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync, transport_between
 from skyrl_train.workers.group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+REASONS = {
+    "auto": ("shared memory, and gloo between nodes", "the policy is not on a GPU"),
+    "cuda_ipc": ("CUDA IPC", "sender and receiver are on the same GPUs"),
+    "nccl": ("NCCL", "sender and receiver are on different GPUs"),
+}
+"""Name of each transport that may replace the configured one, and the reason to log."""
 
 
 class ModelLauncher(Protocol):
@@ -76,6 +87,21 @@ class Launcher(ModelLauncher, Protocol):
             dtype: type of the receivers' weights. Defaults to the source's.
         """
         ...
+
+
+def with_transport(options: SyncOptions, device: torch.device, *, shares_devices: bool) -> SyncOptions:
+    """Return the options with the transport to use on this kind of device.
+
+    `shares_devices` means that receivers are on the sender's devices. Log the transport if it replaces the configured
+    one.
+    """
+    transport = transport_between(options, device, shares_devices=shares_devices)
+    if transport != options.transport != "auto":
+        logger.info(
+            "generator.weight_sync_backend=%s: weights travel through %s, because %s",
+            *(options.transport, *REASONS[transport]),
+        )
+    return replace(options, transport=transport)
 
 
 def holding_devices(

@@ -1,4 +1,4 @@
-"""Devices that an engine and models share, and whose memory they use in turn."""
+"""Devices whose memory an engine and models use in turn."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Lease:
     """The memory of devices that an engine and models share.
 
     When one of them computes, everything else leaves: the engine goes to sleep, and models move to host memory. Only
-    the weights of the policy stay beside the engine, because it may need them at any time: after a sync, the policy
-    scores what the engine samples, and an engine that replaces a lost one receives them.
+    the policy's weights stay on the devices beside the engine. They may be needed at any time: after a sync, the policy
+    scores the engine's samples, and a replacement for a lost engine receives them.
     """
 
     def __init__(self) -> None:
@@ -57,18 +57,15 @@ class Lease:
             WorkerError: a rank failed, or host memory is too small.
         """
         async with self._lock:
-            if self._user is not model:
-                await self._replace_user(model)
+            if self._user is not model:  # move everything else off the devices
+                self._user, started = None, time.monotonic()
+                if self._engine is not None:
+                    await self._engine.sleep()
+                n_bytes = sum([await other.move("cpu") for other in self._models if other is not model])
+                self._user = model
+                _log_change(f"the {model.role}", n_bytes, started)
             await model.move("device", part)
             yield
-
-    async def _replace_user(self, model: WorkerGroup) -> None:
-        """Move everything but `model` off the devices."""
-        self._user, started = None, time.monotonic()
-        await self._send_engine_to_sleep()
-        n_bytes = sum([await other.move("cpu") for other in self._models if other is not model])
-        self._user = model
-        _log_change(f"the {model.role}", n_bytes, started)
 
     async def enter_engine(self) -> None:
         """Wake up the engine, unless it is awake. A cancelled call does not interrupt it.
@@ -116,23 +113,18 @@ class Lease:
     async def sending_to(self, model: WorkerGroup) -> AsyncIterator[None]:
         """Hold the devices while the policy sends its weights to another model."""
         async with self._lock:
-            await self._send_engine_to_sleep()
+            if self._engine is not None:
+                await self._engine.sleep()
             await self._bring_policy()
             await model.move("device", "weights")
             yield
 
     async def _bring_policy(self) -> int:
-        """Move the weights of the policy to the devices, and all else of the models to host memory; return the bytes
-        that were moved.
-        """
+        """Move the policy's weights to the devices and all else to host memory. Return the number of moved bytes."""
         self._user = None
         policy, *others = self._models
         n_bytes = sum([await other.move("cpu") for other in others])
         return n_bytes + await policy.move("cpu", "optimizer") + await policy.move("device", "weights")
-
-    async def _send_engine_to_sleep(self) -> None:
-        if self._engine is not None:
-            await self._engine.sleep()
 
 
 def _log_change(user: str, n_bytes: int, started: float) -> None:

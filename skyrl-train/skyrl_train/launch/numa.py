@@ -1,4 +1,4 @@
-"""NUMA affinity: run a rank on the cores next to its GPU, so that its memory is allocated there."""
+"""NUMA affinity: compute on the cores next to the GPU, so that host memory is allocated there."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SYSFS = Path("/sys")
 """Where the kernel describes devices and NUMA nodes."""
 
 
-def bind_to_gpu(index: int) -> None:
-    """Pin the calling thread and the threads it starts to the cores of the GPU's NUMA node."""
-    gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the PCI address
+def bind_to_gpu() -> None:
+    """Pin the calling thread and the threads it starts to the cores of the NUMA node of the current GPU."""
+    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())  # torch's stubs lack the PCI address
     bind_to_device(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 

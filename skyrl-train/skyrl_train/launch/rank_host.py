@@ -29,7 +29,7 @@ class RankHost:
         if device.type == "cuda":
             if device.index is not None:
                 torch.cuda.set_device(device)
-            bind_to_gpu(torch.cuda.current_device())  # without an index, the process sees only one GPU
+            bind_to_gpu()  # without an index, the process sees only one GPU
         self._world = world
         self._workers: dict[Role, Worker] = {}
         self._strategies: dict[MegatronConfig | None, DistributedStrategy[Any]] = {}

@@ -32,7 +32,7 @@ def find_long_sync(timeout_s: float, collective_timeout: timedelta) -> Iterator[
     if timeout_s + SYNC_MARGIN_S > collective_s:
         yield (
             f"generator.weight_sync_timeout_seconds={timeout_s:g} must be at least {SYNC_MARGIN_S:g} s less than "
-            f"SKYRL_WORKER_NCCL_TIMEOUT_IN_S={collective_s:g}, because the ranks of the policy wait for the first one, "
-            "which waits for the engines; lower generator.weight_sync_timeout_seconds, or set "
+            f"SKYRL_WORKER_NCCL_TIMEOUT_IN_S={collective_s:g}, because the policy's other ranks wait for its first "
+            "rank, and that one waits for the engines; lower generator.weight_sync_timeout_seconds, or set "
             f"SKYRL_WORKER_NCCL_TIMEOUT_IN_S={timeout_s + SYNC_MARGIN_S:g} where the ranks start"
         )

@@ -29,8 +29,7 @@ from skyrl_train.launch.rank_host import RankHost
 from skyrl_train.models.loading import default_device
 from skyrl_train.threads import threads_per_process
 from skyrl_train.types.specs import ModelSpec, Role, World
-from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.ranks import Rank
+from skyrl_train.workers.group import Rank, WorkerGroup
 
 T = TypeVar("T")
 
@@ -85,8 +84,7 @@ class Torchrun:
 
     def store(self) -> dist.Store:
         """Connect to the store shared by all processes."""
-        store: dist.Store = next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=STORE_TIMEOUT)))[0]
-        return store
+        return next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=STORE_TIMEOUT)))[0]
 
 
 class HostedRank:

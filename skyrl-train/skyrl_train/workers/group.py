@@ -1,25 +1,25 @@
-"""One interface to all ranks of a model: whole batches in, whole results out."""
+"""The ranks of a model, and one interface to all of them: whole batches in, whole results out."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from skyrl_train.algorithms.objectives import Objective, PairObjective, PolicyObjective, RewardObjective
-from skyrl_train.distributed import METADATA
+from skyrl_train.distributed import METADATA, DistributedStrategy
 from skyrl_train.errors import SyncError, WorkerError
 from skyrl_train.models.memory import MIN_TOKENS
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelPart, ModelSpec, Role, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
-from skyrl_train.workers.ranks import Rank
 from skyrl_train.workers.split import draws_fit, join, split
-from skyrl_train.workers.worker import NEEDED_PARTS
+from skyrl_train.workers.worker import NEEDED_PARTS, ModelFacts, Worker
 
 FINISH_TIMEOUT_S = 60.0
 """Seconds to wait for ranks that still gather weights after a failed weight sync."""
@@ -31,11 +31,50 @@ SAVE_POLL_S = 0.05
 """Polling interval of a save in progress, in seconds."""
 
 
+class Rank(Protocol):
+    """One rank of a worker group."""
+
+    async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
+        """Load a model, replacing the previous one."""
+        ...
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the rank's worker and return its result."""
+        ...
+
+    async def close(self) -> None:
+        """End the rank."""
+        ...
+
+
+class LocalRank:
+    """The only rank of a model, in this process. Its calls run in `executor`, on a single thread."""
+
+    worker: Worker
+
+    def __init__(self, executor: Executor, strategy: DistributedStrategy[Any]) -> None:
+        self._executor = executor
+        self._strategy = strategy
+
+    async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.worker = await loop.run_in_executor(self._executor, Worker, spec, self._strategy, objective)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, getattr(self.worker, method), *args)
+
+    async def close(self) -> None:
+        await self.call("close")
+
+
 class WorkerGroup:
     """The ranks of one model. Every rank gets every call, and calls run one at a time.
 
     If a rank fails, the group is unusable from then on, because other ranks may still wait for it inside the call.
     """
+
+    facts: ModelFacts
+    """Sizes of the model, set by `load`."""
 
     def __init__(self, spec: ModelSpec, ranks: Sequence[Rank], objective: Objective | None = None) -> None:
         """Create the group of a model that minimizes `objective`. The reference has no objective.
@@ -69,23 +108,9 @@ class WorkerGroup:
     async def load(self) -> None:
         """Load the model on every rank, or raise ConfigError if there is no model at its path."""
         await self._gather(rank.load(self._spec, self._objective) for rank in self._ranks)
-        self._shares_prefixes = (await self._call("shares_prefixes"))[0]
-        self._max_tokens = self._layout.context_size * (await self._call("max_tokens_per_micro_batch"))[0]
-
-    async def n_embeddings(self) -> int:
-        """Return the number of embeddings of the model."""
-        counts: list[int] = await self._call("n_embeddings")
-        return counts[0]
-
-    async def count_parameters(self) -> tuple[int, int]:
-        """Return the (trained, total) parameter counts."""
-        counts: list[tuple[int, int]] = await self._call("count_parameters")
-        return counts[0]
-
-    async def checkpoint_bytes(self) -> int:
-        """Estimate the size of a checkpoint."""
-        n_bytes: list[int] = await self._call("checkpoint_bytes")
-        return n_bytes[0]
+        self.facts = (await self._call("facts"))[0]
+        self._shares_prefixes = self.facts.shares_prefixes
+        self._max_tokens = self._layout.context_size * self.facts.max_tokens_per_micro_batch
 
     async def score(
         self, batch: TrainingBatch, *, adapter: bool = True, beside_others: bool = False
@@ -121,8 +146,7 @@ class WorkerGroup:
     async def optim_step(self) -> Metrics:
         """Clip and apply the gradients. Return the first rank's metrics, because all ranks have the same."""
         self.n_optimizer_steps += 1
-        metrics: list[Metrics] = await self._call("optim_step")
-        return metrics[0]
+        return (await self._call("optim_step"))[0]
 
     async def update(self, mini_batch: TrainingBatch, scores: torch.Tensor | None = None) -> Metrics:
         """Take one optimizer step on a mini-batch. `scores` are as in `forward_backward`."""
@@ -173,8 +197,7 @@ class WorkerGroup:
 
     async def tensor_specs(self, kind: SyncKind = "full") -> list[TensorSpec]:
         """Return the tensors that a sync of this kind sends."""
-        specs: list[list[TensorSpec]] = await self._call("tensor_specs", kind)
-        return specs[0]
+        return (await self._call("tensor_specs", kind))[0]
 
     @property
     def n_weight_copies(self) -> int:
@@ -183,8 +206,7 @@ class WorkerGroup:
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the weights. All ranks gather them, and the first rank sends."""
-        receipts: list[Receipt] = await self._call("send_weights", plan, beside_others=True)
-        return receipts[0]
+        return (await self._call("send_weights", plan, beside_others=True))[0]
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Load weights of a model of the same architecture, or raise SyncError if ranks received different weights."""
@@ -237,7 +259,10 @@ class WorkerGroup:
 
         Other models that share the devices leave them first, unless `beside_others`.
         """
-        async with nullcontext() if beside_others else self._holding_devices(method), self._lock:
+        holding: AbstractAsyncContextManager[None] = nullcontext()
+        if self.hold_devices is not None and method in NEEDED_PARTS and not beside_others:
+            holding = self.hold_devices(self, NEEDED_PARTS[method])
+        async with holding, self._lock:
             if self._broken_by is not None:
                 raise WorkerError(
                     f"the {self._spec.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
@@ -247,12 +272,6 @@ class WorkerGroup:
                 for rank, first in zip(self._ranks, first_args or [()] * len(self._ranks), strict=True)
             )
 
-    def _holding_devices(self, method: str) -> AbstractAsyncContextManager[None]:
-        """Hold the devices that a method of the workers needs."""
-        if self.hold_devices is None or method not in NEEDED_PARTS:
-            return nullcontext()
-        return self.hold_devices(self, NEEDED_PARTS[method])
-
     async def _gather(self, calls_of_ranks: Iterable[Awaitable[Any]]) -> list[Any]:
         """Return the result of each rank. If one of several ranks fails, the group is broken."""
         calls = [asyncio.ensure_future(call) for call in calls_of_ranks]
@@ -261,8 +280,10 @@ class WorkerGroup:
         try:
             return await asyncio.gather(*calls)
         except Exception as error:
-            if isinstance(error, SyncError) and await _all_finish(calls):
-                raise  # a receiver failed, but no rank waits for another rank, so the group is still usable
+            if isinstance(error, SyncError):
+                done, pending = await asyncio.wait(calls, timeout=FINISH_TIMEOUT_S)
+                if not pending and all(isinstance(call.exception(), SyncError | None) for call in done):
+                    raise  # a receiver failed, but no rank waits for another rank, so the group is still usable
             self._broken_by = cause = await _find_cause(error, calls)
             if cause is error:
                 raise
@@ -270,17 +291,9 @@ class WorkerGroup:
 
 
 def _raise_first(failures: Iterable[OSError | None]) -> None:
-    """Raise the first failure, if any."""
     for failure in failures:
         if failure is not None:
             raise failure
-
-
-async def _all_finish(calls: Sequence[asyncio.Future[Any]]) -> bool:
-    """Return True if all calls of a weight sync end in time, with a result or a SyncError."""
-    done, _ = await asyncio.wait(calls, timeout=FINISH_TIMEOUT_S)
-    errors = [call.exception() for call in done]
-    return len(done) == len(calls) and all(error is None or isinstance(error, SyncError) for error in errors)
 
 
 async def _find_cause(error: Exception, calls: Sequence[asyncio.Future[Any]]) -> Exception:

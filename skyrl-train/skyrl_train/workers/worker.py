@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -23,7 +23,14 @@ from skyrl_train.distributed import BASE_MODEL, METADATA, DistributedStrategy, T
 from skyrl_train.distributed.strategy import SCHEDULE
 from skyrl_train.errors import CheckpointError, WorkerError
 from skyrl_train.models.generation import save_generation_config
-from skyrl_train.models.lora import ADAPTER_FOLDER, BASE_CHECKSUM, count_parameters, save_adapter
+from skyrl_train.models.lora import (
+    ADAPTER_FOLDER,
+    BASE_CHECKSUM,
+    change_norm,
+    count_parameters,
+    frozen_tensors,
+    save_adapter,
+)
 from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
 from skyrl_train.threads import use_one_core
@@ -58,6 +65,19 @@ def needing(part: ModelPart) -> Callable[[Callable[Concatenate[Worker, P], T]], 
     return check
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Sizes of a loaded model. All ranks have the same."""
+
+    n_embeddings: int  # rows of the input embedding
+    n_trained: int  # trained parameters
+    n_parameters: int
+    checkpoint_bytes: int  # estimate: trained weights with two moments each, and frozen weights
+    shares_prefixes: bool
+    """True if the model computes a prefix that several rows of a micro-batch share only once."""
+    max_tokens_per_micro_batch: int
+
+
 class Worker:
     """One rank of a model. It scores tokens, and trains if its spec has an optimizer.
 
@@ -74,7 +94,14 @@ class Worker:
         if spec.optimizer is None:
             self.module.requires_grad_(False)
         else:
-            self._state.optimizer, self._state.scheduler = self._make_optimizer(spec.optimizer)
+            self._state.optimizer = torch.optim.AdamW(
+                [parameter for parameter in self.module.parameters() if parameter.requires_grad],
+                lr=spec.optimizer.lr,
+                betas=spec.optimizer.betas,
+                weight_decay=spec.optimizer.weight_decay,
+                fused=True,
+            )
+            self._state.scheduler = make_scheduler(self._state.optimizer, spec.optimizer)
         if spec.lora is not None and spec.lora.config.dropout > 0:
             torch.manual_seed((spec.lora.seed + strategy.random_stream) % 2**63)
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=use_one_core)
@@ -82,11 +109,6 @@ class Worker:
         self._sent: SentWeights | None = None  # set by the first sync that sends changes
         self._is_skipping = False  # True while gradients are NaN or infinite
         self._offloaded: dict[ModelPart, OffloadedTensors] = {}  # parts in host memory
-
-    def _make_optimizer(self, spec: OptimizerSpec) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True)
-        return optimizer, make_scheduler(optimizer, spec)
 
     def move(self, to: Literal["cpu", "device"], part: ModelPart = "all") -> int:
         """Move a part of the model to host memory, or back to its device, bit for bit.
@@ -100,7 +122,13 @@ class Worker:
         device, n_bytes = torch.device(self._strategy.world.device), 0
         for name in _parts(part):
             if to == "cpu" and name not in self._offloaded:
-                self._offloaded[name] = self._offload(name, device)
+                try:
+                    self._offloaded[name] = OffloadedTensors(self._tensors(name), device)
+                except RuntimeError as error:
+                    raise WorkerError(
+                        f"host memory has no room for the {name} of the {self._spec.role}: {error}; use a larger "
+                        "machine, or set trainer.placement.offload_idle=false to keep all models on their devices"
+                    ) from error
                 n_bytes += self._offloaded[name].n_bytes
             elif to == "device" and name in self._offloaded:
                 self._offloaded[name].restore()
@@ -108,15 +136,6 @@ class Worker:
         if to == "cpu":
             release_cached_memory(device)
         return n_bytes
-
-    def _offload(self, part: ModelPart, device: torch.device) -> OffloadedTensors:
-        try:
-            return OffloadedTensors(self._tensors(part), device)
-        except RuntimeError as error:
-            raise WorkerError(
-                f"host memory has no room for the {part} of the {self._spec.role}: {error}; use a larger machine, or "
-                "set trainer.placement.offload_idle=false to keep all models on their devices"
-            ) from error
 
     def _tensors(self, part: ModelPart) -> Iterator[torch.Tensor]:
         """Yield the tensors of a part of the model."""
@@ -138,33 +157,21 @@ class Worker:
                     "move('device') first"
                 )
 
-    def shares_prefixes(self) -> bool:
-        """Return True if the model computes a prefix that several rows of a micro-batch share once."""
-        return self.module.shares_prefixes
-
-    def max_tokens_per_micro_batch(self) -> int:
-        """Return the maximum number of tokens in a micro-batch."""
-        return self._spec.max_tokens_per_micro_batch or default_max_tokens(
-            self.module.hf_model.config, torch.device(self._strategy.world.device)
-        )
-
-    def n_embeddings(self) -> int:
-        """Return the number of rows of the model's input embedding."""
-        return len(self.module.hf_model.get_input_embeddings().weight)
-
-    def count_parameters(self) -> tuple[int, int]:
-        """Return the (trained, total) parameter counts."""
-        return count_parameters(self.module.hf_model)
-
-    def checkpoint_bytes(self) -> int:
-        """Estimate the size of a checkpoint: trained weights with two moments each, and frozen weights.
-
-        Frozen weights do not count if they are the base of an adapter.
-        """
-        n_frozen_copies = 1 if self._spec.lora is None else 0
-        return sum(
-            p.numel() * p.dtype.itemsize * (3 if p.requires_grad else n_frozen_copies)
-            for p in self.module.hf_model.parameters()
+    def facts(self) -> ModelFacts:
+        """Return what callers need to know about the loaded model. It does not change in a run."""
+        model = self.module.hf_model
+        n_trained, n_parameters = count_parameters(model)
+        n_frozen_copies = 1 if self._spec.lora is None else 0  # the base of an adapter is not saved
+        return ModelFacts(
+            n_embeddings=len(model.get_input_embeddings().weight),
+            n_trained=n_trained,
+            n_parameters=n_parameters,
+            checkpoint_bytes=sum(
+                p.numel() * p.dtype.itemsize * (3 if p.requires_grad else n_frozen_copies) for p in model.parameters()
+            ),
+            shares_prefixes=self.module.shares_prefixes,
+            max_tokens_per_micro_batch=self._spec.max_tokens_per_micro_batch
+            or default_max_tokens(model.config, torch.device(self._strategy.world.device)),
         )
 
     @needing("weights")
@@ -199,10 +206,9 @@ class Worker:
         adapter: bool = True,
         dropout: bool = False,
     ) -> list[T]:
-        micro_batches = [shard.rows.select(rows) for rows in shard.micro_batches]
         return self._strategy.run(
             self.module,
-            micro_batches,
+            [shard.rows.select(rows) for rows in shard.micro_batches],
             consume,
             bf16=self._spec.bf16,
             backward=backward,
@@ -234,7 +240,8 @@ class Worker:
             logger.warning("The gradient norm of the %s is %s: updates are skipped until it is finite", role, norm)
         self._is_skipping = not is_finite
         if self._spec.lora is not None:
-            metrics["adapter_norm"] = Metric("mean", self._strategy.adapter_norm(self.module))
+            norm = change_norm(self.module.hf_model, self._strategy.gather_from(self.module))
+            metrics["adapter_norm"] = Metric("mean", norm)
         state.optimizer.zero_grad(set_to_none=True)
         return metrics
 
@@ -264,13 +271,13 @@ class Worker:
         This thread touches no disk. The file `METADATA` appears in the folder once every rank has written its part.
         """
         self.finish_save()
-        state, lora, rank = self._state, self._spec.lora, self._strategy.world.rank
+        state, lora, rank, model = self._state, self._spec.lora, self._strategy.world.rank, self.module.hf_model
         files = {f"rng_{rank}.pt": to_bytes(random_state(self._strategy.world.device))}
         if rank == 0 and state.scheduler is not None:
             files[SCHEDULE] = to_bytes(state.scheduler.state_dict())
-        adapter, base = None, self.module.hf_model.name_or_path
-        if rank == 0 and lora is None and base:
-            files[BASE_MODEL] = f"{absolute(base)}\n".encode()
+        if rank == 0 and lora is None and model.name_or_path:
+            files[BASE_MODEL] = f"{absolute(model.name_or_path)}\n".encode()
+        adapter = None
         if lora is not None:
             adapter, checksum = self._strategy.copy_adapter(self.module), self._base_checksum  # on every rank
             files |= {BASE_CHECKSUM: f"{checksum}\n".encode()} if rank == 0 else {}
@@ -279,18 +286,14 @@ class Worker:
             for name, content in files.items():
                 (folder / name).write_bytes(content)
             if rank == 0:
-                self._save_description(folder / "huggingface")
+                description = folder / "huggingface"  # a Hugging Face folder without weights
+                model.config.save_pretrained(description)
+                save_generation_config(model, description, self._spec.eos_ids)
+                self._spec.save_tokenizer(str(description))
                 if lora is not None and adapter is not None:
-                    save_adapter(self.module.hf_model, adapter, lora.base_path, folder / ADAPTER_FOLDER)
+                    save_adapter(model, adapter, lora.base_path, folder / ADAPTER_FOLDER)
 
         self._saving = self._writer.submit(self._strategy.write, self._strategy.copy(state), folder, write_files)
-
-    def _save_description(self, folder: Path) -> None:
-        """Write the files of a Hugging Face folder other than the weights."""
-        model = self.module.hf_model
-        model.config.save_pretrained(folder)
-        save_generation_config(model, folder, self._spec.eos_ids)
-        self._spec.save_tokenizer(str(folder))
 
     def is_written(self) -> bool:
         """Return True if `finish_save` would not wait."""
@@ -394,8 +397,8 @@ class Worker:
     @cached_property
     def _base_checksum(self) -> int:
         """Checksum of the frozen weights. Computing it is collective."""
-        checksums = (tensor_checksum(name, tensor) for name, tensor in self._strategy.frozen_tensors(self.module))
-        return sum(checksums) % 2**64
+        tensors = frozen_tensors(self.module.hf_model, self._strategy.gather_from(self.module))
+        return sum(tensor_checksum(name, tensor) for name, tensor in tensors) % 2**64
 
     def _check_base(self, folder: Path, lora: LoraSpec) -> None:
         """Raise ValueError if a checkpoint has no adapter, or if its adapter has another base model."""

@@ -1,4 +1,5 @@
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from skyrl_train.models.loading import load_value_model
 from skyrl_train.types import TrainingBatch, Trajectory
 
 COEFFICIENT = 0.5
+IN_REWARD = {"use_kl_loss": False, "use_kl_in_reward": True, "kl_estimator_type": "k1"}
 
 
 def learner(model: PreTrainedModel, **algorithm: Any) -> Learner:
@@ -60,8 +62,7 @@ def test_the_reward_of_a_trajectory_is_the_sum_over_its_rows(tiny_model: PreTrai
 def test_the_kl_penalties_of_all_rows_lower_the_reward_of_the_trajectory(tiny_model: PreTrainedModel) -> None:
     trajectories = [two_rows("0", 0, 0.0, 1.0), two_rows("0", 1, 0.0, 1.0)]
     batch = with_kl(build_training_batch(trajectories, 0), 0.4, 0.1, 0.0, 0.1)
-    in_reward = {"use_kl_loss": False, "use_kl_in_reward": True, "kl_estimator_type": "k1"}
-    batch, metrics = learner(tiny_model, **in_reward, grpo_norm_by_std=False).advantages(batch)
+    batch, metrics = learner(tiny_model, **IN_REWARD, grpo_norm_by_std=False).advantages(batch)
     assert batch.advantages is not None
     total = COEFFICIENT * 0.4  # additional penalty of the first trajectory, in its earlier row
     expected = torch.tensor([[-total / 2], [-total / 2], [total / 2], [total / 2]])
@@ -76,17 +77,12 @@ def test_padding_does_not_count_as_a_token_without_divergence(tiny_model: PreTra
     batch = build_training_batch(trajectories, 0)
     old = torch.full_like(batch.loss_mask, -1.5)
     batch = replace(batch, old_logprobs=old, ref_logprobs=old - 0.4)
-    in_reward = {"use_kl_loss": False, "use_kl_in_reward": True, "kl_estimator_type": "k1"}
-    _, metrics = learner(tiny_model, **in_reward).advantages(batch)
+    _, metrics = learner(tiny_model, **IN_REWARD).advantages(batch)
     assert metrics.numbers()["loss/avg_kl"] == pytest.approx(0.4)
 
 
 def test_the_kl_controller_counts_trajectories(tiny_model: PreTrainedModel) -> None:
-    adaptive = {
-        "use_kl_loss": False,
-        "use_kl_in_reward": True,
-        "kl_ctrl": {"type": "adaptive", "kl_target": 0.01, "horizon": 10},
-    }
+    adaptive = IN_REWARD | {"kl_ctrl": {"type": "adaptive", "kl_target": 0.01, "horizon": 10}}
     coefficients = []
     for rows in ((0.0, 1.0), (0.0, 0.0, 0.0, 1.0)):
         model = learner(tiny_model, **adaptive)
@@ -96,33 +92,24 @@ def test_the_kl_controller_counts_trajectories(tiny_model: PreTrainedModel) -> N
     assert coefficients == pytest.approx([COEFFICIENT * (1 + 0.2 * 2 / 10)] * 2), "two trajectories at a horizon of ten"
 
 
-def fill_with_nan(model: PreTrainedModel) -> None:
-    model.base_model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
-
-
-def overflow_hidden_states(model: PreTrainedModel) -> None:
-    model.get_input_embeddings().weight.fill_(1e30)
-
-
-def overflow_gradients(model: PreTrainedModel) -> None:
-    model.base_model.norm.weight.fill_(1e38)
-
-
-def make_other_tokens_certain(model: PreTrainedModel) -> None:
-    model.get_output_embeddings().weight.mul_(1e5)
-
-
 @pytest.mark.parametrize(
     ("harm", "fault"),
     [
-        (fill_with_nan, "its weights are NaN or infinite"),
-        (overflow_hidden_states, "the gradient of its outputs is 0, so that it can no longer learn"),
-        (overflow_gradients, r"the gradient of its outputs is (nan|inf)"),
-        (make_other_tokens_certain, r"the tokens that it was trained on have a mean log-prob of -\d+"),
+        (lambda model: model.base_model.norm.weight[0].fill_(math.nan), "its weights are NaN or infinite"),
+        (
+            lambda model: model.get_input_embeddings().weight.fill_(1e30),
+            "the gradient of its outputs is 0, so that it can no longer learn",
+        ),
+        (lambda model: model.base_model.norm.weight.fill_(1e38), r"the gradient of its outputs is (nan|inf)"),
+        (
+            lambda model: model.get_output_embeddings().weight.mul_(1e5),
+            r"the tokens that it was trained on have a mean log-prob of -\d+",
+        ),
     ],
+    ids=["NaN", "hidden states overflow", "gradients overflow", "other tokens are certain"],
 )
 async def test_weights_that_have_diverged_are_found(
-    tiny_model: PreTrainedModel, harm: Callable[[PreTrainedModel], None], fault: str
+    tiny_model: PreTrainedModel, harm: Callable[[PreTrainedModel], object], fault: str
 ) -> None:
     model = copy.deepcopy(tiny_model)
     trained = learner(model)
@@ -142,7 +129,7 @@ async def test_weights_that_have_diverged_are_found(
 async def test_a_critic_of_large_negative_returns_has_not_diverged(
     tiny_model: PreTrainedModel, tiny_model_path: Path
 ) -> None:
-    """Values have the scale of rewards; only the mean of log-probs has a limit."""
+    """Values have the scale of rewards. Only the mean log-prob has a limit."""
     cfg = config().trainer
     value_model = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
     critic = SingleRankGroup("critic", value_model, cfg, ValueObjective(None))

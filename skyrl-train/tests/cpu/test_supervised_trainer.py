@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_train.supervised_trainer import count_flops
 from skyrl_train.tracking import RunFolder
 
+OPTIMIZER = "trainer.policy.optimizer_config"
 UNSAVED = ["trainer.eval_interval=-1", "trainer.ckpt_interval=-1"]
 Overrides = Callable[..., list[str]]
 
@@ -34,6 +35,18 @@ def whole(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
     """A run of six steps."""
     folder = tmp_path_factory.mktemp("whole")
     return train(*supervised_run(folder, model=tiny_model_path, data=write_answers(folder)), command="sft")
+
+
+def sft(*overrides: str) -> Run:
+    return train(*overrides, command="sft")
+
+
+def resume_with(first: list[str], then: list[str]) -> tuple[Run, list[dict[str, torch.Tensor]]]:
+    """Train one step, resume for a second one with other settings, and return the weights after each step."""
+    sft(*first, "trainer.max_training_steps=1")
+    run = sft(*then, "trainer.max_training_steps=2")
+    folders = [run.folder / f"export/global_step_{step}/policy" for step in (1, 2)]
+    return run, [load_file(folder / "model.safetensors") for folder in folders]
 
 
 def naive_loss(model_path: Path, file: Path) -> float:
@@ -77,7 +90,7 @@ def test_the_loss_is_the_mean_over_all_answer_tokens_for_any_micro_batch(
     memory: list[str], named: Overrides, data: Path, tiny_model_path: Path
 ) -> None:
     settings = ["eval_before_train=true", "epochs=1", "train_batch_size=11", "ckpt_interval=-1", *memory]
-    run = train(*named("run", *(f"trainer.{setting}" for setting in settings)), command="sft")
+    run = sft(*named("run", *(f"trainer.{setting}" for setting in settings)))
     before, first = run.metrics
     assert before["val/loss"] == pytest.approx(naive_loss(tiny_model_path, data / "val.jsonl"), abs=1e-6)
     assert first["train/loss"] == pytest.approx(naive_loss(tiny_model_path, data / "train.jsonl"), abs=1e-6)
@@ -87,7 +100,7 @@ def test_the_loss_is_the_mean_over_all_answer_tokens_for_any_micro_batch(
 def test_one_sample_is_learned_and_ends_with_the_eos_token(named: Overrides, data: Path) -> None:
     (data / "train.jsonl").write_text(json.dumps({"prompt": "Who are you?", "response": "A model of 2 layers."}))
     settings = ["trainer.train_batch_size=1", "trainer.epochs=30", "trainer.policy.optimizer_config.lr=1e-2"]
-    run = train(*named("run", *settings, *UNSAVED), command="sft")
+    run = sft(*named("run", *settings, *UNSAVED))
     assert run.metrics[-1]["train/loss"] < 0.05
     tokenizer = AutoTokenizer.from_pretrained(run.export(30))
     model = AutoModelForCausalLM.from_pretrained(run.export(30))
@@ -111,24 +124,24 @@ def test_bfloat16_weights_learn_like_float32_ones(named: Overrides, tiny_model_p
         "trainer.eval_interval=4",
     ]
     for dtype in ("float32", "bfloat16"):
-        run = train(*named(dtype, *settings, f"trainer.policy.model.dtype={dtype}"), command="sft")
+        run = sft(*named(dtype, *settings, f"trainer.policy.model.dtype={dtype}"))
         losses[dtype] = [row["val/loss"] for row in run.metrics if "val/loss" in row]
         assert {str(tensor.dtype) for tensor in run.weights(4).values()} == {f"torch.{dtype}"}
     assert losses["float32"][-1] < losses["float32"][0] - 1e-4
     assert losses["bfloat16"] == pytest.approx(losses["float32"], abs=1e-5)
     parts = named("parts", *settings, "trainer.policy.model.dtype=bfloat16")
     stop_after(3, *parts, command="sft")
-    assert_equal_runs(train(*parts, command="sft"), run)
+    assert_equal_runs(sft(*parts), run)
 
 
 def test_a_run_that_ends_by_epochs_keeps_its_batch_size(named: Overrides) -> None:
     settings = named("run", "trainer.eval_interval=-1")
-    train(*settings, "trainer.train_batch_size=2", "trainer.max_training_steps=2", command="sft")
+    sft(*settings, "trainer.train_batch_size=2", "trainer.max_training_steps=2")
     message = expect_error(*settings, command="sft")
     assert "with trainer.train_batch_size=5, because it was saved with 2 and the last step of trainer.epochs" in message
     fix = "set trainer.train_batch_size=2, or set trainer.max_training_steps to the last step, at most 6"
     assert fix in message
-    assert train(*settings, "trainer.max_training_steps=4", command="sft").steps == [1, 2, 3, 4]
+    assert sft(*settings, "trainer.max_training_steps=4").steps == [1, 2, 3, 4]
 
 
 def test_the_metrics_have_the_names_of_the_recipes(whole: Run) -> None:
@@ -169,16 +182,14 @@ def test_operations_are_those_that_torch_counts(is_frozen: bool, n_per_weight: i
 def test_a_run_that_stops_at_any_step_resumes_exactly(step: int, whole: Run, named: Overrides) -> None:
     parts = named("parts")
     stop_after(step, *parts, command="sft")
-    assert_equal_runs(train(*parts, command="sft"), whole)
+    assert_equal_runs(sft(*parts), whole)
 
 
 def test_the_dropout_of_an_adapter_is_applied_in_training_only_and_resumes_exactly(named: Overrides) -> None:
     intervals = ["trainer.eval_before_train=true", "trainer.eval_interval=1", "trainer.ckpt_interval=1"]
     lora = ["trainer.policy.model.lora.rank=4", "trainer.epochs=1", *intervals]
     dropout = [*lora, "trainer.policy.model.lora.dropout=0.5"]
-    exact, dropped = (
-        train(*named(name, *settings), command="sft") for name, settings in (("exact", lora), ("dropped", dropout))
-    )
+    exact, dropped = (sft(*named(name, *settings)) for name, settings in (("exact", lora), ("dropped", dropout)))
     for key in ("val/loss", "train/loss"):
         (first, *later), (first_dropped, *later_dropped) = (
             [row[key] for row in run.metrics if key in row] for run in (exact, dropped)
@@ -187,10 +198,10 @@ def test_the_dropout_of_an_adapter_is_applied_in_training_only_and_resumes_exact
         assert all(a != b for a, b in zip(later, later_dropped, strict=True))
     parts = named("parts", *dropout)
     stop_after(1, *parts, command="sft")
-    assert_equal_runs(train(*parts, command="sft"), dropped)
-    checkpointed = train(*named("checkpointed", *dropout, "trainer.gradient_checkpointing=true"), command="sft")
+    assert_equal_runs(sft(*parts), dropped)
+    checkpointed = sft(*named("checkpointed", *dropout, "trainer.gradient_checkpointing=true"))
     assert checkpointed.reproducible_metrics == [pytest.approx(row, abs=1e-5) for row in dropped.reproducible_metrics]
-    unsaved = train(*named("unsaved", *dropout, "trainer.ckpt_interval=-1"), command="sft")
+    unsaved = sft(*named("unsaved", *dropout, "trainer.ckpt_interval=-1"))
     assert unsaved.metrics[-1]["val/loss"] == dropped.metrics[-1]["val/loss"]
 
 
@@ -206,12 +217,11 @@ def test_a_run_with_more_epochs_than_before_follows_their_schedule(
     scheduler: str, shares: list[float], jump: str | None, named: Overrides, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`shares` are the learning rates of steps 3 to 6, as shares of the highest."""
-    optimizer = "trainer.policy.optimizer_config"
-    schedule = [f"{optimizer}.scheduler={scheduler}", f"{optimizer}.wsd_decay_ratio=0.5", "trainer.eval_interval=-1"]
-    run = train(*named("run", *schedule, "trainer.epochs=1"), command="sft")
+    schedule = [f"{OPTIMIZER}.scheduler={scheduler}", f"{OPTIMIZER}.wsd_decay_ratio=0.5", "trainer.eval_interval=-1"]
+    run = sft(*named("run", *schedule, "trainer.epochs=1"))
     assert run.steps == [1, 2]
     caplog.clear()
-    train(*named("run", *schedule), command="sft")
+    sft(*named("run", *schedule))
     rates = [step["train/lr"] for step in run.metrics]
     assert rates[2:] == pytest.approx([3e-3 * share for share in shares])
     assert "Changed since the checkpoint: trainer.epochs: 1 -> 3" in caplog.messages
@@ -220,35 +230,28 @@ def test_a_run_with_more_epochs_than_before_follows_their_schedule(
     assert jumps == ([f"The learning rate of the policy is {jump}, {rest}"] if jump else [])
 
 
+CONSTANT_RATE = [
+    *("trainer.eval_interval=-1", "trainer.hf_save_interval=1"),
+    *(f"{OPTIMIZER}.scheduler=constant_with_warmup", f"{OPTIMIZER}.weight_decay=0"),
+]
+
+
 def test_weight_decay_that_a_resume_changes_shrinks_the_weights(named: Overrides) -> None:
     """AdamW subtracts lr · decay · w, so two runs from one checkpoint differ by that."""
-    section = "trainer.policy.optimizer_config"
-    fixed = ["trainer.eval_interval=-1", "trainer.hf_save_interval=1", f"{section}.scheduler=constant_with_warmup"]
     after = {}
     for name, decay in (("without", 0), ("with", 10)):
-        train(*named(name, *fixed, f"{section}.weight_decay=0", "trainer.max_training_steps=1"), command="sft")
-        run = train(
-            *named(name, *fixed, f"{section}.weight_decay={decay}", "trainer.max_training_steps=2"), command="sft"
-        )
-        before, after[name] = (
-            load_file(run.folder / f"export/global_step_{step}/policy/model.safetensors") for step in (1, 2)
-        )
+        first = named(name, *CONSTANT_RATE)
+        _, (before, after[name]) = resume_with(first, [*first, f"{OPTIMIZER}.weight_decay={decay}"])
     for key, weight in before.items():
         torch.testing.assert_close(after["with"][key], after["without"][key] - 3e-3 * 10 * weight, atol=1e-6, rtol=1e-5)
 
 
 def test_settings_that_a_resume_changes_are_used_and_shown(named: Overrides) -> None:
     """Adam's step is proportional to the learning rate, so another rate scales it."""
-    rate, fixed = "trainer.policy.optimizer_config.lr", ["trainer.eval_interval=-1", "trainer.hf_save_interval=1"]
-    fixed += ["trainer.policy.optimizer_config.scheduler=constant_with_warmup"]
-    fixed += ["trainer.policy.optimizer_config.weight_decay=0", "trainer.max_training_steps=2"]
-    steps = {}
+    rate, steps = f"{OPTIMIZER}.lr", {}
     for name, changes in (("same", []), ("run", [f"{rate}=0.01"])):
-        train(*named(name, *fixed, "trainer.max_training_steps=1"), command="sft")
-        run = train(*named(name, *fixed, *changes), command="sft")
-        before, after = (
-            load_file(run.folder / f"export/global_step_{step}/policy/model.safetensors") for step in (1, 2)
-        )
+        first = named(name, *CONSTANT_RATE)
+        run, (before, after) = resume_with(first, [*first, *changes])
         steps[name] = torch.cat([(after[key] - before[key]).flatten() for key in before])
     assert [step["train/lr"] for step in run.metrics] == [3e-3, 0.01]
     assert (steps["run"] * 0.3 - steps["same"]).norm() < 1e-3 * steps["same"].norm()
@@ -258,7 +261,7 @@ def test_settings_that_a_resume_changes_are_used_and_shown(named: Overrides) -> 
 
 
 def test_a_checkpoint_of_other_data_is_refused(named: Overrides, data: Path) -> None:
-    train(*named("run", "trainer.max_training_steps=2"), command="sft")
+    sft(*named("run", "trainer.max_training_steps=2"))
     (data / "train.jsonl").write_text((data / "val.jsonl").read_text() * 2)
     message = expect_error(*named("run"), command="sft")
     assert "the checkpoint was made with n_rows=11 and this run has n_rows=6" in message

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,8 +25,17 @@ def stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.set_num_threads(n_threads)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return the time `now`, and the seconds `own` that this process has computed, for tests to set."""
+    clock = SimpleNamespace(now=10.0, own=5.0)
+    monkeypatch.setattr(threads.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(threads.time, "process_time", lambda: clock.own)
+    return clock
+
+
 def write(stat: Path, user: float, nice: float = 0.0, elsewhere: float = 0.0) -> None:
-    """Write counters of which core 2 has `user` and `nice` seconds, and a core that is not ours has `elsewhere`."""
+    """Write counters: `user` and `nice` seconds on core 2, and `elsewhere` on a core that this process may not use."""
     tick = os.sysconf("SC_CLK_TCK")
     lines = ["cpu  1 2 3 4 5 6 7 8 9 10"]
     for core in range(5):
@@ -46,31 +56,25 @@ def write(stat: Path, user: float, nice: float = 0.0, elsewhere: float = 0.0) ->
     ],
 )
 def test_threads_are_the_cores_that_others_leave_free(
-    stat: Path, monkeypatch: pytest.MonkeyPatch, loads: dict[str, float], n_expected: int
+    stat: Path, clock: SimpleNamespace, loads: dict[str, float], n_expected: int
 ) -> None:
-    clock = [10.0]
-    monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(threads.time, "process_time", lambda: 5.0)
     write(stat, user=0)
     budget = ThreadBudget(4, stat)
-    clock[0] += 1
+    clock.now += 1
     write(stat, **loads)
     budget.adjust()
     assert torch.get_num_threads() == n_expected
-    clock[0] += 1
-    budget.adjust()  # the others have ended
+    clock.now += 1
+    budget.adjust()  # the other processes have ended
     assert torch.get_num_threads() == 4
 
 
-def test_own_work_is_not_that_of_others(stat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, own = [10.0], [5.0]
-    monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(threads.time, "process_time", lambda: own[0])
+def test_own_work_is_not_load(stat: Path, clock: SimpleNamespace) -> None:
     write(stat, user=0)
     torch.set_num_threads(4)
     budget = ThreadBudget(4, stat)
-    clock[0] += 1
-    own[0] += 3.9
+    clock.now += 1
+    clock.own += 3.9
     write(stat, user=3.9)
     budget.adjust()
     assert torch.get_num_threads() == 4
@@ -82,10 +86,9 @@ def test_a_system_without_counters_gets_all_threads(stat: Path) -> None:
     assert torch.get_num_threads() == 3
 
 
-def test_the_load_of_a_pause_does_not_count(stat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [10.0]
-    monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(threads.time, "process_time", lambda: 5.0)
+def test_the_load_of_a_pause_does_not_count(
+    stat: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(threads, "ThreadBudget", lambda n_max: ThreadBudget(n_max, stat))
     monkeypatch.setattr(threads, "INTERVAL_S", 0.2)
     write(stat, user=0)
@@ -93,15 +96,15 @@ def test_the_load_of_a_pause_does_not_count(stat: Path, monkeypatch: pytest.Monk
     with compute_thread() as executor:
 
         def work(user: float) -> int:
-            clock[0] += 1
+            clock.now += 1
             write(stat, user=user)
             return torch.get_num_threads()
 
         executor.submit(work, 0.0).result()
-        clock[0] += 1  # a pause, in which others use three cores
+        clock.now += 1  # a pause, while other processes use three cores
         write(stat, user=3.0)
         assert executor.submit(work, 5.0).result() == 4
-        clock[0] += 0.1  # no pause: during the last call, others used two
+        clock.now += 0.1  # no pause: during the last call, others used two
         assert executor.submit(torch.get_num_threads).result() == 2
 
 

@@ -44,10 +44,7 @@ def _flaky() -> Iterator[None]:
 def overrides(tiny_model_path: Path, tmp_path: Path) -> list[str]:
     """Overrides of a run of one step."""
     write_jsonl(tmp_path / "rows.jsonl", [prompt_row("say something", "flaky")] * 4)
-    settings = [
-        "trainer.ckpt_interval=-1",
-        "generator.n_samples_per_prompt=4",
-    ]
+    settings = ["trainer.ckpt_interval=-1", "generator.n_samples_per_prompt=4"]
     return small_run(tmp_path, *settings, model=tiny_model_path, data=tmp_path / "rows.jsonl")
 
 

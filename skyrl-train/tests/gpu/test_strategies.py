@@ -21,7 +21,7 @@ from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT
 from skyrl_train.models.loading import load_model
 from skyrl_train.types.specs import World
 from skyrl_train.weight_sync.sync import free_port
-from skyrl_train.workers.ranks import LocalRank
+from skyrl_train.workers.group import LocalRank
 
 GPU = World(device="cuda:0")
 

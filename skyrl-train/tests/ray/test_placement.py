@@ -19,7 +19,7 @@ from skyrl_train.inference_engines.hf import load_engine
 from skyrl_train.launch.launcher import started
 from skyrl_train.launch.ray.cluster import connect
 from skyrl_train.launch.ray.launcher import RayLauncher
-from skyrl_train.launch.ray.placement import Request, Reservation
+from skyrl_train.launch.ray.placement import DeviceRequest, Reservation
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -87,7 +87,7 @@ def test_a_run_waits_for_nodes_with_gpus(
     cluster = start_cluster(2)
     connect()
     with ThreadPoolExecutor(1) as pool:
-        reserving = pool.submit(Reservation, [Request(("policy",), 1, 2)])
+        reserving = pool.submit(Reservation, [DeviceRequest(("policy",), 1, 2)])
         time.sleep(2)
         assert not reserving.done()
         cluster.add_node(num_cpus=2, num_gpus=2)

@@ -15,7 +15,7 @@ from train_kit import runs
 from train_kit.processes import TRAIN_FOLDER, find_descendants, kill_descendant, python, wait_until
 from train_kit.runs import AtStepEnd, Run, assert_close_runs, expect_error, read_lines, run_of, train_with
 
-from skyrl_train.launch.ray.placement import Request, Reservation
+from skyrl_train.launch.ray.placement import DeviceRequest, Reservation
 
 pytestmark = pytest.mark.timeout(600)  # each process imports PyTorch, and a test has up to 12
 
@@ -144,7 +144,7 @@ def test_devices_that_others_hold_are_waited_for_only_for_a_while(
     monkeypatch.setenv("SKYRL_RAY_PG_TIMEOUT_IN_S", "1")
     message = expect_error(*five_steps, "trainer.placement.launcher=ray")
     assert "trainer.placement asks for 1 × 1 CPU for" in message
-    assert "of 1 CPU on 1 node, 0 are free beside those that it already got" in message
+    assert "of 1 CPU on 1 node, 0 more are free" in message
 
 
 def test_nodes_that_join_late_are_waited_for(
@@ -154,7 +154,7 @@ def test_nodes_that_join_late_are_waited_for(
     ray.init(address=cluster.address)
     monkeypatch.setenv("SKYRL_RAY_JOIN_TIMEOUT_IN_S", "60")
     with ThreadPoolExecutor() as pool:
-        reserving = pool.submit(Reservation, [Request(("policy",), 2, 1)])
+        reserving = pool.submit(Reservation, [DeviceRequest(("policy",), 2, 1)])
         with pytest.raises(TimeoutError):
             reserving.result(timeout=3)
         cluster.add_node(num_cpus=1)

@@ -109,7 +109,7 @@ def test_storage_that_is_down_does_not_stop_training_and_the_rerun_uploads(
     started = time.monotonic()
     run = train_with(*command, "trainer.remote_exit_timeout_seconds=3", first=[Break()])
     assert time.monotonic() - started < 60, "the run waits for uploads only as long as it says"
-    assert "uploads are not complete; nothing is lost on this machine" in alerts[-1]
+    assert "uploads are not complete; the files stay on this machine" in alerts[-1]
     assert f"Storage: {alerts[-1]}" in caplog.text
     assert run.checkpoints.steps() == [1, 2], "only uploaded ones are removed"
     faults.is_down = False

@@ -43,7 +43,15 @@ from skyrl_train.types.specs import Role, TensorSpec
 from skyrl_train.weight_sync.checksum import tensor_checksum
 
 
-def merge_adapter(adapter: str, target: Path, base: str | None = None, dtype: DType = "auto") -> MergeReport:
+def merge_adapter(
+    adapter: str,
+    target: Path,
+    base: str | None = None,
+    dtype: DType = "auto",
+    settings: Path | None = None,
+    *,
+    allow_unchanged: bool = False,
+) -> MergeReport:
     """Write the base model with an adapter merged into it, W + (alpha / rank) · B·A, into a new folder.
 
     Args:
@@ -51,24 +59,13 @@ def merge_adapter(adapter: str, target: Path, base: str | None = None, dtype: DT
         target: the folder to write.
         base: folder or Hub name of the base model. Defaults to the base in the adapter's settings.
         dtype: dtype of the merged weights. Defaults to the base's.
+        settings: the folder with the configuration and tokenizer of a checkpoint, if the adapter is from one.
+        allow_unchanged: accept a result with the same weights as the base.
 
     Raises:
         ConfigError: `target` exists, or the adapter does not fit the base.
-        CheckpointError: the adapter has no effect, or the result cannot be written or has other logits.
+        CheckpointError: the adapter has no effect or another base, or the result cannot be written or has other logits.
     """
-    return merge_into_base(adapter, target, base, dtype)
-
-
-def merge_into_base(
-    adapter: str,
-    target: Path,
-    base: str | None,
-    dtype: DType,
-    settings: Path | None = None,
-    *,
-    allow_unchanged: bool = False,
-) -> MergeReport:
-    """Merge an adapter. If it is from a checkpoint, `settings` is the folder with its configuration and tokenizer."""
     config = read_config(adapter, f"the adapter {adapter}")
     base = base or config.base_model_name_or_path
     if not base:
@@ -125,32 +122,25 @@ def _merged_specs(base: Sequence[TensorSpec], changes: Changes, frozen: Collecti
 
 def _find_folder(adapter: str) -> Path:
     """Return the folder of an adapter, downloading its tokenizer files if it is on the Hub."""
-    return (
-        Path(adapter)
-        if Path(adapter).is_dir()
-        else Path(snapshot_download(adapter, allow_patterns=[*TOKENIZER_FILES, f"{MORE_TEMPLATES}/*"]))
-    )
+    if Path(adapter).is_dir():
+        return Path(adapter)
+    return Path(snapshot_download(adapter, allow_patterns=[*TOKENIZER_FILES, f"{MORE_TEMPLATES}/*"]))
 
 
 def _describe_scores(folder: Path, role: Role, adapter: str, *, is_complete: bool) -> None:
-    """Edit a base's configuration to describe a critic or reward model. A checkpoint's only needs its architecture."""
+    """Turn a base's configuration into a critic's or reward model's. A complete one lacks only the architecture."""
     if not is_complete:
         edit_config(folder, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
-        if role == "reward":
-            edit_config(folder, pad_token_id=_find_pad_token(folder, adapter))
+        if role == "reward":  # its head reads the last non-pad token
+            if not (folder / "tokenizer_config.json").is_file():
+                raise ConfigError(
+                    f"neither the adapter {adapter} nor its base has a tokenizer, and a reward model needs its pad "
+                    "token; copy the run's tokenizer into the adapter's folder"
+                )
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            has_pad = tokenizer.pad_token_id is not None
+            edit_config(folder, pad_token_id=tokenizer.pad_token_id if has_pad else tokenizer.eos_token_id)
     edit_config(folder, architectures=[type(create_empty(str(folder), role)).__name__])
-
-
-def _find_pad_token(folder: Path, adapter: str) -> int:
-    """Return the id of the pad token. The reward head reads the last non-pad token."""
-    if not (folder / "tokenizer_config.json").is_file():
-        raise ConfigError(
-            f"neither the adapter {adapter} nor its base has a tokenizer, whose pad token a reward model needs; copy "
-            "that of the run into the folder of the adapter"
-        )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    pad_token_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return pad_token_id
 
 
 @dataclass(slots=True)

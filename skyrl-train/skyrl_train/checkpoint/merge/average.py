@@ -50,8 +50,18 @@ def average_models(
         )
     models = [open_model(source) for source in sources]
     first = models[0]
-    _check_same_tensors(sources, models)
-    role, changed = _read_role(first.folder), list[str]()
+    shapes, *others = ({spec.name: spec.shape for spec in model.specs} for model in models)
+    for source, found in zip(sources[1:], others, strict=True):
+        if different := [name for name in shapes | found if shapes.get(name) != found.get(name)]:
+            name = different[0]
+            raise ConfigError(
+                f"{name} has shape {shapes.get(name, 'none')} in {sources[0]}, but {found.get(name, 'none')} in "
+                f"{source}; average models of the same architecture"
+            )
+    architectures = json.loads((first.folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    roles: Mapping[str, Role] = {"ForTokenClassification": "critic", "ForSequenceClassification": "reward"}
+    role: Role = next((role for suffix, role in roles.items() if architectures[0].endswith(suffix)), "policy")
+    changed: list[str] = []
 
     @torch.no_grad()
     def probe_sources(dtype: torch.dtype) -> torch.Tensor:
@@ -98,22 +108,3 @@ def _average(
             mean = total.to(before.dtype)
             changed += [] if torch.equal(mean, before) else [spec.name]
         yield spec.name, mean
-
-
-def _read_role(folder: Path) -> Role:
-    """Return the role of a model according to the architecture in its `config.json`."""
-    architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
-    roles: Mapping[str, Role] = {"ForTokenClassification": "critic", "ForSequenceClassification": "reward"}
-    return next((role for suffix, role in roles.items() if architectures[0].endswith(suffix)), "policy")
-
-
-def _check_same_tensors(sources: Sequence[str], models: Sequence[OpenModel]) -> None:
-    """Raise ConfigError if models have different tensors."""
-    first, *others = ({spec.name: spec.shape for spec in model.specs} for model in models)
-    for source, shapes in zip(sources[1:], others, strict=True):
-        if different := [name for name in first | shapes if first.get(name) != shapes.get(name)]:
-            name = different[0]
-            raise ConfigError(
-                f"{name} has shape {first.get(name, 'none')} in {sources[0]}, but {shapes.get(name, 'none')} in "
-                f"{source}; average models of the same architecture"
-            )

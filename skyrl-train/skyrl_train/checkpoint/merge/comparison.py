@@ -47,8 +47,7 @@ def probe(model: torch.nn.Module) -> torch.Tensor:
     """Return the logits of fixed tokens, in float32."""
     n_tokens = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     token_ids = torch.randint(n_tokens, (2, N_PROBED_TOKENS), generator=torch.Generator().manual_seed(0))
-    logits: torch.Tensor = model(input_ids=token_ids, use_cache=False).logits.float()
-    return logits
+    return model(input_ids=token_ids, use_cache=False).logits.float()
 
 
 def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], role: Role = "policy") -> float:
@@ -72,7 +71,7 @@ def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], 
     limit = TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE
     if not gap <= limit:
         raise CheckpointError(
-            f"the merged model is wrong, and nothing was written: its logits differ from those of its sources by "
+            f"the merged model is wrong, and nothing was written: its logits differ from its sources' logits by "
             f"{gap:.2g} of their norm, more than {limit:g}; report this with the names of the models"
         )
     return gap

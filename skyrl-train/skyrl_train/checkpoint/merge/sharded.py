@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from skyrl_train.checkpoint.manifest import MANIFEST, find_damage
-from skyrl_train.checkpoint.merge.adapter import merge_into_base
+from skyrl_train.checkpoint.merge.adapter import merge_adapter
 from skyrl_train.checkpoint.merge.comparison import MergeReport, compare, probe
 from skyrl_train.checkpoint.model_folder import (
     DType,
@@ -72,7 +72,7 @@ def merge_checkpoint(
     settings = folder / "huggingface"
     if (folder / ADAPTER_FOLDER).is_dir():
         adapter = str(folder / ADAPTER_FOLDER)
-        return merge_into_base(adapter, target, base, dtype, settings, allow_unchanged=allow_unchanged)
+        return merge_adapter(adapter, target, base, dtype, settings, allow_unchanged=allow_unchanged)
     role = next((known for known in AUTO_CLASSES if known == folder.name), role)
     model, specs = create_empty(str(settings), role), _list_tensors(folder)
     buffers = merged_buffers(model)

@@ -236,7 +236,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         assert as_exported, "ranks share no memory with an engine"  # an engine reads Hugging Face tensors
         return super().full_tensors(module, kind)
 
-    def _gather_from(self, module: MegatronScorer) -> Gather:
+    def gather_from(self, module: MegatronScorer) -> Gather:
         names = {parameter: name for name, parameter in module.hf_parameters().items()}
         pipeline = self._groups.pp
 

@@ -107,7 +107,7 @@ async def connect_engine(
     except TimeoutError as error:
         ray.kill(actor)
         raise EngineError(
-            f"the engine's process found no place on the Ray cluster in {PLACE_TIMEOUT_S:g} s: a node may have left; "
+            f"the Ray cluster did not start the engine's process within {PLACE_TIMEOUT_S:g} s: a node may have left; "
             "rerun the command to resume on the nodes that exist"
         ) from error
     except BaseException:

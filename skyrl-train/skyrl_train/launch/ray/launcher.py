@@ -20,14 +20,13 @@ from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.trainer import PlacementConfig
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
-from skyrl_train.launch.launcher import holding_devices
+from skyrl_train.launch.launcher import holding_devices, with_transport
 from skyrl_train.launch.lease import Lease
 from skyrl_train.launch.ray.cluster import connect
 from skyrl_train.launch.ray.engine import connect_engine, start_engine_actor
-from skyrl_train.launch.ray.placement import Device, Request, Reservation, find_visible_devices
+from skyrl_train.launch.ray.placement import Device, DeviceRequest, Reservation, find_visible_devices
 from skyrl_train.launch.ray.ranks import RayRank
 from skyrl_train.launch.timeouts import find_long_sync
-from skyrl_train.launch.transports import with_transport
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
 from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
 from skyrl_train.workers.group import WorkerGroup
@@ -90,7 +89,10 @@ class RayLauncher:
         await self._reservation.wait()
         for request in self._requests:
             logger.info("Reserved %s", request.describe(self._reservation.kind))
-        self._ranks = {role: self._start_ranks(role) for role in self._roles}
+        for role in self._roles:
+            devices = list(enumerate(self._reservation.devices(role)))
+            worlds = [World(rank, len(devices), str(self.device)) for rank, _ in devices]
+            self._ranks[role] = [RayRank(role, worlds[rank], device) for rank, device in devices]
         self._engines = [self._start_engine_actor(index) for index in range(self._n_engines)]
 
     def _start_engine_actor(self, index: int) -> Any:
@@ -105,11 +107,6 @@ class RayLauncher:
         node, slot = divmod(index, n_per_node // self._engine_size)
         start = node * n_per_node + slot * self._engine_size
         return self._reservation.devices(ENGINE)[start : start + self._engine_size]
-
-    def _start_ranks(self, role: Role) -> list[RayRank]:
-        devices = self._reservation.devices(role)
-        worlds = [World(rank, len(devices), str(self.device)) for rank in range(len(devices))]
-        return [RayRank(role, world, device) for world, device in zip(worlds, devices, strict=True)]
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
         ranks = self._ranks[spec.role]
@@ -206,16 +203,19 @@ class RayLauncher:
 
 def list_requests(
     placement: RunPlacementConfig, roles: Sequence[Role], n_engines: int, engine_size: int = 1
-) -> list[Request]:
+) -> list[DeviceRequest]:
     """Return the device requests of a run: one for each set of models and engines that share devices."""
     if placement.shares_devices:
-        return [Request((*roles, *([ENGINE] if n_engines else [])), *placement.size("policy"))]
+        return [DeviceRequest((*roles, *([ENGINE] if n_engines else [])), *placement.size("policy"))]
     assert isinstance(placement, PlacementConfig), "other runs have one model"
     shared: dict[Role, tuple[Role, ...]] = {role: (role,) for role in get_args(Role) if role in roles}
     if placement.colocate_policy_ref and "ref" in roles:
         shared["policy"] = ("policy", shared.pop("ref")[0])
-    requests = [Request(names, *placement.size(role)) for role, names in shared.items()]
-    return [*requests, *(Request((_engine_name(index, n_engines),), 1, engine_size) for index in range(n_engines))]
+    requests = [DeviceRequest(names, *placement.size(role)) for role, names in shared.items()]
+    return [
+        *requests,
+        *(DeviceRequest((_engine_name(index, n_engines),), 1, engine_size) for index in range(n_engines)),
+    ]
 
 
 def _engine_name(index: int, n_engines: int) -> str:

@@ -26,7 +26,7 @@ SHARE = 0.2
 """Fraction of a GPU (or CPU) that Ray books for each process, so that policy, critic, reference and engine all fit."""
 
 
-class Request(NamedTuple):
+class DeviceRequest(NamedTuple):
     """A request for devices that several models share."""
 
     users: tuple[str, ...]  # ("policy", "ref")
@@ -67,14 +67,14 @@ async def find_visible_devices(devices: Sequence[Device]) -> str:
 class Reservation:
     """The placement groups of a run: one per node of each request."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[DeviceRequest]) -> None:
         """Wait up to `$SKYRL_RAY_JOIN_TIMEOUT_IN_S` until enough nodes have joined. `wait` makes the reservation.
 
         Raises:
             ConfigError: the cluster is too small, even if nothing else runs on it.
         """
         self._requests = list(requests)
-        self._groups: dict[Request, list[PlacementGroup]] = {}
+        self._groups: dict[DeviceRequest, list[PlacementGroup]] = {}
         deadline = time.monotonic() + _read_seconds(JOIN_TIMEOUT_VARIABLE, 0)
         while True:
             self.kind: Kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
@@ -111,9 +111,9 @@ class Reservation:
                 free = ray.available_resources().get(self.kind, 0)
                 self.release()
                 raise ConfigError(
-                    f"{self._describe_requests()}, and the Ray cluster did not free them in {timeout_s:g} s: of "
-                    f"{_describe_nodes(self.kind)}, {free:g} are free beside those that it already got. Wait until "
-                    f"other programs end, ask for less, or raise ${TIMEOUT_VARIABLE}"
+                    f"{self._describe_requests()}, and the Ray cluster did not free them within {timeout_s:g} s: of "
+                    f"{_describe_nodes(self.kind)}, {free:g} more are free. Wait until "
+                    f"other programs end, request fewer, or raise ${TIMEOUT_VARIABLE}"
                 )
 
     def devices(self, user: str) -> list[Device]:

@@ -82,13 +82,11 @@ class RayRank:
             Maximum time that this rank waits for other ranks in a collective.
         """
         self._name += f" ({await self._ask('describe')})"
-        timeout: timedelta = await self._ask("join", self._world, address, n_processes)
-        return timeout
+        return await self._ask("join", self._world, address, n_processes)
 
     async def find_address(self) -> str:
         """Return a free "host:port" on the rank's node."""
-        address: str = await self._ask("find_address")
-        return address
+        return await self._ask("find_address")
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
         """Load a model."""
@@ -131,7 +129,7 @@ def _describe_end(error: RayError) -> str:
     if "memory" in text and "running low" in text:
         return "Ray ended it because its node ran out of memory; use more ranks, or smaller batches"
     if "Worker unexpectedly exits" in text or "connection error code" in text:
-        return "it was killed, perhaps by the kernel for want of memory, or it crashed; its own messages are above"
+        return "it crashed or was killed, perhaps by the kernel because memory ran out; its own messages are above"
     if "node" in text and ("died" in text or "dead" in text) and "worker process has died" not in text:
         return "its node has died or left the cluster"
     return text.strip().splitlines()[-1]

@@ -19,7 +19,7 @@ CALLS = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir")
 
 
 class Killed(BaseException):
-    """The end of the process; no code may catch it."""
+    """The end of the process. No code may catch it."""
 
 
 class Saboteur:
@@ -57,69 +57,50 @@ class Saboteur:
             file.write(text)
 
 
-def first_save(folder: Path) -> CheckpointStore:
-    return CheckpointStore(folder)
+SCENES: dict[str, tuple[dict[int, str], int]] = {
+    "first save": ({}, -1),
+    "second save": ({10: "ten"}, -1),
+    "keep one": ({8: "eight", 10: "ten"}, 1),
+    "repeated step": ({10: "ten", 20: "old twenty"}, 2),
+    "earlier step": ({20: "old twenty", 30: "thirty", 15: "fifteen"}, 2),
+    "full disk": ({8: "eight", 10: "ten"}, 1),  # all checkpoints but the last are removed first
+    "after a crash": ({10: "ten", 20: "old twenty"}, 2),  # with leftovers of crashes at every point
+}
+"""The checkpoints that are saved before step 20, in this order, and the number to keep."""
 
 
-def second_save(folder: Path) -> CheckpointStore:
-    save(CheckpointStore(folder), 10, write_named("ten"))
-    return CheckpointStore(folder)
-
-
-def keep_one(folder: Path) -> CheckpointStore:
-    for step, name in ((8, "eight"), (10, "ten")):
+def set_up(scene: str, folder: Path) -> CheckpointStore:
+    saved, max_to_keep = SCENES[scene]
+    for step, name in saved.items():
         save(CheckpointStore(folder), step, write_named(name))
-    return CheckpointStore(folder, max_to_keep=1)
-
-
-def repeated_step(folder: Path) -> CheckpointStore:
-    for step, name in ((10, "ten"), (20, "old twenty")):
-        save(CheckpointStore(folder), step, write_named(name))
-    return CheckpointStore(folder, max_to_keep=2)
-
-
-def earlier_step(folder: Path) -> CheckpointStore:
-    for step, name in ((20, "old twenty"), (30, "thirty"), (15, "fifteen")):
-        save(CheckpointStore(folder), step, write_named(name))
-    return CheckpointStore(folder, max_to_keep=2)
-
-
-def full_disk(folder: Path) -> CheckpointStore:
-    """The disk reports no free space, so all checkpoints but the last are removed first."""
-    return keep_one(folder)
-
-
-def after_a_crash(folder: Path) -> CheckpointStore:
-    """The folder contains leftovers of crashes at every point."""
-    store = repeated_step(folder)
-    for name in (".global_step_20.partial", ".global_step_10.removed.partial", ".global_step_10.replaced"):
-        (folder / name).mkdir()
-        (folder / name / FILES[0]).write_text("half")
-    (folder / "global_step_20").rename(folder / ".global_step_20.replaced")
-    (folder / f".{POINTER}.partial").touch()
-    return store
-
-
-KILLED = [first_save, second_save, keep_one, repeated_step, earlier_step, full_disk, after_a_crash]
-REFUSED = [second_save, keep_one, repeated_step]
+    if scene == "after a crash":
+        for name in (".global_step_20.partial", ".global_step_10.removed.partial", ".global_step_10.replaced"):
+            (folder / name).mkdir()
+            (folder / name / FILES[0]).write_text("half")
+        (folder / "global_step_20").rename(folder / ".global_step_20.replaced")
+        (folder / f".{POINTER}.partial").touch()
+    return CheckpointStore(folder, max_to_keep)
 
 
 @pytest.mark.parametrize(
     ("scene", "failure"),
-    [(scene, Killed()) for scene in KILLED] + [(scene, OSError(5, "Input/output error")) for scene in REFUSED],
-    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+    [
+        *((scene, Killed()) for scene in SCENES),
+        *((scene, OSError(5, "Input/output error")) for scene in ("second save", "keep one", "repeated step")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, scene: Callable[[Path], CheckpointStore], failure: BaseException, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, scene: str, failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a killed process loses no written data
-    if scene is full_disk:
+    if scene == "full disk":
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     latest_names = set()
     for n_calls in range(200):
         folder = tmp_path / str(n_calls)
-        store = scene(folder)
-        before = latest_name(folder) if scene is not after_a_crash else "old twenty"
+        store = set_up(scene, folder)
+        before = latest_name(folder) if scene != "after a crash" else "old twenty"
         saboteur = Saboteur(n_calls, failure)
         is_done = save_with(saboteur, store)
         after = latest_name(folder)

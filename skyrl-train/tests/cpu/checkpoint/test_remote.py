@@ -84,15 +84,6 @@ def test_a_changed_byte_in_any_file_is_named(remote: RemoteCheckpoints, tmp_path
         folder.write(name, content)
 
 
-def test_without_its_marker_or_a_whole_file_a_checkpoint_is_absent(remote: RemoteCheckpoints, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "local")
-    for step in (10, 20, 30):
-        remote.upload(save(store, step, write_named(str(step))))
-    (remote.folder / "global_step_30").remove(MANIFEST)
-    (remote.folder / "global_step_20").write("driver.pt", b"half")
-    assert remote.latest_step() == 10
-
-
 @pytest.mark.parametrize("name", ["../outside", "/tmp/outside"])
 def test_a_manifest_that_names_files_outside_of_its_folder_is_refused(
     remote: RemoteCheckpoints, tmp_path: Path, name: str
@@ -107,12 +98,18 @@ def test_a_manifest_that_names_files_outside_of_its_folder_is_refused(
         download(remote, 10, tmp_path / "copy")
 
 
-def test_checkpoints_of_an_abandoned_future_are_not_the_latest(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+def test_incomplete_and_abandoned_checkpoints_are_not_the_latest(remote: RemoteCheckpoints, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "local")
     for step in (10, 20, 30):
         remote.upload(save(store, step, write_named(str(step))))
+    assert remote.latest_step() == 30
+    (remote.folder / "global_step_30").remove(MANIFEST)
+    assert remote.latest_step() == 20, "step 30 lacks its marker"
+    (remote.folder / "global_step_20").write("driver.pt", b"half")
+    assert remote.latest_step() == 10, "step 20 lacks half a file"
+    remote.upload(store.path / "global_step_30")
     remote.point_to(10)
-    assert remote.latest_step() == 10
+    assert remote.latest_step() == 10, "step 30 is from before the run resumed from step 10"
     remote.upload(save(store, 20, write_named("another twenty")))
     remote.point_to(20)
     assert remote.latest_step() == 20

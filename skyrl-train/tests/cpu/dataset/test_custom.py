@@ -59,7 +59,7 @@ def file(tmp_path: Path) -> str:
 
 
 def custom(file: str, name: str = "Sums", **config: Any) -> CustomDataset:
-    """Return a dataset; the tokenizer is only handed on."""
+    """Return a dataset. The tokenizer is only passed to the class."""
     section = {"path": file, "name": name, "config": config}
     return CustomDataset(load_config({"data": {"custom_cls": section}}), object(), "validation")  # type: ignore[arg-type]
 
@@ -73,17 +73,11 @@ def test_rows_of_verls_form_are_prompts(file: str) -> None:
     assert [row.uid for row in dataset] == [str(i) for i in range(8)]
     assert dataset._dataset.max_prompt_length == 512
     assert dataset._dataset.files == ["$HOME/data/gsm8k/validation.parquet"]
+    assert custom(file, "Splits")._dataset.split == "validation", "passed because the class has such a parameter"
 
 
-def test_a_class_that_takes_a_split_gets_it(file: str) -> None:
-    assert custom(file, "Splits")._dataset.split == "validation"
-
-
-def test_the_fingerprint_follows_the_options(file: str) -> None:
+def test_the_fingerprint_covers_the_options_and_the_file_but_not_its_folder(file: str, tmp_path: Path) -> None:
     assert custom(file).fingerprint == custom(file).fingerprint != custom(file, n=9).fingerprint
-
-
-def test_the_fingerprint_is_that_of_the_file_in_any_folder(file: str, tmp_path: Path) -> None:
     copy = tmp_path / "moved/other.py"
     copy.parent.mkdir()
     shutil.copy(file, copy)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from train_kit.datasets import prompt_row, write_rows
 
-from skyrl_train.dataset.files import Rows, read_rows, write_jsonl
+from skyrl_train.dataset.files import JoinedRows, read_rows, write_jsonl
 from skyrl_train.errors import DataError
 
 ROWS = [prompt_row("Wie geht’s?", extra_info={"index": 0}), prompt_row("two\nlines", extra_info={"index": 1})]
@@ -48,6 +48,8 @@ def test_a_missing_file_is_named_by_its_expanded_path(tmp_path: Path, monkeypatc
         ("rows.jsonl", b'{"a": 1}\n\n{"a": \n', "line 3 is not JSON: .* at column"),
         ("rows.jsonl", b'{"a": 1}\n5\n', "row 1 of .*rows.jsonl is 5; a row is an object"),
         ("rows.jsonl", b'{"a": "\xff"}\n', "cannot read dataset file .*rows.jsonl: .*utf-8"),
+        pytest.param("rows.json", b"[" * 10**5, "rows.json: its JSON is nested too deeply", id="deep-list"),
+        pytest.param("rows.jsonl", b'{"a": ' + b"[" * 10**5, "rows.jsonl: line 1 is nested too deeply", id="deep-line"),
     ],
 )
 def test_an_unreadable_file_is_refused_with_the_reason(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
@@ -130,7 +132,7 @@ def test_lone_surrogates_are_replaced_with_one_warning_per_source(
     path = tmp_path / "rows.jsonl"
     path.write_text('{"response": "whole"}\n{"response": "half \\ud83d"}\n')
     for _ in range(2):
-        rows = list(Rows([str(path)]).read(range(2)))
+        rows = list(JoinedRows([str(path)]).read(range(2)))
     assert rows == [(f"row 0 of {path}", {"response": "whole"}), (f"row 1 of {path}", {"response": "half ?"})]
     (warning,) = caplog.messages
     assert (
@@ -140,7 +142,7 @@ def test_lone_surrogates_are_replaced_with_one_warning_per_source(
 
 def test_rows_of_several_sources_are_joined_and_read_by_index(tmp_path: Path) -> None:
     names = [write_rows(tmp_path, ROWS, name) for name in ("a.parquet", "b.json", "c.jsonl")]
-    rows = Rows(names)
+    rows = JoinedRows(names)
     assert len(rows) == 6
     assert [row for _, row in rows.read(range(6))] == ROWS * 3
     assert list(rows.read([1, 2, 5])) == [
@@ -159,7 +161,7 @@ def test_the_digest_of_a_table_depends_on_its_rows_and_not_on_their_storage(tmp_
     for name, options in (("a", {}), ("b", {"row_group_size": 7, "compression": "gzip"})):
         pq.write_table(table, tmp_path / f"{name}.parquet", **options)
     pq.write_table(table.slice(1), tmp_path / "c.parquet")
-    digests = [Rows([str(tmp_path / f"{name}.parquet")]).digest for name in "abc"]
+    digests = [JoinedRows([str(tmp_path / f"{name}.parquet")]).digest for name in "abc"]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -170,14 +172,14 @@ def test_a_deep_column_of_parquet_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"deep": pa.array([None], kind)}), path)
     with pytest.raises(DataError, match=f"the column deep of {path} is nested too deeply"):
-        Rows([str(path)])
+        JoinedRows([str(path)])
 
 
 def test_bytes_of_parquet_that_are_not_utf8_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     offsets, text = pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer(b"\xffa")
     pq.write_table(pa.table({"data_source": pa.StringArray.from_buffers(2, offsets, text)}), path)
-    rows = Rows([str(path)])
+    rows = JoinedRows([str(path)])
     for read in (lambda: rows[0], lambda: list(rows.read_column("data_source"))):
         with pytest.raises(DataError, match=rf"row 0 of {path}.* cannot be read"):
             read()
@@ -198,16 +200,16 @@ def test_a_sample_is_the_same_each_time_and_has_rows_of_each_source(
     sources = [str(tmp_path / f"{i}.jsonl") for i in range(len(lengths))]
     for source, length in zip(sources, lengths, strict=True):
         write_jsonl(Path(source), [{"source": source}] * length)
-    rows = Rows(sources)
+    rows = JoinedRows(sources)
     sample = list(rows.sample(max_rows))
-    assert sample == sorted(set(sample)) == list(Rows(sources).sample(max_rows))
+    assert sample == sorted(set(sample)) == list(JoinedRows(sources).sample(max_rows))
     counts = Counter(row["source"] for _, row in rows.read(sample))
     assert [counts[source] for source in sources] == n_sampled
 
 
 def test_a_sample_is_not_the_beginning_of_a_source(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{}] * 1000)
-    sample = Rows([str(tmp_path / "rows.jsonl")]).sample(20)
+    sample = JoinedRows([str(tmp_path / "rows.jsonl")]).sample(20)
     assert len(sample) == 20
     assert sample[0] < 200
     assert sample[-1] > 800

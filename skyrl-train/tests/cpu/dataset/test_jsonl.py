@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.dataset import jsonl
-from skyrl_train.dataset.files import Rows, open_source
+from skyrl_train.dataset.files import JoinedRows, open_source
 from skyrl_train.dataset.jsonl import JSONLines
 from skyrl_train.errors import DataError, StorageError
 
@@ -43,19 +43,19 @@ def test_values_are_those_of_the_lines_that_are_not_blank(
 def test_a_changed_file_is_noticed_unless_it_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
-    small = Rows([str(path)])
+    small = JoinedRows([str(path)])
     monkeypatch.setattr(jsonl, "MAX_BYTES_IN_MEMORY", 0)
-    large = Rows([str(path)])
+    large = JoinedRows([str(path)])
     replaced = tmp_path / "new.jsonl"
     replaced.write_text('{"a": 3}\n')
     replaced.replace(path)  # the opened file still exists
     assert small[1] == large[1] == {"a": 2}
-    large = Rows([str(path)])
+    large = JoinedRows([str(path)])
     path.write_text('{"b": 4}\n')
     os.utime(path, ns=(0, 0))
     with pytest.raises(StorageError, match=r"rows\.jsonl changed while it was used; restore it"):
         large[0]
-    assert Rows([str(path)])[0] == {"b": 4}
+    assert JoinedRows([str(path)])[0] == {"b": 4}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_changed_file_is_noticed_unless_it_is_in_memory(tmp_path: Path, monkey
 def test_a_byte_order_mark_is_ignored(name: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8-sig")
-    assert list(Rows([str(path)]).read_column("a")) == [1, 2]
+    assert list(JoinedRows([str(path)]).read_column("a")) == [1, 2]
 
 
 def test_no_file_stays_open(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_the_line_of_an_error_counts_blank_lines_of_other_chunks(
     monkeypatch.setattr(jsonl, "CHUNK_BYTES", 5)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n\n{"a": 2}\n  {"a" 3}\n')
-    rows = Rows([str(path)])
+    rows = JoinedRows([str(path)])
     assert rows[1] == {"a": 2}
     with pytest.raises(DataError, match=r"rows\.jsonl: line 5 is not JSON: Expecting ':' delimiter at column 8"):
         rows[2]

@@ -67,19 +67,19 @@ def test_with_another_batch_size_the_epoch_continues_with_the_remaining_rows(old
     assert all(len(batch) == new_size for batch in uids(resumed, 20))
 
 
-@pytest.mark.parametrize(("n_rows", "seed", "difference"), [(11, 0, "n_rows=10 .* n_rows=11"), (10, 1, "seed=0 .*=1")])
-def test_a_position_in_other_data_is_refused(n_rows: int, seed: int, difference: str) -> None:
-    state = shuffled(10, 2).state_dict()
+@pytest.mark.parametrize(
+    ("n_rows", "seed", "fingerprint", "difference"),
+    [
+        (11, 0, "numbers", "n_rows=10 .* n_rows=11"),
+        (10, 1, "numbers", "seed=0 .*=1"),
+        (10, 0, "letters", "fingerprint=numbers .* fingerprint=letters"),
+    ],
+)
+def test_a_position_in_other_data_is_refused(n_rows: int, seed: int, fingerprint: str, difference: str) -> None:
+    other = Numbers(n_rows)
+    other.fingerprint = fingerprint
     with pytest.raises(DataError, match=f"{difference}; .*trainer.resume_mode=none"):
-        shuffled(n_rows, 2, seed).load_state_dict(state)
-
-
-def test_a_position_in_a_dataset_with_another_fingerprint_is_refused() -> None:
-    letters = Numbers(10)
-    letters.fingerprint = "letters"
-    other = ShuffledPrompts(letters, 2, 0)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"fingerprint=numbers .* fingerprint=letters"):
-        other.load_state_dict(shuffled(10, 2).state_dict())
+        ShuffledPrompts(other, 2, seed).load_state_dict(shuffled(10, 2).state_dict())  # type: ignore[arg-type]
 
 
 def test_a_dataset_smaller_than_a_batch_is_refused() -> None:

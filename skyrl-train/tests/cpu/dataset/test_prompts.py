@@ -10,7 +10,7 @@ from train_kit.messages import user
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import load_config
-from skyrl_train.dataset.files import Rows
+from skyrl_train.dataset.files import JoinedRows
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -103,27 +103,6 @@ def test_prompts_are_measured_with_the_template_of_the_generator(
         assert [row.prompt for row in dataset] == [[user("a")]]
 
 
-def test_half_characters_of_a_prompt_are_replaced_with_one_warning(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = tmp_path / "rows.jsonl"
-    source.write_text("\n".join(json.dumps(prompt_row(text, answer=text)) for text in ("a", "b\ud83d", "\udc00")))
-    rows = list(PromptDataset(str(source), tiny_tokenizer, LONG))
-    assert [row.prompt[0]["content"] for row in rows] == [row.env_extras["answer"] for row in rows] == ["a", "b?", "?"]
-    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith(f"row 1 of {source} has lone surrogates")
-
-
-def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    for name, text, reason in (
-        ("a.json", "[" * 10**5, "its JSON is nested too deeply"),
-        ("b.jsonl", '{"a": ' + "[" * 10**5, "line 1 is nested too deeply"),
-    ):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(DataError, match=f"{name}: {reason}"):
-            PromptDataset(str(tmp_path / name), tiny_tokenizer, LONG)
-
-
 def test_a_file_without_rows_is_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     source = write_rows(tmp_path, [])
     with pytest.raises(DataError, match=f"no rows in {source}"):
@@ -168,7 +147,7 @@ def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [prompt_row(str(i)) for i in range(60)]
-    sample = set(Rows([write_rows(tmp_path, rows)]).sample(20))
+    sample = set(JoinedRows([write_rows(tmp_path, rows)]).sample(20))
     bad, long, broken = [i for i in range(60) if i not in sample][:3]
     rows[bad]["prompt"] = "a text"
     rows[long] = prompt_row("1" * 200)
@@ -201,7 +180,7 @@ def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
 
 
 def test_data_without_a_usable_row_ends_the_run(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    sample = set(Rows([write_rows(tmp_path, [{}] * 60)]).sample(20))
+    sample = set(JoinedRows([write_rows(tmp_path, [{}] * 60)]).sample(20))
     rows = [
         prompt_row("1" if i in sample else "1" * 200, data_source="short" if i in sample else "long") for i in range(60)
     ]

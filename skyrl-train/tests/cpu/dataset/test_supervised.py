@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig
 from skyrl_train.dataset.demonstrations import Demonstration
-from skyrl_train.dataset.files import Rows
+from skyrl_train.dataset.files import JoinedRows
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDataset, build_supervised_batch
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
@@ -25,6 +25,9 @@ WITHOUT_EOS = (
     "{% if add_generation_prompt %}### assistant: {% endif %}"
 )
 WITHOUT_ROLES = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+OTHER_HEADER = (
+    "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}Bot:{% endif %}"
+)
 WITH_TOOLS = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -69,12 +72,20 @@ def test_a_prompt_and_a_response_train_the_response_and_its_eos_token(
     assert batch.sequences[0].tolist() == segment.token_ids
 
 
-def test_assistant_messages_of_a_prompt_are_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    prompt = [user("a"), assistant("b"), user("c")]
-    path = write_rows(tmp_path, [{"prompt": prompt, "response": "d"}])
-    ((demonstration,),) = read_demonstrations(path, SFTDataConfig())
-    assert demonstration.n_context == 3
-    ((_, trained),) = encode(tiny_tokenizer, demonstration.messages, n_context=3)
+@pytest.mark.parametrize(
+    ("row", "n_context"),
+    [
+        ({"prompt": [user("a"), assistant("b"), user("c")], "response": "d"}, 3),
+        ({"messages": [assistant("Hi"), user("a"), assistant("d")]}, 1),
+    ],
+    ids=["a prompt", "a greeting"],
+)
+def test_assistant_messages_of_a_prompt_and_greetings_are_context(
+    row: dict[str, Any], n_context: int, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    ((demonstration,),) = read_demonstrations(write_rows(tmp_path, [row]), SFTDataConfig())
+    assert demonstration.n_context == n_context
+    ((_, trained),) = encode(tiny_tokenizer, demonstration.messages, n_context=n_context)
     assert trained == ["d<|im_end|>"]
 
 
@@ -110,17 +121,19 @@ def test_without_eos_calls_after_the_content_and_its_blanks_are_kept(tiny_tokeni
     assert trained == ["b\n<|im_end|>"]
 
 
-def test_a_template_with_another_header_is_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    template = (
-        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}Bot:{% endif %}"
-    )
-    with pytest.raises(DataError, match="cannot be separated from the prompt"):
-        encode(tiny_tokenizer, [user("a"), assistant("b")], template)
-
-
-def test_an_end_of_turn_in_the_text_is_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match=r"message 1 contains <\|im_end\|>, the end of a turn, as text; remove it"):
-        encode(tiny_tokenizer, [user("a"), assistant("b<|im_end|>")])
+@pytest.mark.parametrize(
+    ("answer", "template", "tools", "message"),
+    [
+        ("b", OTHER_HEADER, None, "cannot be separated from the prompt"),
+        ("b<|im_end|>", None, None, r"message 1 contains <\|im_end\|>, the end of a turn, as text; remove it"),
+        ("b", None, [{"type": "function", "function": {"name": "f"}}], "row 0: the chat template does not write tools"),
+    ],
+)
+def test_an_answer_that_the_template_would_change_is_refused(
+    answer: str, template: str | None, tools: Any, message: str, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(DataError, match=message):
+        encode(tiny_tokenizer, [user("a"), assistant(answer)], template, tools=tools)
 
 
 def test_a_row_never_trains_its_first_token(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -270,18 +283,6 @@ def test_an_answer_continues_a_prompt_that_begins_it(
         assert tiny_tokenizer.decode(segment.response_ids) == "see<|im_end|>"
 
 
-def test_tools_that_the_template_does_not_write_are_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match="row 0: the chat template does not write tools"):
-        encode(tiny_tokenizer, [user("a"), assistant("b")], tools=[{"type": "function", "function": {"name": "f"}}])
-
-
-def test_a_greeting_is_context(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = write_rows(tmp_path, [{"messages": [assistant("Hi"), user("a"), assistant("b")]}])
-    ((row,),) = read_demonstrations(path, SFTDataConfig())
-    ((_, trained),) = encode(tiny_tokenizer, row.messages, n_context=row.n_context)
-    assert trained == ["b<|im_end|>"]
-
-
 @pytest.mark.parametrize("tools", [None, "", [], "[]", "null"])
 def test_a_row_may_have_no_tools(tools: Any, tmp_path: Path) -> None:
     path = write_rows(tmp_path, [{"prompt": "a", "response": "b", "tools": tools}])
@@ -328,7 +329,7 @@ def test_rows_that_are_checked_when_they_are_drawn_have_the_same_tokens(
     drawn = SupervisedDataset([path], encoder, SFTDataConfig(), max_checked_rows=5)
     assert len(drawn) == len(checked) == 40
     assert [drawn[i] for i in range(40)] == [checked[i] for i in range(40)]
-    bad, long = [i for i in range(40) if i not in Rows([path]).sample(5)][:2]
+    bad, long = [i for i in range(40) if i not in JoinedRows([path]).sample(5)][:2]
     rows[bad]["response"], rows[long]["response"] = 7, "a" * 500
     path = write_rows(tmp_path, rows)
     data = SFTDataConfig(max_length=100, truncation="error")

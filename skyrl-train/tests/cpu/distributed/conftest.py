@@ -10,7 +10,7 @@ from train_kit.strategies import Strategies
 
 @pytest.fixture(scope="module")
 def shared_ranks() -> Iterator[dict[str, SharedRanks]]:
-    """Ranks for each strategy; they end with the module, since tests of other folders count processes."""
+    """Ranks for each strategy. They end with the module, because tests in other folders count processes."""
     groups = {"fsdp2": SharedRanks(), "megatron": SharedRanks("skyrl_train.distributed.megatron")}
     yield groups
     for group in groups.values():

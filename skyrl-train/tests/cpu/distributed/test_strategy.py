@@ -43,7 +43,7 @@ from skyrl_train.weight_sync import SyncOptions, WeightSync
 
 
 def step_wise_rows(n_turns: int, rng: random.Random) -> list[OracleRow]:
-    """Return the rows of a trajectory in which each turn begins with all before it."""
+    """Return the rows of a trajectory whose turns each begin with all earlier turns."""
     rows = [random_row(rng, 7, 3, n_tokens=N_TOKENS)]
     for _ in range(n_turns - 1):
         turn = random_row(rng, 4, 5, n_tokens=N_TOKENS)

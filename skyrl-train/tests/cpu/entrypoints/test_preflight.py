@@ -6,7 +6,7 @@ from train_kit.datasets import prompt_row
 from train_kit.processes import run_python
 from train_kit.runs import expect_error, train
 
-from skyrl_train.dataset.files import Rows, read_rows, write_jsonl
+from skyrl_train.dataset.files import JoinedRows, read_rows, write_jsonl
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.entrypoints.preflight import check_data, find_folder_fault, find_missing
@@ -100,7 +100,7 @@ def test_rows_of_large_data_are_checked_when_they_are_drawn(
     rows = read_rows(f"{catch_data}/train.parquet")
     source = tmp_path / "rows.jsonl"
     write_jsonl(source, rows)
-    sample = Rows([str(source)]).sample(4)
+    sample = JoinedRows([str(source)]).sample(4)
     bad, unknown, refused = [i for i in range(len(rows)) if i not in sample][:3]
     rows[bad]["prompt"], rows[unknown]["env_class"] = "a text", "kaboom"
     rows[refused] |= {"env_class": "gsm8k", "reward_spec": {"method": "rule"}}

@@ -1,12 +1,16 @@
 import asyncio
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from socket import AF_INET
 
 import psutil
 import pytest
 import torch
+import torch.multiprocessing as mp
 from train_kit.runs import run_of
+from train_kit.sysfs import MAX_CORE, imitate_gpus, write_sysfs
 from transformers import PreTrainedModel
 
 from skyrl_train.config.cli import parse_cli
@@ -103,3 +107,22 @@ async def test_all_servers_can_reach_the_address_of_the_policy() -> None:
             host, _, port = (await InlineLauncher(executor, servers=servers)._find_address()).rpartition(":")
         assert host == expected
         assert int(port) > 0
+
+
+def write_cores(_: int, folder: Path, device: str) -> None:
+    imitate_gpus(folder)
+    with ThreadPoolExecutor(1) as executor:
+        launcher = InlineLauncher(executor)
+        launcher.device = torch.device(device)
+        asyncio.run(launcher.start())
+        own = executor.submit(os.sched_getaffinity, 0).result()
+    (folder / "cores").write_text(f"{own} {os.sched_getaffinity(0)}")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_only_the_compute_thread_of_a_gpu_runs_on_the_cores_next_to_it(tmp_path: Path, device: str) -> None:
+    write_sysfs(tmp_path, 1, str(MAX_CORE))
+    mp.spawn(write_cores, (tmp_path, device))
+    cores = os.sched_getaffinity(0)
+    computing = {MAX_CORE} if device == "cuda" else cores
+    assert (tmp_path / "cores").read_text() == f"{computing} {cores}"

@@ -19,8 +19,7 @@ from skyrl_train.launch.ray.launcher import list_requests
 from skyrl_train.launch.specs import model_spec
 from skyrl_train.plan import RunPlan
 from skyrl_train.types.specs import World
-from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.ranks import LocalRank
+from skyrl_train.workers.group import LocalRank, WorkerGroup
 
 PREFIXES = (
     "trainer.placement.",
@@ -83,8 +82,18 @@ HONORED: list[tuple[list[str], list[str]]] = [  # a run, and changes of it
         [f"generator.inference_engine_{kind}_parallel_size=2" for kind in ("tensor", "pipeline", "data")],
     ),
     ([*SERVERS, URLS], ["generator.remote_inference_engine_urls=[gpu:8001]"]),
+    (
+        ["generator.backend=vllm", "generator.run_engines_locally=false", URLS],  # one process with a server
+        [
+            "generator.weight_sync_backend=gloo",
+            "generator.weight_sync_backend=shm",
+            "generator.weight_sync_check=off",
+            "generator.weight_sync_check=checksum",
+            "generator.weight_sync_tolerance=0.5",
+            "generator.weight_sync_timeout_seconds=5",
+        ],
+    ),
 ]
-LOCAL_SERVER = ["generator.backend=vllm", "generator.run_engines_locally=false", URLS]
 
 REFUSED: dict[str, list[str]] = {  # key=value: the other settings of the run
     "trainer.policy.sequence_parallel_size=2": MEGATRON,
@@ -135,21 +144,6 @@ def test_a_key_is_honored(run: list[str], change: str) -> None:
 def test_servers_are_used_in_place_of_local_engines() -> None:
     """The key `generator.run_engines_locally`, which needs URLs."""
     assert describe_run(load([*SERVERS, URLS])) != describe_run(load([RAY]))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "generator.weight_sync_backend=gloo",
-        "generator.weight_sync_backend=shm",
-        "generator.weight_sync_check=off",
-        "generator.weight_sync_check=checksum",
-        "generator.weight_sync_tolerance=0.5",
-        "generator.weight_sync_timeout_seconds=5",
-    ],
-)
-def test_a_key_of_weight_sync_is_honored_by_one_process_with_a_server(change: str) -> None:
-    assert describe_run(load([*LOCAL_SERVER, change])) != describe_run(load(LOCAL_SERVER))
 
 
 def test_a_server_of_sglang_has_the_configured_time_to_load_weights() -> None:

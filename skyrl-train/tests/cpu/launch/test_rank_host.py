@@ -2,20 +2,17 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 from train_kit.ranks import spec
-from train_kit.sysfs import MAX_CORE, write_sysfs
+from train_kit.sysfs import MAX_CORE, imitate_gpus, write_sysfs
 from train_kit.workers import config
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed import FSDP2Strategy
-from skyrl_train.launch import numa
 from skyrl_train.launch.rank_host import COLLECTIVE_TIMEOUT, RankHost
 from skyrl_train.types.specs import World
 
@@ -23,15 +20,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 def write_cores(_: int, folder: Path, device: str) -> None:
-    """Write the cores of a rank on a GPU, whose driver this machine lacks: GPU 0 is that of `write_sysfs`."""
-    cuda: Any = torch.cuda
-    chosen = [0]
-    cuda.set_device = lambda device: chosen.append(device.index)
-    cuda.current_device = lambda: chosen[-1]
-    cuda.get_device_properties = lambda index: SimpleNamespace(
-        pci_domain_id=0, pci_bus_id=0x3B + index, pci_device_id=0
-    )
-    numa.SYSFS = folder
+    imitate_gpus(folder)
     RankHost(World(device=device), "env://", 1)
     (folder / "cores").write_text(str(os.sched_getaffinity(0)))
 

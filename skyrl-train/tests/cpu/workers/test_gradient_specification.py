@@ -30,8 +30,7 @@ from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.learner import Learner
 from skyrl_train.types import TrainingBatch
 from skyrl_train.types.specs import Role
-from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.ranks import LocalRank
+from skyrl_train.workers.group import LocalRank, WorkerGroup
 
 EXACT = 1e-5
 REDUCTIONS = get_args(LossReduction)
@@ -108,7 +107,7 @@ class PartRank:
         self._rank = rank
 
     async def load(self, spec: Any, objective: Any) -> None:
-        """Do nothing; the worker is already loaded."""
+        """Do nothing. The worker is already loaded."""
 
     async def call(self, method: str, *args: Any) -> Any:
         return await self._rank.call(method, *args)
@@ -280,7 +279,7 @@ def test_gradients_of_kl_losses(name: str, corrected: bool) -> None:
     ids=format_case,
 )
 def test_gradient_and_metrics_of_the_policy_do_not_depend_on_the_number_of_ranks(case: dict[str, Any]) -> None:
-    """With ten trajectories some of 16 ranks have no row; the others have one or several micro-batches."""
+    """With ten trajectories, some of the 16 ranks have no row, and some have several micro-batches."""
     terms: dict[str, Any] = {"use_entropy_loss": True, "top_entropy_quantile": 0.5, "tis_ratio_type": "token"}
     s = Settings(policy_loss_type=case["loss"], loss_reduction=case["reduction"], **terms)
     metrics = assert_policy_as_specified(s, case["several_rows"], case["n_ranks"], micro_train_batch_size_per_gpu=2)

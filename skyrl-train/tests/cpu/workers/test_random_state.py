@@ -17,7 +17,7 @@ def restore_random_state() -> Iterator[None]:
 
 
 def draw() -> list[float]:
-    """Draw from all generators; those of Python and NumPy cache the second of each pair of normal numbers."""
+    """Draw from all generators. Python's and NumPy's cache the second of each pair of normal numbers."""
     return [random.gauss(0, 1), np.random.randn(), float(torch.randn(())), random.random(), np.random.rand()]
 
 
@@ -57,7 +57,7 @@ def test_reading_the_state_does_not_change_it() -> None:
 def test_only_the_generator_of_the_own_gpu_is_restored(
     saved: torch.Tensor | list[torch.Tensor], device: str, restored: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A list is that of an old checkpoint, of a process that saw two GPUs. tests/gpu restores a real generator."""
+    """Old checkpoints have a list, here from a process that saw two GPUs. tests/gpu restores a real generator."""
     calls: list[tuple[int, str]] = []
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: calls.append((state.item(), device)))
     set_random_state(random_state() | {"cuda": saved}, device)

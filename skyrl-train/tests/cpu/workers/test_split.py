@@ -19,7 +19,7 @@ def make_batch(rows: list[list[int]]) -> TrainingBatch:
 
 
 def cost(rows: list[list[int]], shares_prefixes: bool) -> float:
-    """Return the tokens of a micro-batch, with a discount for those of a shared prefix."""
+    """Return the tokens of a micro-batch, with a discount for shared prefixes."""
     prefixes = {tuple(row[: i + 1]) for row in rows for i in range(len(row))}
     n_tokens = sum(map(len, rows))
     return n_tokens - (1 - SHARED_COST) * (n_tokens - len(prefixes)) if shares_prefixes else n_tokens

@@ -54,9 +54,15 @@ def scalar_reinforce(
     return reduce_loss(-advantages * log_probs, loss_mask, config.loss_reduction, config.max_seq_len), 0.25
 
 
-def test_a_scalar_loss_does_not_depend_on_micro_batches(policy: PreTrainedModel, batch: TrainingBatch) -> None:
+def test_a_scalar_loss_equals_its_per_token_form_and_does_not_depend_on_micro_batches(
+    policy: PreTrainedModel, batch: TrainingBatch
+) -> None:
     """The gradient specification has the losses of the package."""
     whole, metrics = train(policy, batch, scalar_reinforce)
+    by_token, token_metrics = train(policy, batch, "policy_gradient", 5)
+    assert_same_gradients(by_token, whole)
+    assert metrics["policy/ppo_clip_ratio"] == pytest.approx(0.25)
+    assert metrics["policy/policy_loss"] == pytest.approx(token_metrics["policy/policy_loss"])
     for n_rows in (4, 1):
         divided, other_metrics = train(policy, batch, scalar_reinforce, n_rows)
         assert_same_gradients(whole, divided)
@@ -90,14 +96,6 @@ def test_metrics_of_a_loss_do_not_affect_the_kl_loss(policy: PreTrainedModel, ba
     gradient, metrics = train(policy, batch, with_metric)
     assert max(values.abs().max() for values in gradient.values()) > 1e-5
     assert metrics["policy/final_loss"] == pytest.approx(KL_COEF * metrics["policy/policy_kl"])
-
-
-def test_a_scalar_loss_equals_its_per_token_form(policy: PreTrainedModel, batch: TrainingBatch) -> None:
-    by_token, metrics = train(policy, batch, "policy_gradient", 5)
-    scalar, scalar_metrics = train(policy, batch, scalar_reinforce, 5)
-    assert_same_gradients(by_token, scalar)
-    assert scalar_metrics["policy/ppo_clip_ratio"] == pytest.approx(0.25)
-    assert scalar_metrics["policy/policy_loss"] == pytest.approx(metrics["policy/policy_loss"])
 
 
 def test_a_correction_without_rollout_log_probs_is_refused(policy: PreTrainedModel, batch: TrainingBatch) -> None:

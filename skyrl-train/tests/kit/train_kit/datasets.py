@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from skyrl_train.config.preferences import PreferenceDataConfig
 from skyrl_train.config.sft import SFTDataConfig
 from skyrl_train.dataset.demonstrations import Demonstration, read_answers
-from skyrl_train.dataset.files import Rows, write_jsonl
+from skyrl_train.dataset.files import JoinedRows, write_jsonl
 
 CHAT = {
     "messages": [
@@ -38,7 +38,7 @@ def write_rows(folder: Path, rows: Sequence[Any], name: str = "rows.jsonl") -> s
 
 def read_demonstrations(path: str, data: SFTDataConfig | PreferenceDataConfig) -> list[tuple[Demonstration, ...]]:
     """Return the answers of each row of a file: one to imitate, or a chosen and a rejected one."""
-    rows = Rows([path])
+    rows = JoinedRows([path])
     return list(read_answers(rows, range(len(rows)), data))
 
 

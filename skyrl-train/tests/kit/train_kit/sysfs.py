@@ -2,6 +2,12 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from skyrl_train.launch import numa
 
 GPU = "0000:3b:00.0"
 MAX_CORE = max(os.sched_getaffinity(0))
@@ -15,3 +21,15 @@ def write_sysfs(sysfs: Path, node: int, cores: str) -> Path:
     (device / "numa_node").write_text(f"{node}\n")
     (node_1 / "cpulist").write_text(f"{cores}\n")
     return sysfs
+
+
+def imitate_gpus(sysfs: Path) -> None:
+    """Give this process GPUs without a driver, and the machine at `sysfs`. GPU 0 is the GPU of `write_sysfs`."""
+    cuda: Any = torch.cuda
+    chosen = [0]
+    cuda.set_device = lambda device: chosen.append(device.index)
+    cuda.current_device = lambda: chosen[-1]
+    cuda.get_device_properties = lambda index: SimpleNamespace(
+        pci_domain_id=0, pci_bus_id=0x3B + index, pci_device_id=0
+    )
+    numa.SYSFS = sysfs

@@ -20,8 +20,7 @@ from skyrl_train.distributed import SingleStrategy
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.types import TokenScores, TrainingBatch
 from skyrl_train.types.specs import Role, World, lora_spec
-from skyrl_train.workers.group import WorkerGroup
-from skyrl_train.workers.ranks import LocalRank
+from skyrl_train.workers.group import LocalRank, WorkerGroup
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from train_kit.merges import TOLERANCES, copy_folder, logits, logits_in, save_ad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.checkpoint import model_folder
-from skyrl_train.checkpoint.lock import folder_lock
+from skyrl_train.checkpoint.durable import folder_lock
 from skyrl_train.checkpoint.merge import adapter as adapter_merge
 from skyrl_train.checkpoint.merge import merge_adapter
 from skyrl_train.entrypoints.cli import main
@@ -139,29 +139,9 @@ def break_verification(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> 
     patch.setattr(adapter_merge, "_apply_changes", scale)
 
 
-def fill_disk(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(model_folder.shutil, "disk_usage", lambda _: model_folder.shutil._ntuple_diskusage(10, 10, 0))
-
-
-def set_alpha_to_zero(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
-    change_settings(adapter, lora_alpha=0)
-
-
-def reset_adapter(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
-    save_adapter(adapter, base, scale=0.0)
-
-
 def change_base(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
     save_adapter(adapter, save_base(base.with_name("wide"), hidden_size=64))
     change_settings(adapter, base_model_name_or_path=str(base))
-
-
-def forget_base(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
-    change_settings(adapter, base_model_name_or_path=None)
-
-
-def remove_weights(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
-    (base / "model.safetensors").unlink()
 
 
 def truncate_weights(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> None:
@@ -172,21 +152,39 @@ def truncate_weights(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> No
     ("harm", "message"),
     [
         (break_verification, "the merged model is wrong, and nothing was written: its logits differ from"),
-        (fill_disk, "could not be written: [0-9,]+ bytes are needed and 0 are free"),
-        (set_alpha_to_zero, "would change none of the 25 tensors of .*: its alpha is 0"),
-        (reset_adapter, "would change none of the 25 tensors of .*: B·A is 0"),
+        (
+            lambda base, adapter, patch: patch.setattr(
+                model_folder.shutil, "disk_usage", lambda _: model_folder.shutil._ntuple_diskusage(10, 10, 0)
+            ),
+            "could not be written: [0-9,]+ bytes are needed and 0 are free",
+        ),
+        (
+            lambda base, adapter, patch: change_settings(adapter, lora_alpha=0),
+            "would change none of the 25 tensors of .*: its alpha is 0",
+        ),
+        (
+            lambda base, adapter, patch: save_adapter(adapter, base, scale=0.0),
+            "would change none of the 25 tensors of .*: B·A is 0",
+        ),
         (change_base, "does not fit"),
-        (forget_base, "does not name its base model; name it with --base"),
-        (remove_weights, "has no .*safetensors; save the model"),
+        (
+            lambda base, adapter, patch: change_settings(adapter, base_model_name_or_path=None),
+            "does not name its base model; name it with --base",
+        ),
+        (
+            lambda base, adapter, patch: (base / "model.safetensors").unlink(),
+            "has no .*safetensors; save the model",
+        ),
         (truncate_weights, "model.safetensors cannot be read"),
     ],
+    ids=["wrong logits", "full disk", "alpha 0", "B 0", "other base", "no base", "no weights", "cut weights"],
 )
 def test_nothing_is_left_of_a_merge_that_fails(
     base: Path,
     adapter: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    harm: Callable[[Path, Path, pytest.MonkeyPatch], None],
+    harm: Callable[[Path, Path, pytest.MonkeyPatch], object],
     message: str,
 ) -> None:
     base, adapter = copy_folder(base, tmp_path / "base"), copy_folder(adapter, tmp_path / "adapter")

@@ -1,15 +1,17 @@
-"""A check after each weight sync that the engines compute with the policy's weights."""
+"""Weight syncs with a check that the engines compute with the policy's weights, and syncs that pause the engines."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import torch
 
 from skyrl_train.dataset.batch import pad_right, pad_tokens
-from skyrl_train.errors import SyncError
+from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
 from skyrl_train.types import Metrics, TrainingBatch
+from skyrl_train.weight_sync import WeightSync
 from skyrl_train.weight_sync.sync import ADVICE
 from skyrl_train.workers.group import WorkerGroup
 
@@ -30,8 +32,9 @@ class CheckedSync:
         *,
         once: bool = False,
     ) -> None:
-        """Allow a mean difference of `tolerance` nats; prompts are made of the first `n_token_ids` token ids. With
-        `once`, only the first sync is checked.
+        """Allow a mean difference of `tolerance` nats. `once` checks only the first sync.
+
+        Prompts consist of the first `n_token_ids` token ids.
         """
         self._sync = sync
         self._once = once
@@ -85,3 +88,30 @@ class CheckedSync:
         expected = (await self._policy.score(batch, beside_others=True))["logprobs"]  # (N, 1)
         found = pad_right([result.logprobs or [] for result in results])
         return float((found - expected).abs().mean())
+
+
+class PausedSync:
+    """A weight sync that pauses the engine, whose requests continue with the new weights."""
+
+    def __init__(self, sync: WeightSync, engine: InferenceEngine, policy: WorkerGroup) -> None:
+        self._sync = sync
+        self._engine = engine
+        self._policy = policy
+        self._n_steps = policy.n_optimizer_steps  # at the last sync
+
+    async def __call__(self, version: int) -> Metrics:
+        """Send the weights as `version`. Raises the errors of `WeightSync`."""
+        await self._engine.pause()
+        try:
+            metrics = await self._sync(version)
+        except BaseException:
+            with suppress(EngineError):  # the first error explains it
+                await self._engine.resume()
+            raise
+        self._n_steps = self._policy.n_optimizer_steps
+        await self._engine.resume()
+        return metrics
+
+    def is_current(self) -> bool:
+        """Return True if the policy has not been updated since the last sync."""
+        return self._policy.n_optimizer_steps == self._n_steps
