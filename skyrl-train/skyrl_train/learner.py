@@ -14,9 +14,10 @@ import torch
 from skyrl_train.algorithms.advantages import normalize_over_batch
 from skyrl_train.algorithms.filters import informative_groups
 from skyrl_train.algorithms.inputs import FROM_POLICY, estimator_inputs, named_inputs, required_inputs
-from skyrl_train.algorithms.kl import kl_controller, penalize_rewards
+from skyrl_train.algorithms.kl import kl_controller
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.algorithms.registry import AdvantageEstimator
+from skyrl_train.algorithms.reward_pipeline import penalize_rewards
 from skyrl_train.algorithms.trajectories import TrajectoryView
 from skyrl_train.config.base import value_at
 from skyrl_train.config.run import RunConfig

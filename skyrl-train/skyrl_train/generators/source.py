@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from skyrl_train.algorithms.contract import estimator_traits
 from skyrl_train.algorithms.dynamic_sampling import GroupCollector
-from skyrl_train.algorithms.filters import punish_overlong
+from skyrl_train.algorithms.reward_pipeline import punish_overlong
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.order import PromptOrder
 from skyrl_train.errors import EnvError

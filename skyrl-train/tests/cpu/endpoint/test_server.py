@@ -30,7 +30,7 @@ async def test_requests_of_a_session_are_recorded(stage: EndpointStage) -> None:
     (row,) = session.recording.rows
     request, result = stage.engine.exchanges[-1]
     assert row.token_ids == request.prompt_ids + result.token_ids
-    assert [record.result for record in session.recording.turns] == [result for _, result in stage.engine.exchanges]
+    assert sum(row.loss_mask) == sum(len(result.token_ids) for _, result in stage.engine.exchanges)
     assert result.n_reused > 0
 
 
