@@ -22,7 +22,7 @@ from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.demonstrations import Demonstration, read_answers
 from skyrl_train.dataset.files import Rows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
-from skyrl_train.rendering.template import ChatTemplate, Turn
+from skyrl_train.rendering.template import ChatTemplate, RenderedTurn
 from skyrl_train.types import DrawnPrompt, Segment, StopReason, TrainingBatch, Trajectory, TrajectoryID
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class ConversationEncoder:
             row.loss_mask[0] = 0  # nothing precedes the first token, so it cannot be predicted
         return rows
 
-    def _encode_answer(self, turn: Turn, message: Mapping[str, Any], index: int) -> tuple[list[int], str]:
+    def _encode_answer(self, turn: RenderedTurn, message: Mapping[str, Any], index: int) -> tuple[list[int], str]:
         """Return tokens and text of an answer up to its end-of-turn token. Append the EOS token if there is none.
 
         Templates add text after the end of a turn: ChatML a "\\n", Phi-3.5 a "\\n" and, after the last turn, its EOS

@@ -23,7 +23,7 @@ from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.endpoint.process import EndpointProcess
 from skyrl_train.endpoint.server import Endpoint
 from skyrl_train.endpoint.service import ModelService
-from skyrl_train.endpoint.session import Session
+from skyrl_train.endpoint.session import AgentSession
 from skyrl_train.errors import ConfigError, EngineLostError, EnvError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import custom_chat_template
@@ -225,7 +225,7 @@ class AgentGenerator(RolloutGenerator):
 
 
 @contextmanager
-def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
+def _boundary(rollout: Rollout, session: AgentSession) -> Iterator[None]:
     """Mark the rollout as invalid if its agent raises."""
     try:
         yield

@@ -16,7 +16,7 @@ from typing import Any
 
 from skyrl_train.endpoint.server import Endpoint, session_url
 from skyrl_train.endpoint.service import ModelService
-from skyrl_train.endpoint.session import Session
+from skyrl_train.endpoint.session import AgentSession
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.channel import listen, new_local_address
 from skyrl_train.inference_engines.process import ServerProcess
@@ -92,16 +92,16 @@ class EndpointProcess:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def url(self, session: Session | None = None) -> str:
+    def url(self, session: AgentSession | None = None) -> str:
         """Return the `base_url` for clients of a session. Without a session, requests are not recorded."""
         return session_url(self._origin, session)
 
-    async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> Session:
+    async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> AgentSession:
         """Start recording the requests below the session's URL. The recording is filled in by `end_session`."""
         session_id: str = await self._call("open_session", sampling, seed, name)
-        return Session(session_id, sampling, seed, self._service.new_recording())
+        return AgentSession(session_id, sampling, seed, self._service.new_recording())
 
-    async def end_session(self, session: Session) -> None:
+    async def end_session(self, session: AgentSession) -> None:
         """Stop recording and fill in `session.recording`. Unfinished and later requests get status 404."""
         result: SessionResult = await self._call("end_session", session.id)
         recording = session.recording
@@ -126,7 +126,7 @@ class _EndpointHost:
     def __init__(self, address: str, token: bytes, make_service: MakeService) -> None:
         self._engine = connect(address, token, None, lambda: "the trainer has ended")
         self._endpoint = Endpoint(make_service(self._engine))
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
 
     async def start(self, host: str, port: int, public_url: str | None) -> str:
         await self._endpoint.start(host, port, public_url)

@@ -40,7 +40,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RenderedTurn:
     """An assistant's turn: the prompt that the model reads, and the answer that it learns to write."""
 
     prompt: str
@@ -204,7 +204,7 @@ class ChatTemplate:
         index: int,
         tools: Sequence[Any] | None = None,
         start: Mapping[str, Any] | None = None,
-    ) -> Turn:
+    ) -> RenderedTurn:
         """Return the prompt and the answer of the assistant's message at `index`.
 
         `start` is an assistant's message with the beginning of that answer. It then belongs to the prompt.
@@ -221,7 +221,7 @@ class ChatTemplate:
                 f"the chat template renders the begun reply ({prompt[-40:]!r}) differently from the whole message "
                 f"{index}; write the whole answer as the response"
             )
-        return Turn(prompt, text[len(prompt) :])
+        return RenderedTurn(prompt, text[len(prompt) :])
 
     def _render_reply(self, past: Messages, message: Mapping[str, Any], tools: Sequence[Any] | None) -> tuple[str, str]:
         """Return the generation prompt, and a prepared message as the reply that continues it.

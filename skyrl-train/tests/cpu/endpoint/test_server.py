@@ -13,7 +13,7 @@ from train_kit.processes import no_leaks
 from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.endpoint import Endpoint, Session
+from skyrl_train.endpoint import AgentSession, Endpoint
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.models.memory import cache_bytes_per_token
@@ -205,7 +205,7 @@ async def test_a_reply_ends_with_the_memory_of_the_engine(
 
 
 async def test_a_failing_engine_is_a_server_error(stage: EndpointStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    session: Session = await stage.session()
+    session: AgentSession = await stage.session()
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of luck")
