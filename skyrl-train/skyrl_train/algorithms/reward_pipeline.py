@@ -78,7 +78,7 @@ def place_reward(reward: Reward, loss_mask: Sequence[int]) -> list[float]:
 def add_function_reward(trajectory: Trajectory, name: str, reward: Reward | None, weight: float) -> Trajectory:
     """Add the result of a reward function, and report it as a component. An unknown reward (None) makes it invalid."""
     if reward is None:
-        error = f"reward function {name} gave no reward"
+        error = f"reward function {name} returned no reward"
         return replace(trajectory, stop_reason=StopReason.REWARD_UNKNOWN, error=error)
     last = trajectory.segments[-1]
     rewards = list(last.rewards)

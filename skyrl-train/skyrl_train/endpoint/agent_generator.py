@@ -167,7 +167,7 @@ class AgentGenerator(RolloutGenerator):
         """Return the endpoint. Start it on first use, and restart it if its process has crashed."""
         async with self._starting:
             if isinstance(self._endpoint, EndpointProcess) and self._endpoint.is_lost:
-                logger.warning("The process of the endpoint has ended; another one is started")
+                logger.warning("The endpoint's process has crashed; starting a new one")
                 await self._endpoint.close()
                 self._endpoint = None
             if self._endpoint is None:

@@ -116,7 +116,7 @@ class EndpointProcess:
         await self._call("hold_others")
 
     async def _call(self, method: str, *args: Any) -> Any:
-        assert self._client is not None, "start() comes first"
+        assert self._client is not None, "call start() first"
         return await self._client.call(method, *args)
 
 

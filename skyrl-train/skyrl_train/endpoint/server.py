@@ -132,7 +132,7 @@ class Endpoint:
         Between rollouts, the endpoint then leaves the engine idle, and its weights may change.
         """
         self._serves_others.clear()
-        await self._active.end(unavailable("the model is being trained; ask again"), lambda owners: None in owners)
+        await self._active.end(unavailable("the model is being trained; retry"), lambda owners: None in owners)
 
     # -- routes
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -97,17 +96,17 @@ class GymGenerator(RolloutGenerator):
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
         """Return one trajectory for each request, in order. Failed rollouts are invalid, never reward 0."""
-        play = partial(self._play_all, sampling)
+
+        async def play(rollouts: Sequence[Rollout]) -> None:
+            groups = [rollouts] if self._is_batched else [[rollout] for rollout in rollouts]
+            await gather_or_cancel(self._play(group, sampling) for group in groups)
+
         trajectories = await play_until_valid(requests, metadata, play, n_retries=self.generator_cfg.n_rollout_retries)
         return await self._rewards.add_to(trajectories)
 
     async def close(self) -> None:
         """End all threads and processes of environments."""
         await self._episodes.close()
-
-    async def _play_all(self, sampling: SamplingParams, rollouts: Sequence[Rollout]) -> None:
-        groups = [rollouts] if self._is_batched else [[rollout] for rollout in rollouts]
-        await gather_or_cancel(self._play(group, sampling) for group in groups)
 
     async def _play(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> None:
         """Play rollouts together, turn by turn. Their time limit starts once every environment has a slot."""

@@ -182,7 +182,13 @@ class RewardFunctions:
         ]
         try:
             with errors_as_exceptions():
-                return _check_rewards(await _call(function, samples, lock), trajectories)
+                result: Any
+                if is_async(function):
+                    result = function(samples)
+                else:
+                    async with lock:  # a plain function may block and need not be thread-safe
+                        result = await asyncio.to_thread(call_contained, function, samples)
+                return _check_rewards(await result if inspect.isawaitable(result) else result, trajectories)
         except Exception:  # the boundary of a user's function
             logger.warning("Reward function %s failed on %d samples", name, len(samples), exc_info=True)
             return [None] * len(samples)
@@ -202,17 +208,6 @@ class RewardFunctions:
 def is_async(function: Callable[..., Any]) -> bool:
     """Return True if calling the function returns a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-async def _call(function: RewardFunction, samples: Sequence[RewardSample], lock: asyncio.Lock) -> Any:
-    """Call a reward function. A plain function may block and need not be thread-safe."""
-    result: Any
-    if is_async(function):
-        result = function(samples)
-    else:
-        async with lock:
-            result = await asyncio.to_thread(call_contained, function, samples)
-    return await result if inspect.isawaitable(result) else result
 
 
 def _check_rewards(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Reward | None]:

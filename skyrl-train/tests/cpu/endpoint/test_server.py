@@ -142,10 +142,10 @@ async def test_requests_without_a_session_wait_during_training(stage: EndpointSt
     await stage.until_n_requests(2)
     await stage.endpoint.hold_others()
     await stage.engine.resume()
-    with pytest.raises(openai.InternalServerError, match="the model is being trained; ask again") as refused:
+    with pytest.raises(openai.InternalServerError, match="the model is being trained; retry") as refused:
         await request_task
     assert refused.value.status_code == 503
-    with pytest.raises(openai.APIError, match="the model is being trained; ask again"):
+    with pytest.raises(openai.APIError, match="the model is being trained; retry"):
         async for _ in streaming:
             pass
     await sync_weights(stage.engine, talker.named_parameters, 1)

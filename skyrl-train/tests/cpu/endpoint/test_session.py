@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -46,20 +47,20 @@ def test_values_equal_to_the_session_cause_no_warning(session: AgentSession, cap
     assert caplog.records == []
 
 
-@pytest.mark.parametrize(("n_requested", "n_max"), [(None, 10), (4, 4), (40, 10)])
-def test_a_reply_may_be_shorter_and_not_longer(session: AgentSession, n_requested: int | None, n_max: int) -> None:
-    assert session.sampling_for(chat_request(max_tokens=n_requested), set()) == replace(SAMPLING, max_new_tokens=n_max)
-
-
-def test_stop_strings_and_tokens_are_added_to_those_of_the_session(session: AgentSession) -> None:
-    sampling = session.sampling_for(chat_request(stop=["y", "x"], stop_token_ids=[4, 3]), set())
-    assert (sampling.stop, sampling.stop_token_ids) == (("x", "y"), (3, 4))
-
-
-def test_logprobs_can_be_requested(session: AgentSession) -> None:
-    assert session.sampling_for(chat_request(logprobs=True, top_logprobs=2), set()) == replace(
-        SAMPLING, n_top_logprobs=2
-    )
+@pytest.mark.parametrize(
+    ("requested", "expected"),
+    [
+        ({}, {}),
+        ({"max_tokens": 4}, {"max_new_tokens": 4}),
+        ({"max_tokens": 40}, {"max_new_tokens": 10}),
+        ({"stop": ["y", "x"], "stop_token_ids": [4, 3]}, {"stop": ("x", "y"), "stop_token_ids": (3, 4)}),
+        ({"logprobs": True, "top_logprobs": 2}, {"n_top_logprobs": 2}),
+    ],
+)
+def test_a_request_can_shorten_replies_and_ask_for_logprobs(
+    session: AgentSession, requested: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert session.sampling_for(chat_request(**requested), set()) == replace(SAMPLING, **expected)
 
 
 def test_seeds_depend_on_session_and_prompt(session: AgentSession) -> None:

@@ -92,8 +92,12 @@ async def test_the_stages_of_the_reward_pipeline_run_in_the_documented_order(
     stage = make_stage(max_turns=2, zero_reward_on_non_stop=True, **options)
     cfg = config(
         algorithm={
-            "overlong_buffer_len": 4, "overlong_buffer_penalty_factor": 8.0, "kl_loss_coef": 0.5,
-            "use_kl_loss": False, "use_kl_in_reward": True, "kl_estimator_type": "k1",
+            "overlong_buffer_len": 4,
+            "overlong_buffer_penalty_factor": 8.0,
+            "kl_loss_coef": 0.5,
+            "use_kl_loss": False,
+            "use_kl_in_reward": True,
+            "kl_estimator_type": "k1",
         },
         train_batch_size=2,
         policy_mini_batch_size=2,
@@ -178,7 +182,7 @@ async def test_unknown_rewards_are_invalid(make_stage: MakeStage, register: Regi
     n_valid = 1 if answer[0] is None else 0
     assert [t.is_valid for t in trajectories] == ([False, True] if n_valid else [False, False]) * 2
     assert {t.stop_reason for t in trajectories if not t.is_valid} == {"reward_unknown"}
-    assert trajectories[0].error == "reward function odd gave no reward"
+    assert trajectories[0].error == "reward function odd returned no reward"
 
 
 def first_word(samples: Sequence[RewardSample]) -> list[float]:
