@@ -287,6 +287,5 @@ def _check_config(cfg: GeneratorConfig) -> None:
     named = [f"generator.{name}" for name, is_set in unsupported.items() if is_set]
     if named:
         raise ConfigError(
-            f"{', '.join(named)}: these shape the turns of an environment, and agents take their turns as they like; "
-            "remove them"
+            f"{', '.join(named)}: agents control their own turns, so only environments can use this; remove it"
         )
