@@ -20,9 +20,10 @@ from skyrl_train.algorithms.inputs import (
     named_inputs,
     required_inputs,
 )
-from skyrl_train.algorithms.kl import kl_controller, penalize_rewards
+from skyrl_train.algorithms.kl import kl_controller
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.algorithms.registry import AdvantageEstimator
+from skyrl_train.algorithms.reward_pipeline import penalize_rewards
 from skyrl_train.config.base import value_at
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.trainer import TrainerConfig

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 from skyrl_train.config.algorithm import AlgorithmConfig, KLEstimator
 from skyrl_train.errors import ConfigError
-from skyrl_train.lazy import no_grad, torch
+from skyrl_train.lazy import torch
 
 
 def compute_approx_kl(
@@ -75,23 +75,6 @@ def importance_weighted_kl(
     return (ratio.detach() if has_own_gradient else ratio) * compute_approx_kl(
         log_probs, log_probs_base, loss_mask, kl_estimator_type
     )
-
-
-@no_grad
-def penalize_rewards(
-    rewards: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    ref_log_probs: torch.Tensor,
-    loss_mask: torch.Tensor,
-    coefficient: float,
-    estimator: KLEstimator,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rewards - coefficient · KL, and the KL, both (B, R). The KL is 0 outside the mask.
-
-    Source: Fine-Tuning Language Models from Human Preferences (Ziegler et al., 2019, arXiv:1909.08593), section 2.
-    """
-    kl = compute_approx_kl(old_log_probs, ref_log_probs, loss_mask, estimator)
-    return rewards - coefficient * kl, kl
 
 
 def _within_mask(difference: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:

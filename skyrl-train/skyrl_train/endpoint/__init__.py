@@ -4,6 +4,6 @@ from skyrl_train.endpoint.agent_generator import Agent, AgentGenerator, AgentRes
 from skyrl_train.endpoint.process import EndpointProcess
 from skyrl_train.endpoint.server import Endpoint
 from skyrl_train.endpoint.service import ModelService
-from skyrl_train.endpoint.session import Session
+from skyrl_train.endpoint.session import AgentSession
 
-__all__ = ["Agent", "AgentGenerator", "AgentResult", "Endpoint", "EndpointProcess", "ModelService", "Session"]
+__all__ = ["Agent", "AgentGenerator", "AgentResult", "AgentSession", "Endpoint", "EndpointProcess", "ModelService"]

@@ -17,17 +17,18 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_reward
+from skyrl_train.algorithms.reward_pipeline import weigh_components
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.endpoint.process import EndpointProcess
 from skyrl_train.endpoint.server import Endpoint
 from skyrl_train.endpoint.service import ModelService
-from skyrl_train.endpoint.session import Session
+from skyrl_train.endpoint.session import AgentSession
 from skyrl_train.errors import ConfigError, EngineLostError, EnvError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import custom_chat_template
 from skyrl_train.generators.env_pool import ThreadPool
-from skyrl_train.generators.rewards import RewardFunctions, is_async, weighted_reward
+from skyrl_train.generators.rewards import RewardFunctions, is_async
 from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.types import PromptRow, StopReason, Trajectory
@@ -166,7 +167,7 @@ class AgentGenerator(RolloutGenerator):
         """Return the endpoint. Start it on first use, and restart it if its process has crashed."""
         async with self._starting:
             if isinstance(self._endpoint, EndpointProcess) and self._endpoint.is_lost:
-                logger.warning("The process of the endpoint has ended; another one is started")
+                logger.warning("The endpoint's process has crashed; starting a new one")
                 await self._endpoint.close()
                 self._endpoint = None
             if self._endpoint is None:
@@ -224,7 +225,7 @@ class AgentGenerator(RolloutGenerator):
 
 
 @contextmanager
-def _boundary(rollout: Rollout, session: Session) -> Iterator[None]:
+def _boundary(rollout: Rollout, session: AgentSession) -> Iterator[None]:
     """Mark the rollout as invalid if its agent raises."""
     try:
         yield
@@ -259,9 +260,9 @@ def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float])
     if not is_reward(reward) or (result.components and not is_reward(list(result.components.values()))):
         raise NoReward(StopReason.AGENT_ERROR, f"the agent returned {returned!r}; rewards must be finite numbers")
     components = {str(name): float(value) for name, value in result.components.items()}
-    reward = weighted_reward(reward, components, weights)
+    reward = weigh_components(reward, components, weights)
     turns = rollout.turns
-    if any(turn.result.stop_reason == StopReason.ABORT for turn in turns):
+    if any(turn.stop_reason == StopReason.ABORT for turn in turns):
         raise NoReward(StopReason.ABORT, "the engine aborted a request")
     if not turns:
         raise NoReward(StopReason.AGENT_SILENT, "the agent returned without a reply of the model")
@@ -272,7 +273,7 @@ def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float])
     for turn, value in zip(turns, rewards, strict=True):
         turn.reward = float(value)
     rollout.reward_components, rollout.env_metrics = components, dict(result.metrics)
-    rollout.stop_reason = turns[-1].result.stop_reason
+    rollout.stop_reason = turns[-1].stop_reason
 
 
 def _check_config(cfg: GeneratorConfig) -> None:
@@ -286,6 +287,5 @@ def _check_config(cfg: GeneratorConfig) -> None:
     named = [f"generator.{name}" for name, is_set in unsupported.items() if is_set]
     if named:
         raise ConfigError(
-            f"{', '.join(named)}: these shape the turns of an environment, and agents take their turns as they like; "
-            "remove them"
+            f"{', '.join(named)}: agents control their own turns, so only environments can use this; remove it"
         )

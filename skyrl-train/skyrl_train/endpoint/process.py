@@ -12,17 +12,16 @@ import shutil
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from skyrl_train.endpoint.server import Endpoint, session_url
 from skyrl_train.endpoint.service import ModelService
-from skyrl_train.endpoint.session import Session
-from skyrl_train.generators.conversation import TurnRecord
+from skyrl_train.endpoint.session import AgentSession
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.channel import listen, new_local_address
 from skyrl_train.inference_engines.process import ServerProcess
 from skyrl_train.inference_engines.remote import RemoteClient, connect, new_token, serve
-from skyrl_train.types import SegmentBuilder
+from skyrl_train.types import Segment, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +32,8 @@ MakeService = Callable[[InferenceEngine], ModelService]
 """Creates an endpoint's `ModelService` from the engine. Must be picklable, e.g. a `partial` of `ModelService`."""
 
 
-class RecordedSession(NamedTuple):
-    """The result of a session, in a form that can be sent to the trainer."""
-
-    rows: list[SegmentBuilder]
-    turns: list[TurnRecord]
-    generate_s: float
-    engine_failure: str | None
+SessionResult = tuple[list[Segment], list[Turn], float, str | None]
+"""Rows and turns of the recording, `generate_s` and `engine_failure`, to send to the trainer."""
 
 
 class EndpointProcess:
@@ -98,20 +92,20 @@ class EndpointProcess:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def url(self, session: Session | None = None) -> str:
+    def url(self, session: AgentSession | None = None) -> str:
         """Return the `base_url` for clients of a session. Without a session, requests are not recorded."""
         return session_url(self._origin, session)
 
-    async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> Session:
+    async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> AgentSession:
         """Start recording the requests below the session's URL. The recording is filled in by `end_session`."""
         session_id: str = await self._call("open_session", sampling, seed, name)
-        return Session(session_id, sampling, seed, self._service.new_recording())
+        return AgentSession(session_id, sampling, seed, self._service.new_recording())
 
-    async def end_session(self, session: Session) -> None:
+    async def end_session(self, session: AgentSession) -> None:
         """Stop recording and fill in `session.recording`. Unfinished and later requests get status 404."""
-        recorded: RecordedSession = await self._call("end_session", session.id)
-        session.recording.rows, session.recording.turns = recorded.rows, recorded.turns
-        session.generate_s, session.engine_failure = recorded.generate_s, recorded.engine_failure
+        result: SessionResult = await self._call("end_session", session.id)
+        recording = session.recording
+        recording.rows, recording.turns, session.generate_s, session.engine_failure = result
 
     async def serve_others(self) -> None:
         """Answer requests without a session again. This is the initial state."""
@@ -122,7 +116,7 @@ class EndpointProcess:
         await self._call("hold_others")
 
     async def _call(self, method: str, *args: Any) -> Any:
-        assert self._client is not None, "start() comes first"
+        assert self._client is not None, "call start() first"
         return await self._client.call(method, *args)
 
 
@@ -132,7 +126,7 @@ class _EndpointHost:
     def __init__(self, address: str, token: bytes, make_service: MakeService) -> None:
         self._engine = connect(address, token, None, lambda: "the trainer has ended")
         self._endpoint = Endpoint(make_service(self._engine))
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
 
     async def start(self, host: str, port: int, public_url: str | None) -> str:
         await self._endpoint.start(host, port, public_url)
@@ -143,11 +137,11 @@ class _EndpointHost:
         self._sessions[session.id] = session
         return session.id
 
-    async def end_session(self, session_id: str) -> RecordedSession:
+    async def end_session(self, session_id: str) -> SessionResult:
         session = self._sessions.pop(session_id)
         await self._endpoint.end_session(session)
         recording = session.recording
-        return RecordedSession(recording.rows, recording.turns, session.generate_s, session.engine_failure)
+        return recording.rows, recording.turns, session.generate_s, session.engine_failure
 
     async def serve_others(self) -> None:
         await self._endpoint.serve_others()

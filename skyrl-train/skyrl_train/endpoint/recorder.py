@@ -111,11 +111,11 @@ class Recording(TokenConversation):
         super().finish()
         if not self.turns:
             return
-        last = self.turns[-1].row
+        last = self.turns[-1].segment
         order = [*(index for index in range(len(self.rows)) if index != last), last]
         self.rows = [self.rows[index] for index in order]
         for turn in self.turns:
-            turn.row = order.index(turn.row)
+            turn.segment = order.index(turn.segment)
 
     def _tokens_until(self, end: ReplyEnd) -> list[int]:
         return self.rows[end.row].token_ids[: end.n_tokens]

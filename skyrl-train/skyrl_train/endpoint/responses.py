@@ -6,16 +6,17 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
 from skyrl_train.endpoint.wire import CompletionOptions
-from skyrl_train.inference_engines.base import EngineResult
+from skyrl_train.inference_engines.base import EngineResult, TokenChunk
 
 Json = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
+TopLogprobs = Sequence[Mapping[int, float]]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The decoded text of an incomplete UTF-8 character."""
@@ -25,26 +26,12 @@ MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """A complete reply."""
+class FinishedChoice:
+    """A choice of the response, with its whole text."""
 
     prompt_ids: list[int]
     result: EngineResult
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """Tokens of a reply, with their logprobs if the engine reports them."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = None
-    top_logprobs: list[dict[int, float]] | None = None
-
-    @staticmethod
-    def of(result: EngineResult) -> SampledTokens:
-        """Return all tokens of a reply."""
-        return SampledTokens(result.token_ids, result.logprobs, result.top_logprobs)
 
 
 # -- text
@@ -106,7 +93,7 @@ class TextStream:
 # -- bodies
 
 
-class Answer(ABC):
+class ResponseBuilder(ABC):
     """Base class of builders for the response bodies of one request."""
 
     kind: str
@@ -119,31 +106,32 @@ class Answer(ABC):
         self._id = f"{self.id_prefix}-{uuid4().hex}"
         self._created = int(time.time())
 
-    def complete(self, replies: Sequence[Reply]) -> Json:
-        """Return the answer as one body."""
+    def complete(self, replies: Sequence[FinishedChoice]) -> Json:
+        """Return the response as one body."""
         choices = [
-            self._choice(i, self._content(reply.text), SampledTokens.of(reply.result), reply.result.stop_reason)
+            self._choice(i, self._content(reply.text), reply.result, reply.result.stop_reason)
             for i, reply in enumerate(replies)
         ]
         return self._body(self.kind, choices, replies, [reply.prompt_ids for reply in replies])
 
     def first_chunk(self, prompts: Sequence[list[int]]) -> Json:
         """Return the first chunk of a stream, without text."""
-        choices = [self._choice(i, self._delta(None), SampledTokens()) for i in range(len(prompts))]
+        choices = [self._choice(i, self._delta(None), None) for i in range(len(prompts))]
         return self._body(self.chunk_kind, choices, prompts=prompts)
 
-    def chunk(self, index: int, text: str, tokens: SampledTokens) -> Json:
+    def chunk(self, index: int, text: str, tokens: TokenChunk) -> Json:
         """Return a chunk with new text and new tokens."""
         return self._body(self.chunk_kind, [self._choice(index, self._delta(text), tokens)])
 
-    def last_chunk(self, index: int, text: str, tokens: SampledTokens, finish_reason: str) -> Json:
-        """Return the last chunk of a choice. `tokens` only adds logprobs: earlier chunks had the tokens themselves."""
-        choice = self._choice(index, self._delta(text), tokens, finish_reason)
+    def last_chunk(self, index: int, text: str, result: EngineResult, *, with_logprobs: bool) -> Json:
+        """Return the last chunk of a choice, without tokens. `with_logprobs` adds the logprobs of all its tokens."""
+        tokens = result if with_logprobs else None
+        choice = self._choice(index, self._delta(text), tokens, result.stop_reason)
         if self._request.return_token_ids:
             choice["token_ids"] = []
         return self._body(self.chunk_kind, [choice])
 
-    def usage_chunk(self, replies: Sequence[Reply]) -> Json:
+    def usage_chunk(self, replies: Sequence[FinishedChoice]) -> Json:
         """Return the final chunk of a stream. It contains only the token counts."""
         return self._body(self.chunk_kind, [], replies)
 
@@ -156,23 +144,26 @@ class Answer(ABC):
         """Return the fields of a chunk's choice that hold the text. `text` is None in the first chunk."""
 
     @abstractmethod
-    def _logprobs(self, index: int, tokens: SampledTokens, logprobs: list[float]) -> Json:
-        """Return the logprobs of tokens of a choice."""
+    def _logprobs(self, index: int, token_ids: list[int], logprobs: list[float], tops: TopLogprobs) -> Json:
+        """Return the logprobs of tokens of a choice. `tops` may be empty."""
 
     @abstractmethod
     def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
         """Add the token ids of each choice's prompt."""
 
-    def _choice(self, index: int, content: Json, tokens: SampledTokens, finish_reason: str | None = None) -> Json:
+    def _choice(
+        self, index: int, content: Json, tokens: TokenChunk | EngineResult | None, finish_reason: str | None = None
+    ) -> Json:
         choice = {"index": index, **content, "finish_reason": finish_reason, "logprobs": None}
-        if tokens.logprobs and self._request.n_top_logprobs is not None:
-            choice["logprobs"] = self._logprobs(index, tokens, tokens.logprobs)
+        if tokens and tokens.logprobs and self._request.n_top_logprobs is not None:
+            tops = (tokens.top_logprobs or ()) if isinstance(tokens, EngineResult) else ()
+            choice["logprobs"] = self._logprobs(index, tokens.token_ids, tokens.logprobs, tops)
         if self._request.return_token_ids:
-            choice["token_ids"] = tokens.token_ids
+            choice["token_ids"] = tokens.token_ids if tokens else []
         return choice
 
     def _body(
-        self, kind: str, choices: list[Json], replies: Sequence[Reply] = (), prompts: Sequence[list[int]] = ()
+        self, kind: str, choices: list[Json], replies: Sequence[FinishedChoice] = (), prompts: Sequence[list[int]] = ()
     ) -> Json:
         """Return a body. With complete `replies`, it has token counts and the version of the weights."""
         body = {"id": self._id, "object": kind, "created": self._created, "model": self._request.model}
@@ -187,7 +178,7 @@ class Answer(ABC):
             self._add_prompts(body, prompts)
         return body
 
-    def _usage(self, replies: Sequence[Reply]) -> Json:
+    def _usage(self, replies: Sequence[FinishedChoice]) -> Json:
         first_choices = replies[:: self._request.n_choices]  # the choices of a prompt share it
         n_prompt = sum(len(reply.prompt_ids) for reply in first_choices)
         n_sampled = sum(len(reply.result.token_ids) for reply in replies)
@@ -199,7 +190,7 @@ class Answer(ABC):
         }
 
 
-class ChatAnswer(Answer):
+class ChatResponseBuilder(ResponseBuilder):
     """The bodies of /v1/chat/completions."""
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -210,11 +201,10 @@ class ChatAnswer(Answer):
     def _delta(self, text: str | None) -> Json:
         return {"delta": {"role": "assistant", "content": ""} if text is None else {"content": text}}
 
-    def _logprobs(self, index: int, tokens: SampledTokens, logprobs: list[float]) -> Json:
-        tops: Sequence[Mapping[int, float]] = tokens.top_logprobs or [{}] * len(logprobs)
+    def _logprobs(self, index: int, token_ids: list[int], logprobs: list[float], tops: TopLogprobs) -> Json:
         content = [
             self._token(token_id, logprob) | {"top_logprobs": [self._token(*pair) for pair in top.items()]}
-            for token_id, logprob, top in zip(tokens.token_ids, logprobs, tops, strict=True)
+            for token_id, logprob, top in zip(token_ids, logprobs, tops or [{}] * len(logprobs), strict=True)
         ]
         return {"content": content, "refusal": None}
 
@@ -226,7 +216,7 @@ class ChatAnswer(Answer):
         body["prompt_token_ids"] = prompts[0]
 
 
-class CompletionAnswer(Answer):
+class CompletionResponseBuilder(ResponseBuilder):
     """The bodies of /v1/completions."""
 
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
@@ -241,17 +231,16 @@ class CompletionAnswer(Answer):
     def _delta(self, text: str | None) -> Json:
         return {"text": text or ""}
 
-    def _logprobs(self, index: int, tokens: SampledTokens, logprobs: list[float]) -> Json:
-        texts = [self._token_text(token_id) for token_id in tokens.token_ids]
+    def _logprobs(self, index: int, token_ids: list[int], logprobs: list[float], tops: TopLogprobs) -> Json:
+        texts = [self._token_text(token_id) for token_id in token_ids]
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
-        tops = [
-            {self._token_text(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in top.items()}
-            for top in tokens.top_logprobs or ()
+        named_tops = [
+            {self._token_text(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in top.items()} for top in tops
         ]
         return {
             "tokens": texts,
             "token_logprobs": [max(logprob, MIN_LOGPROB) for logprob in logprobs],
-            "top_logprobs": tops or None,
+            "top_logprobs": named_tops or None,
             "text_offset": offsets,
         }
 

@@ -23,7 +23,7 @@ from starlette.types import Receive
 
 from skyrl_train.endpoint.asgi import ActiveRequests, EventStream, JSONAnswer, handle_errors
 from skyrl_train.endpoint.service import Job, ModelService
-from skyrl_train.endpoint.session import Owners, Session
+from skyrl_train.endpoint.session import AgentSession, Owners
 from skyrl_train.endpoint.wire import (
     ChatRequest,
     CompletionOptions,
@@ -49,12 +49,12 @@ class Endpoint:
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self._active = ActiveRequests()
         self._serves_others = asyncio.Event()  # "others": requests without a session
         self._serves_others.set()
         self._is_closing = False
-        self._server: _Server | None = None
+        self._server: _UvicornServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.origin = ""
         """The URL of the server, set by `start`."""
@@ -81,7 +81,7 @@ class Endpoint:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
-        self._server = _Server(config)
+        self._server = _UvicornServer(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         async with asyncio.timeout(START_S):
             while not self._server.started:
@@ -102,20 +102,20 @@ class Endpoint:
         self._server.should_exit = True
         await self._serving
 
-    def url(self, session: Session | None = None) -> str:
+    def url(self, session: AgentSession | None = None) -> str:
         """Return the `base_url` for clients of a session. Without a session, requests are not recorded."""
         return session_url(self.origin, session)
 
     # -- sessions
 
-    async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> Session:
+    async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> AgentSession:
         """Start recording the requests below the session's URL. `name` makes the URL readable in logs."""
         readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
-        session = Session(f"{readable}-{token_hex(8)}", sampling, seed, self._service.new_recording())
+        session = AgentSession(f"{readable}-{token_hex(8)}", sampling, seed, self._service.new_recording())
         self._sessions[session.id] = session
         return session
 
-    async def end_session(self, session: Session) -> None:
+    async def end_session(self, session: AgentSession) -> None:
         """Stop recording. Unfinished and later requests of the session get status 404."""
         self._sessions.pop(session.id, None)
         await self._active.end(unknown_session(session.id), lambda owners: session in owners)
@@ -132,7 +132,7 @@ class Endpoint:
         Between rollouts, the endpoint then leaves the engine idle, and its weights may change.
         """
         self._serves_others.clear()
-        await self._active.end(unavailable("the model is being trained; ask again"), lambda owners: None in owners)
+        await self._active.end(unavailable("the model is being trained; retry"), lambda owners: None in owners)
 
     # -- routes
 
@@ -176,7 +176,7 @@ class Endpoint:
         if session_id is not None and session_id not in self._sessions:
             raise unknown_session(session_id)
 
-    def _sessions_of(self, body: CompletionOptions, request: Request, n_prompts: int) -> list[Session | None]:
+    def _sessions_of(self, body: CompletionOptions, request: Request, n_prompts: int) -> list[AgentSession | None]:
         """Return the session of each prompt. The URL names it, or else the header, or else the body.
 
         A header or body may name an unknown session. Such a request is served but not recorded.
@@ -210,12 +210,12 @@ class Endpoint:
         return await self._active.run(owners, receive, run_when_served())
 
 
-def session_url(origin: str, session: Session | None) -> str:
+def session_url(origin: str, session: AgentSession | None) -> str:
     """Return the `base_url` at an endpoint, with or without a session."""
     return f"{origin}/v1" if session is None else f"{origin}/session/{session.id}/v1"
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """A uvicorn server that installs no signal handlers, because the trainer has its own."""
 
     @contextmanager

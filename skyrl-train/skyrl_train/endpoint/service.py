@@ -16,16 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.endpoint.recorder import Prompt, Recording
 from skyrl_train.endpoint.responses import (
-    Answer,
-    ChatAnswer,
-    CompletionAnswer,
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    FinishedChoice,
     Json,
-    Reply,
-    SampledTokens,
+    ResponseBuilder,
     TextStream,
     reply_text,
 )
-from skyrl_train.endpoint.session import Owners, Session, free_sampling
+from skyrl_train.endpoint.session import AgentSession, Owners, free_sampling
 from skyrl_train.endpoint.wire import (
     MAX_PROMPTS,
     ChatRequest,
@@ -36,7 +35,14 @@ from skyrl_train.endpoint.wire import (
 )
 from skyrl_train.errors import DataError, EngineError
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams, hash_seed
+from skyrl_train.inference_engines.base import (
+    EngineRequest,
+    EngineResult,
+    InferenceEngine,
+    SamplingParams,
+    TokenChunk,
+    hash_seed,
+)
 from skyrl_train.rendering.template import ChatTemplate
 
 TEMPLATE_VARIANTS = 64
@@ -49,17 +55,17 @@ class Choice:
 
     prompt: Prompt
     sampling: SamplingParams
-    session: Session | None
+    session: AgentSession | None
     engine_request: Callable[[], EngineRequest]  # called once, when generation starts
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A validated request, its choices in order, and the builder of its answer."""
+    """A validated request, its choices in order, and the builder of its response."""
 
     request: CompletionOptions
     choices: list[Choice]
-    answer: Answer
+    builder: ResponseBuilder
 
     @property
     def owners(self) -> Owners:
@@ -69,7 +75,7 @@ class Job:
 
 Exchange = tuple[EngineRequest, EngineResult]
 
-OnTokens = Callable[[int, SampledTokens], None]
+OnTokens = Callable[[int, TokenChunk], None]
 """Called with the index of a choice and its new tokens."""
 
 
@@ -108,7 +114,7 @@ class ModelService:
 
     # -- from requests to jobs
 
-    def chat_job(self, request: ChatRequest, session: Session | None) -> Job:
+    def chat_job(self, request: ChatRequest, session: AgentSession | None) -> Job:
         """Validate and encode a chat request.
 
         Raises:
@@ -121,9 +127,9 @@ class ModelService:
             messages = [message.to_message() for message in request.messages]
             prompt = self._recording(session).chat_prompt(messages, self._chat_variant(variant), variant)
         choices = self._choices(request, "messages", prompt, session)
-        return Job(request, choices, ChatAnswer(request, self._token_text))
+        return Job(request, choices, ChatResponseBuilder(request, self._token_text))
 
-    def completion_job(self, request: CompletionRequest, sessions: Sequence[Session | None]) -> Job:
+    def completion_job(self, request: CompletionRequest, sessions: Sequence[AgentSession | None]) -> Job:
         """Validate and encode a text completion, with one session per prompt.
 
         Raises:
@@ -142,7 +148,7 @@ class ModelService:
                 self._check_tokens(text_or_ids, "prompt")
                 prompt = recording.token_prompt(text_or_ids)
             choices += self._choices(request, "prompt", prompt, session)
-        return Job(request, choices, CompletionAnswer(request, self._token_text))
+        return Job(request, choices, CompletionResponseBuilder(request, self._token_text))
 
     def _check(self, request: CompletionOptions) -> None:
         if request.model != self.model_name:
@@ -155,10 +161,12 @@ class ModelService:
         if token_ids and max(token_ids) >= self._vocabulary_size:
             refuse(f"token {max(token_ids)}: the vocabulary has {self._vocabulary_size} tokens, from 0", param=param)
 
-    def _recording(self, session: Session | None) -> Recording:
+    def _recording(self, session: AgentSession | None) -> Recording:
         return self.new_recording() if session is None else session.recording
 
-    def _choices(self, request: CompletionOptions, param: str, prompt: Prompt, session: Session | None) -> list[Choice]:
+    def _choices(
+        self, request: CompletionOptions, param: str, prompt: Prompt, session: AgentSession | None
+    ) -> list[Choice]:
         n_tokens, max_tokens = len(prompt.token_ids), self.max_input_length
         if not n_tokens:
             refuse("the prompt is empty", param=param)
@@ -209,7 +217,7 @@ class ModelService:
             reply_text(self.chat.decode, result, request.sampling.stop, keeps_stop=keeps_stop)
             for request, result in exchanges
         ]
-        return job.answer.complete(self._record(job, exchanges, texts))
+        return job.builder.complete(self._record(job, exchanges, texts))
 
     async def stream(self, job: Job) -> AsyncGenerator[Json]:
         """Yield the answer in chunks. If top logprobs are requested, all logprobs come with the last chunk.
@@ -217,18 +225,18 @@ class ModelService:
         Raises:
             RequestError: the engine failed.
         """
-        events: asyncio.Queue[tuple[int, SampledTokens] | None] = asyncio.Queue()
+        events: asyncio.Queue[tuple[int, TokenChunk] | None] = asyncio.Queue()
         generating = asyncio.create_task(self._generate(job, lambda index, tokens: events.put_nowait((index, tokens))))
         generating.add_done_callback(lambda _: events.put_nowait(None))
         keeps_stop = bool(job.request.include_stop_str_in_output)
         texts = [TextStream(self.chat.decode, choice.sampling.stop, keeps_stop=keeps_stop) for choice in job.choices]
         logprobs_last = bool(job.request.n_top_logprobs)
         try:
-            yield job.answer.first_chunk([choice.prompt.token_ids for choice in job.choices])
+            yield job.builder.first_chunk([choice.prompt.token_ids for choice in job.choices])
             while (event := await events.get()) is not None:
                 index, tokens = event
                 piece = texts[index].push(tokens.token_ids)
-                yield job.answer.chunk(index, piece, replace(tokens, logprobs=None) if logprobs_last else tokens)
+                yield job.builder.chunk(index, piece, replace(tokens, logprobs=[]) if logprobs_last else tokens)
             exchanges = await generating
         finally:
             generating.cancel()
@@ -236,10 +244,9 @@ class ModelService:
         rests = [text.finish(result) for text, (_, result) in zip(texts, exchanges, strict=True)]
         replies = self._record(job, exchanges, [text.text for text in texts])
         for index, (rest, reply) in enumerate(zip(rests, replies, strict=True)):
-            tokens = SampledTokens.of(reply.result) if logprobs_last else SampledTokens()
-            yield job.answer.last_chunk(index, rest, tokens, reply.result.stop_reason)
+            yield job.builder.last_chunk(index, rest, reply.result, with_logprobs=logprobs_last)
         if job.request.includes_usage:
-            yield job.answer.usage_chunk(replies)
+            yield job.builder.usage_chunk(replies)
 
     async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[Exchange]:
         """Return the engine's request and result of each choice. With `on_tokens`, stream the tokens to it."""
@@ -269,7 +276,7 @@ class ModelService:
             result: EngineResult | None = None
             async with aclosing(self.engine.stream(request)) as chunks:
                 async for chunk in chunks:
-                    on_tokens(index, SampledTokens(chunk.token_ids, chunk.logprobs))
+                    on_tokens(index, chunk)
                     result = chunk.result
             assert result is not None, "the last chunk has the result"
             return result
@@ -282,12 +289,12 @@ class ModelService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _record(self, job: Job, exchanges: Sequence[Exchange], texts: Sequence[str]) -> list[Reply]:
+    def _record(self, job: Job, exchanges: Sequence[Exchange], texts: Sequence[str]) -> list[FinishedChoice]:
         replies = []
         for choice, (request, result), text in zip(job.choices, exchanges, texts, strict=True):
             if choice.session is not None:
                 choice.session.record(choice.prompt, request, result, text)
-            replies.append(Reply(choice.prompt.token_ids, result, text))
+            replies.append(FinishedChoice(choice.prompt.token_ids, result, text))
         return replies
 
 

@@ -50,7 +50,7 @@ def _limit(sampling: SamplingParams, request: CompletionOptions) -> SamplingPara
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class AgentSession:
     """An agent's requests, from `open_session` to `end_session`.
 
     A request's seed is a function of the session's seed, the prompt, and the number of earlier requests with the same
@@ -109,5 +109,5 @@ class Session:
         )
 
 
-Owners = frozenset[Session | None]
+Owners = frozenset[AgentSession | None]
 """The sessions of a request. None stands for a choice without a session."""

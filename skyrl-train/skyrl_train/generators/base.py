@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_gym.runtime.text import clean_text, to_facts
-from skyrl_gym.runtime.validation import MAX_REWARD, is_reward
+from skyrl_train.algorithms.reward_pipeline import reject_unusable
 from skyrl_train.inference_engines.base import SamplingParams, hash_seed
-from skyrl_train.types import DrawnPrompt, PromptRow, StopReason, Trajectory, TrajectoryID
+from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory, TrajectoryID
 from skyrl_train.types.tokens import Phase
 
 
@@ -49,10 +49,6 @@ def rollout_requests(
     ]
 
 
-EMPTY_RESPONSE = StopReason.EMPTY_RESPONSE, "the response is empty and cannot carry a reward"
-"""Stop reason and error of a trajectory without a token for its reward."""
-
-
 class RolloutGenerator(ABC):
     """Base class of generators. Implement `rollout`; the trainer calls `play`.
 
@@ -85,16 +81,11 @@ class RolloutGenerator(ABC):
 
 def sanitize(trajectory: Trajectory) -> Trajectory:
     """Clean the trajectory's texts and metrics so that they can be written. An unusable reward makes it invalid."""
-    error, stop_reason = trajectory.error, trajectory.stop_reason
-    if error is None and not trajectory.response_ids:
-        stop_reason, error = EMPTY_RESPONSE
-    elif error is None and not is_reward(trajectory.total_reward):
-        error = f"its reward is {trajectory.total_reward:g}; it must be finite and of magnitude <= {MAX_REWARD:.0e}"
-        stop_reason = StopReason.ENV_ERROR
+    trajectory = reject_unusable(trajectory)
     return replace(
         trajectory,
-        error=None if error is None else clean_text(error),
-        stop_reason=clean_text(stop_reason),
+        error=None if trajectory.error is None else clean_text(trajectory.error),
+        stop_reason=clean_text(trajectory.stop_reason),
         env_metrics=to_facts(trajectory.env_metrics),
         reward_components={clean_text(str(name)): value for name, value in trajectory.reward_components.items()},
     )

@@ -132,7 +132,7 @@ class BufferedRollouts(Rollouts):
                 try:
                     calls = [self._play([prompt], self._version + 1)]
                     if self._with_greedy_rewards:
-                        calls.append(self._play_greedily([prompt], self._version + 1))
+                        calls.append(self._play([prompt], self._version + 1, greedy=True))
                     sampled, *greedy = await gather_or_cancel(calls)
                     for (trajectory,) in greedy:
                         self._greedy[prompt.draw] = trajectory

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, takewhile
 
@@ -18,19 +17,7 @@ from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.chat_template import ChatEncoder, Messages
 from skyrl_train.inference_engines.base import EngineResult
-from skyrl_train.types import Message, SegmentBuilder, StopReason
-
-
-@dataclass(slots=True)
-class TurnRecord:
-    """A sampled turn: tokens `start` to `end` of the response of row `row`."""
-
-    result: EngineResult
-    prompt_length: int  # number of tokens in the engine's prompt
-    row: int
-    start: int
-    end: int
-    reward: float | list[float] = 0.0  # for the turn, or for each of its tokens
+from skyrl_train.types import Message, Segment, StopReason, Turn
 
 
 class TokenConversation:
@@ -43,8 +30,8 @@ class TokenConversation:
         """
         self._chat = chat
         self._ends_stopped_turns = ends_stopped_turns
-        self.rows: list[SegmentBuilder] = []
-        self.turns: list[TurnRecord] = []
+        self.rows: list[Segment] = []
+        self.turns: list[Turn] = []
         if prompt is not None:
             self._start_row(chat.prompt_ids(prompt))
 
@@ -81,7 +68,7 @@ class TokenConversation:
     def observe(self, observations: Messages) -> None:
         """Add the environment's messages."""
         row = self.rows[-1]
-        ends_turn = self._ends_stopped_turns or self.turns[-1].result.stop_reason != StopReason.STOP
+        ends_turn = self._ends_stopped_turns or self.turns[-1].stop_reason != StopReason.STOP
         row.append_observed(self._chat.observation_ids(observations, row.token_ids[-1], ends_turn=ends_turn))
 
     def replace_history(self, messages: Messages) -> None:
@@ -90,18 +77,19 @@ class TokenConversation:
 
     def finish(self) -> None:
         """Drop everything after the last turn, and truncate each row after its own last turn."""
-        del self.rows[max((turn.row for turn in self.turns), default=0) + 1 :]
+        del self.rows[max((turn.segment for turn in self.turns), default=0) + 1 :]
         for index, row in enumerate(self.rows):
-            row.truncate(max((turn.end for turn in self.turns if turn.row == index), default=0))
+            row.truncate(max((turn.end for turn in self.turns if turn.segment == index), default=0))
 
     def _start_row(self, token_ids: list[int]) -> None:
-        self.rows.append(SegmentBuilder(token_ids, len(token_ids)))
+        self.rows.append(Segment.start(token_ids))
 
     def _append_turn(self, index: int, result: EngineResult) -> None:
         row = self.rows[index]
         n_tokens, start = len(row.token_ids), row.response_length
         row.append_sampled(result.token_ids, result.logprobs, result.sampling_logprobs)
-        self.turns.append(TurnRecord(result, n_tokens, index, start, row.response_length))
+        turn = Turn(start, row.response_length, n_tokens, 0.0, result.stop_reason, result.weight_spans, segment=index)
+        self.turns.append(turn)
 
 
 class SingleMessageConversation(TokenConversation):
@@ -218,11 +206,13 @@ class RetokenizedConversation(StepwiseConversation):
         n_prompt = self.rows[0].n_prompt
         if token_ids[:n_prompt] != self.rows[0].token_ids[:n_prompt]:  # the history was rewritten
             n_prompt = spans[min(spans)][0]
-        row = SegmentBuilder(token_ids, n_prompt, [0] * (len(token_ids) - n_prompt), logprobs=None)
+        row = Segment.start(token_ids[:n_prompt])
+        row.append_observed(token_ids[n_prompt:])
+        row.logprobs = None
         for index, turn in enumerate(self.turns):
             # if a turn is no longer in the history, its reward goes to the next turn that is, or else to the last
             start, end = spans[min((i for i in spans if i >= index), default=max(spans))]
-            turn.row, turn.start, turn.end = 0, start - n_prompt, end - n_prompt
+            turn.segment, turn.start, turn.end = 0, start - n_prompt, end - n_prompt
             if index in spans and index not in self._replaced:
                 row.loss_mask[turn.start : turn.end] = [1] * (end - start)
         row.truncate(self.turns[-1].end)

@@ -332,7 +332,7 @@ def _as_exception(raised: BaseException) -> Exception:
 
 
 def _closed_error() -> RuntimeError:
-    return RuntimeError("the threads have been ended: close() comes after the last call")
+    return RuntimeError("the thread pool is closed; call close() after the last call")
 
 
 def _join(threads: list[threading.Thread]) -> int:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -28,6 +27,7 @@ from skyrl_gym.runtime.validation import (
     validate_reward,
     validate_step_output,
 )
+from skyrl_train.algorithms.reward_pipeline import Reward, add_final_reward, weigh_components
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
@@ -37,7 +37,7 @@ from skyrl_train.generators.chat_template import MAX_CHARS_PER_TOKEN, ChatEncode
 from skyrl_train.generators.conversation import TokenConversation, conversation_factory
 from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, Episode, LocalEpisodes
 from skyrl_train.generators.env_processes import ProcessEpisodes
-from skyrl_train.generators.rewards import RewardFunctions, weighted_reward
+from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
 from skyrl_train.types import StopReason, Trajectory
@@ -96,17 +96,17 @@ class GymGenerator(RolloutGenerator):
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
         """Return one trajectory for each request, in order. Failed rollouts are invalid, never reward 0."""
-        play = partial(self._play_all, sampling)
+
+        async def play(rollouts: Sequence[Rollout]) -> None:
+            groups = [rollouts] if self._is_batched else [[rollout] for rollout in rollouts]
+            await gather_or_cancel(self._play(group, sampling) for group in groups)
+
         trajectories = await play_until_valid(requests, metadata, play, n_retries=self.generator_cfg.n_rollout_retries)
         return await self._rewards.add_to(trajectories)
 
     async def close(self) -> None:
         """End all threads and processes of environments."""
         await self._episodes.close()
-
-    async def _play_all(self, sampling: SamplingParams, rollouts: Sequence[Rollout]) -> None:
-        groups = [rollouts] if self._is_batched else [[rollout] for rollout in rollouts]
-        await gather_or_cancel(self._play(group, sampling) for group in groups)
 
     async def _play(self, rollouts: Sequence[Rollout], sampling: SamplingParams) -> None:
         """Play rollouts together, turn by turn. Their time limit starts once every environment has a slot."""
@@ -195,7 +195,7 @@ class GymGenerator(RolloutGenerator):
         """Record the reward of the last turn. Then end the rollout, or continue with the observations."""
         cfg, turn = self.generator_cfg, conversation.turns[-1]
         components = reward_components(output)
-        turn.reward = weighted_reward(_turn_reward(output, turn.end - turn.start), components, cfg.reward_weights)
+        turn.reward = weigh_components(_turn_reward(output, turn.end - turn.start), components, cfg.reward_weights)
         for name, value in components.items():
             rollout.reward_components[name] = rollout.reward_components.get(name, 0.0) + value
         action = output.get("postprocessed_action")
@@ -207,7 +207,7 @@ class GymGenerator(RolloutGenerator):
                 )
             conversation.replace_turn(action)
         if output["done"]:
-            rollout.stop_reason = turn.result.stop_reason
+            rollout.stop_reason = turn.stop_reason
             return
         if len(conversation.turns) >= cfg.max_turns:
             rollout.stop_reason = StopReason.MAX_TURNS
@@ -232,11 +232,7 @@ class GymGenerator(RolloutGenerator):
             reward = validate_reward(await episode.call("grade_unfinished"), "grade_unfinished")
             if reward is None:
                 raise UnknownReward("grade_unfinished() returned None: the reward is unknown")
-            turn = rollout.turns[-1]
-            if isinstance(turn.reward, list):
-                turn.reward = [*turn.reward[:-1], turn.reward[-1] + reward]
-            else:
-                turn.reward += reward
+            add_final_reward(rollout.turns[-1], reward)
 
     def _with_status(self, conversation: TokenConversation, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """With `generator.inject_context_status`, append a line with the context and turns used so far."""
@@ -263,7 +259,7 @@ class GymGenerator(RolloutGenerator):
             logger.warning("%s.close failed after rollout %s", rollout.env_class, rollout.request.id, exc_info=True)
 
 
-def _turn_reward(output: BaseTextEnvStepOutput, n_tokens: int) -> float | list[float]:
+def _turn_reward(output: BaseTextEnvStepOutput, n_tokens: int) -> Reward:
     """Return the reward of a turn, or a list with one reward per token.
 
     Raises:

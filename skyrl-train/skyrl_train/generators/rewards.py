@@ -16,25 +16,24 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
 from skyrl_gym.runtime.validation import is_reward
-from skyrl_train.algorithms.filters import leave_out_truncated, zero_reward_on_non_stop
+from skyrl_train.algorithms.filters import leave_out_truncated
+from skyrl_train.algorithms.reward_pipeline import Reward, add_function_reward, zero_reward_on_non_stop
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.env_pool import call_contained, errors_as_exceptions
 from skyrl_train.generators.reward_model import RewardModel
-from skyrl_train.types import StopReason, Trajectory, last_sampled
+from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
 Level = Literal["group", "batch"]
-Reward = float | list[float] | None
-"""Reward of a trajectory, rewards of each token of its response, or None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class RewardSample:
     response: str  # of the last segment, with special tokens
 
 
-RewardFunction = Callable[[Sequence[RewardSample]], Sequence[Reward] | Awaitable[Sequence[Reward]]]
+RewardFunction = Callable[[Sequence[RewardSample]], Sequence[Reward | None] | Awaitable[Sequence[Reward | None]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +116,10 @@ def judge(
                     await asyncio.sleep(first_wait_s * 2**attempt)
         return None
 
-    async def reward(samples: Sequence[RewardSample]) -> list[Reward]:
+    async def reward(samples: Sequence[RewardSample]) -> list[Reward | None]:
         return await asyncio.gather(*map(ask_with_retries, samples))
 
     return reward
-
-
-def weighted_reward(
-    reward: float | list[float], components: Mapping[str, float], weights: Mapping[str, float]
-) -> float | list[float]:
-    """Return the weighted sum of the components (default weight 1) if any of them has a weight, else the reward."""
-    if not weights.keys() & components.keys():
-        return reward
-    return sum(weights.get(name, 1.0) * value for name, value in components.items())
 
 
 def functions_of_batches(cfg: GeneratorConfig) -> list[str]:
@@ -179,12 +169,12 @@ class RewardFunctions:
         )
         for group, group_rewards in zip(groups, rewards, strict=True):
             for i, reward in zip(group, group_rewards, strict=True):
-                trajectories[i] = _with_reward(trajectories[i], name, reward, self._weights.get(name, 1.0))
+                trajectories[i] = add_function_reward(trajectories[i], name, reward, self._weights.get(name, 1.0))
         return trajectories
 
     async def _score(
         self, name: str, function: RewardFunction, trajectories: Sequence[Trajectory], lock: asyncio.Lock
-    ) -> Sequence[Reward]:
+    ) -> Sequence[Reward | None]:
         """Return one reward per trajectory. If the function fails, all are unknown."""
         samples = [
             RewardSample(t, self._chat.decode_all(t.prompt_ids), self._chat.decode_all(t.response_ids))
@@ -192,7 +182,13 @@ class RewardFunctions:
         ]
         try:
             with errors_as_exceptions():
-                return _check_rewards(await _call(function, samples, lock), trajectories)
+                result: Any
+                if is_async(function):
+                    result = function(samples)
+                else:
+                    async with lock:  # a plain function may block and need not be thread-safe
+                        result = await asyncio.to_thread(call_contained, function, samples)
+                return _check_rewards(await result if inspect.isawaitable(result) else result, trajectories)
         except Exception:  # the boundary of a user's function
             logger.warning("Reward function %s failed on %d samples", name, len(samples), exc_info=True)
             return [None] * len(samples)
@@ -214,18 +210,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-async def _call(function: RewardFunction, samples: Sequence[RewardSample], lock: asyncio.Lock) -> Any:
-    """Call a reward function. A plain function may block and need not be thread-safe."""
-    result: Any
-    if is_async(function):
-        result = function(samples)
-    else:
-        async with lock:
-            result = await asyncio.to_thread(call_contained, function, samples)
-    return await result if inspect.isawaitable(result) else result
-
-
-def _check_rewards(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Reward]:
+def _check_rewards(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence[Reward | None]:
     if len(rewards) != len(trajectories):
         raise EnvError(f"it returned {len(rewards)} rewards for {len(trajectories)} samples; return one for each")
     for reward, t in zip(rewards, trajectories, strict=True):
@@ -235,19 +220,3 @@ def _check_rewards(rewards: Any, trajectories: Sequence[Trajectory]) -> Sequence
         if isinstance(reward, list) and len(reward) != len(t.response_ids):
             raise EnvError(f"it returned {len(reward)} rewards for a response of {len(t.response_ids)} tokens")
     return [[float(value) for value in r] if isinstance(r, list) else r if r is None else float(r) for r in rewards]
-
-
-def _with_reward(trajectory: Trajectory, name: str, reward: Reward, weight: float) -> Trajectory:
-    """Add a reward component to a trajectory. An unknown reward makes it invalid."""
-    if reward is None:
-        error = f"reward function {name} gave no reward"
-        return replace(trajectory, stop_reason=StopReason.REWARD_UNKNOWN, error=error)
-    last = trajectory.segments[-1]
-    rewards = list(last.rewards)
-    if isinstance(reward, list):
-        rewards = [old + weight * value for old, value in zip(rewards, reward, strict=True)]
-    elif rewards:
-        rewards[last_sampled(last.loss_mask)] += weight * reward
-    total = sum(reward) if isinstance(reward, list) else reward
-    segments = (*trajectory.segments[:-1], replace(last, rewards=rewards))
-    return replace(trajectory, segments=segments, reward_components={**trajectory.reward_components, name: total})

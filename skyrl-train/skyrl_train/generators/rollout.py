@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_gym.runtime.text import describe_error
+from skyrl_train.algorithms.reward_pipeline import place_turn_rewards
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest, request_seed
-from skyrl_train.generators.conversation import TokenConversation, TurnRecord
+from skyrl_train.generators.conversation import TokenConversation
 from skyrl_train.generators.env_pool import Episode
-from skyrl_train.types import Segment, SegmentBuilder, StopReason, Trajectory, Turn, last_sampled
+from skyrl_train.types import Segment, StopReason, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +42,12 @@ class Rollout:
 
     @property
     def session_id(self) -> str:
-        """The engine's session id for this attempt, unique within a run."""
-        return self.request.id.session_id(self.attempt)
+        """The engine's session id for this attempt, e.g. "train-4711-17-3-0". It is unique in a run."""
+        id = self.request.id
+        return f"{id.phase}-{id.draw}-{id.instance_id}-{id.repetition_id}-{self.attempt}"
 
     @property
-    def turns(self) -> list[TurnRecord]:
+    def turns(self) -> list[Turn]:
         """Turns sampled so far."""
         return [] if self.conversation is None else self.conversation.turns
 
@@ -75,7 +77,7 @@ class Rollout:
             segments = self._finish_segments()
         except Exception as error:  # noqa: BLE001, one rollout must not end the run
             self.fail(StopReason.ENV_ERROR, f"the conversation cannot be rendered: {describe_error(error)}", error)
-            segments = _segments([SegmentBuilder([], 0)], [])
+            segments = (Segment.start([]),)
         assert self.stop_reason is not None
         return Trajectory(
             id=self.request.id,
@@ -92,16 +94,19 @@ class Rollout:
         )
 
     def _finish_segments(self) -> tuple[Segment, ...]:
-        rows = [SegmentBuilder([], 0)]
-        if self.conversation is not None:
-            self.conversation.finish()
-            rows = self.conversation.rows
-        if self.turns and not rows[-1].response_length:
+        if self.conversation is None:
+            return (Segment.start([]),)
+        self.conversation.finish()
+        segments, turns = self.conversation.rows, self.conversation.turns
+        if turns and not segments[-1].response_length:
             self.fail(
                 StopReason.EMPTY_RESPONSE,
                 "the environment replaced the reply with an empty one, which cannot carry a reward",
             )
-        return _segments(rows, self.turns)
+        place_turn_rewards(segments, turns)
+        for i, segment in enumerate(segments):
+            segment.turns = tuple(turn for turn in turns if turn.segment == i)
+        return tuple(segments)
 
 
 async def play_until_valid(
@@ -145,34 +150,3 @@ def _warn(failed: Sequence[Rollout], n_rollouts: int, outcome: str, shown: set[F
             exc_info=None if kind in shown else first.cause,
         )
         shown.add(kind)
-
-
-def _segments(rows: list[SegmentBuilder], records: list[TurnRecord]) -> tuple[Segment, ...]:
-    """Build the segments and place the rewards.
-
-    A turn's reward goes to its last sampled token, or to each token if the environment returned a list. If all tokens
-    of a turn were replaced, its reward goes to the last sampled token before the turn.
-    """
-    rewards = [[0.0] * row.response_length for row in rows]
-    turns: list[list[Turn]] = [[] for _ in rows]
-    for record in records:
-        per_token, reward = rewards[record.row], record.reward
-        total = sum(reward) if isinstance(reward, list) else reward
-        if isinstance(reward, list) and len(reward) == record.end - record.start:
-            for position, value in enumerate(reward, record.start):
-                per_token[position] += value
-        elif per_token:
-            per_token[last_sampled(rows[record.row].loss_mask, record.end)] += total
-        turns[record.row].append(
-            Turn(
-                start=record.start,
-                end=record.end,
-                prompt_length=record.prompt_length,
-                reward=total,
-                stop_reason=record.result.stop_reason,
-                weight_spans=record.result.weight_spans,
-            )
-        )
-    return tuple(
-        row.build(row_rewards, row_turns) for row, row_rewards, row_turns in zip(rows, rewards, turns, strict=True)
-    )

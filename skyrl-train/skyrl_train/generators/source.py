@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from skyrl_train.algorithms.contract import estimator_traits
 from skyrl_train.algorithms.dynamic_sampling import GroupCollector
-from skyrl_train.algorithms.filters import punish_overlong
+from skyrl_train.algorithms.reward_pipeline import punish_overlong
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.order import PromptOrder
 from skyrl_train.errors import EnvError
-from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest, rollout_requests
+from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, rollout_requests
 from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, Metrics, PromptRow, Trajectory
@@ -86,13 +86,16 @@ class Rollouts(ABC):
     async def _next_batch(self, step: int) -> tuple[list[DrawnPrompt[PromptRow]], list[Trajectory]]:
         """Return the next drawn prompts and all of their rollouts."""
 
-    async def _play(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:
-        n_samples = self._cfg.generator.n_samples_per_prompt
-        requests = rollout_requests(prompts, n_samples, self._cfg.environment.env_class)
-        return await self._generator.play(requests, self._sampling, self._metadata(step))
-
-    def _metadata(self, step: int) -> BatchMetadata:
-        return BatchMetadata(step, "train", self._cfg.trainer.seed)
+    async def _play(
+        self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int, *, greedy: bool = False
+    ) -> list[Trajectory]:
+        """Play all samples of each prompt, or its greedy rollout."""
+        n_samples, sampling = self._cfg.generator.n_samples_per_prompt, self._sampling
+        requests = rollout_requests(prompts, 1 if greedy else n_samples, self._cfg.environment.env_class)
+        if greedy:
+            sampling = replace(sampling, temperature=0.0)
+            requests = [replace(request, id=replace(request.id, repetition_id=n_samples)) for request in requests]
+        return await self._generator.play(requests, sampling, BatchMetadata(step, "train", self._cfg.trainer.seed))
 
     async def _sample(self, step: int) -> StepData:
         """Collect batches of rollouts until the step has enough."""
@@ -160,15 +163,7 @@ class Rollouts(ABC):
 
     async def _greedy_rollouts(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:
         """Return one greedy rollout per prompt."""
-        return await self._play_greedily(prompts, step)
-
-    async def _play_greedily(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:
-        n_samples = self._cfg.generator.n_samples_per_prompt
-        requests = [
-            RolloutRequest(replace(request.id, repetition_id=n_samples), request.row)
-            for request in rollout_requests(prompts, 1, self._cfg.environment.env_class)
-        ]
-        return await self._generator.play(requests, replace(self._sampling, temperature=0.0), self._metadata(step))
+        return await self._play(prompts, step, greedy=True)
 
 
 class LockstepRollouts(Rollouts):

@@ -41,7 +41,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class RenderedTurn:
-    """An assistant's turn as text: the prompt that the model reads, and the answer that it learns."""
+    """An assistant's turn: the prompt that the model reads, and the answer that it learns to write."""
 
     prompt: str
     answer: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
@@ -54,12 +54,8 @@ class TrajectoryID:
     phase: Phase = "train"
 
     def to_string(self) -> str:
-        """Return a readable name, e.g. "17_3"."""
+        """Return a name for messages and files, e.g. "17_3"."""
         return f"{self.instance_id}_{self.repetition_id}"
-
-    def session_id(self, attempt: int = 0) -> str:
-        """Return the engine's name for one attempt, e.g. "train-4711-17-3-0". It is unique in a run."""
-        return f"{self.phase}-{self.draw}-{self.instance_id}-{self.repetition_id}-{attempt}"
 
 
 class WeightSpan(NamedTuple):
@@ -69,31 +65,33 @@ class WeightSpan(NamedTuple):
     n_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Turn:
     """One assistant turn: `response_ids[start:end]` of its segment, sampled from a prompt of `prompt_length` tokens."""
 
     start: int
     end: int
     prompt_length: int  # tokens of the engine's input for this turn, the first prompt included
-    reward: float
+    reward: float | list[float]  # total. A list of token rewards only while the rollout is in progress
     stop_reason: str  # from the engine: "stop", "length" or "abort"
     weight_spans: tuple[WeightSpan, ...] = ()
+    segment: int = 0  # index of its segment in the trajectory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Segment:
     """One row of tokens: a prompt, then sampled tokens (mask 1) and observations between them (mask 0, log-prob 0.0).
 
-    Rewards are per token. A turn's reward is on its last sampled token.
+    Rewards are per token. A turn's reward is on its last sampled token. A rollout in progress appends to its segments
+    and truncates them. The segments of a trajectory do not change.
     """
 
     token_ids: list[int]  # [n_prompt + r]
     n_prompt: int
     loss_mask: list[int]  # [r], like the next three
     rewards: list[float]
-    logprobs: list[float] | None = None  # in nats. None: the engine reported none
-    sampling_logprobs: list[float] | None = None  # under the truncated or penalized distribution, if there was one
+    logprobs: list[float] | None = None  # in nats. None: the engine reported none, at least for one turn
+    sampling_logprobs: list[float] | None = None  # of the truncated or penalized distribution. None: as `logprobs`
     turns: tuple[Turn, ...] = ()
 
     def __post_init__(self) -> None:
@@ -112,16 +110,10 @@ class Segment:
         """Token ids after the prompt [r]."""
         return self.token_ids[self.n_prompt :]
 
-
-@dataclass(slots=True)
-class SegmentBuilder:
-    """A segment under construction, turn by turn."""
-
-    token_ids: list[int]
-    n_prompt: int
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = field(default_factory=list)  # None if any turn came without log-probs
-    sampling_logprobs: list[float] | None = None  # None while they equal `logprobs`
+    @staticmethod
+    def start(prompt_ids: list[int]) -> Segment:
+        """Return a segment with a prompt and no response yet."""
+        return Segment(prompt_ids, len(prompt_ids), loss_mask=[], rewards=[], logprobs=[])
 
     @property
     def response_length(self) -> int:
@@ -143,28 +135,23 @@ class SegmentBuilder:
             self.logprobs += logprobs
         self.token_ids += token_ids
         self.loss_mask += [1] * n_tokens
+        self.rewards += [0.0] * n_tokens
 
     def append_observed(self, token_ids: list[int]) -> None:
         """Add the tokens of an observation."""
         zeros = [0.0] * len(token_ids)
         self.token_ids += token_ids
         self.loss_mask += [0] * len(token_ids)
-        for values in (self.logprobs, self.sampling_logprobs):
+        for values in (self.rewards, self.logprobs, self.sampling_logprobs):
             if values is not None:
                 values += zeros
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens of the response."""
         del self.token_ids[self.n_prompt + length :]
-        for values in (self.loss_mask, self.logprobs, self.sampling_logprobs):
+        for values in (self.loss_mask, self.rewards, self.logprobs, self.sampling_logprobs):
             if values is not None:
                 del values[length:]
-
-    def build(self, rewards: list[float], turns: Iterable[Turn]) -> Segment:
-        """Return the segment. `rewards` has one entry per response token."""
-        return Segment(
-            self.token_ids, self.n_prompt, self.loss_mask, rewards, self.logprobs, self.sampling_logprobs, tuple(turns)
-        )
 
 
 @dataclass(frozen=True, slots=True)

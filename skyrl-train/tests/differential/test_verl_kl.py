@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from train_kit.differential.batches import EXACT, Batch, assert_same, batches
 from verl.trainer.ppo import core_algos as verl
 
-from skyrl_train.algorithms.kl import AdaptiveKLController, compute_approx_kl, penalize_rewards
+from skyrl_train.algorithms.kl import AdaptiveKLController, compute_approx_kl
+from skyrl_train.algorithms.reward_pipeline import penalize_rewards
 from skyrl_train.config.algorithm import KLEstimator
 
 ESTIMATORS = ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]

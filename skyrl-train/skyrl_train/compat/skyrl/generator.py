@@ -11,14 +11,15 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.metrics import default_aggregate_metrics
+from skyrl_train.algorithms.reward_pipeline import EMPTY_RESPONSE, place_reward
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import DataError
-from skyrl_train.generators.base import EMPTY_RESPONSE, BatchMetadata, RolloutGenerator, RolloutRequest, sanitize
+from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest, sanitize
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.inference_engines.base import ConversationType, InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
-from skyrl_train.types import PromptRow, Segment, Trajectory, TrajectoryID, Turn, all_or_none, last_sampled
+from skyrl_train.types import PromptRow, Segment, Trajectory, TrajectoryID, Turn, all_or_none
 from skyrl_train.types.tokens import Phase
 
 T = TypeVar("T")
@@ -291,7 +292,7 @@ def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segmen
     for name, values in (("loss_masks", loss_mask), ("rollout_logprobs", logprobs), ("rewards", rewards)):
         if isinstance(values, Sized) and len(values) != len(response_ids):
             raise DataError(f"{name}[{i}] has {len(values)} values for {len(response_ids)} response tokens")
-    per_token = rewards if isinstance(rewards, list) else put_on_last_token(rewards or 0.0, loss_mask)
+    per_token = place_reward(0.0 if rewards is None else rewards, loss_mask)
     if not all(map(math.isfinite, per_token)):
         raise DataError(f"rewards[{i}]={rewards!r} are not all finite; return None for a trajectory without a reward")
     turns = _at(output.get("turns"), i) or ()
@@ -304,14 +305,6 @@ def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segmen
         sampling_logprobs=sampling_logprobs if len(sampling_logprobs or ()) == len(response_ids) else None,
         turns=tuple(turns) if all(turn.end <= len(response_ids) for turn in turns) else (),
     )
-
-
-def put_on_last_token(reward: float, loss_mask: Sequence[int]) -> list[float]:
-    """Return per-token rewards [r] with the response's reward on its last sampled token."""
-    rewards = [0.0] * len(loss_mask)
-    if rewards:
-        rewards[last_sampled(loss_mask)] = float(reward)
-    return rewards
 
 
 def _at(values: Sequence[T] | None, i: int) -> T | None:

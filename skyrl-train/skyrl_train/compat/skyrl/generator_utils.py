@@ -12,7 +12,8 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.metrics import default_aggregate_metrics
-from skyrl_train.compat.skyrl.generator import GeneratorOutput, put_on_last_token
+from skyrl_train.algorithms.reward_pipeline import place_reward
+from skyrl_train.compat.skyrl.generator import GeneratorOutput
 from skyrl_train.generators.chat_template import Messages
 from skyrl_train.generators.chat_template import custom_chat_template as get_custom_chat_template
 from skyrl_train.generators.metrics import rollout_metrics
@@ -137,7 +138,7 @@ def get_rollout_metrics(
     trajectories = []
     for number, (response, reward) in enumerate(zip(responses, rewards, strict=True)):
         mask = [1] * len(response)
-        per_token = reward if isinstance(reward, list) else put_on_last_token(reward, mask)
+        per_token = place_reward(reward, mask)
         trajectory = Trajectory(
             id=TrajectoryID(str(number), 0),
             env_class=env_classes[number] if env_classes else "unknown",

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from skyrl_train.algorithms.reward_pipeline import place_reward
 from skyrl_train.callbacks import Callback, Evaluation
 from skyrl_train.compat.skyrl.absent import TRAINER_ATTRIBUTES, TRAINER_METHODS, describe_missing, refuse_overrides
 from skyrl_train.compat.skyrl.batch import TrainingInputBatch
-from skyrl_train.compat.skyrl.generator import GeneratorOutput, edit_as_lists, put_on_last_token, returns_totals
+from skyrl_train.compat.skyrl.generator import GeneratorOutput, edit_as_lists, returns_totals
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import RolloutGenerator
@@ -88,7 +89,7 @@ class RayPPOTrainer(Trainer):
         `uids` identifies the dataset row of each response. An override may also take `data_sources`.
         """
         rewards: Any = [
-            reward if isinstance(reward, list) else put_on_last_token(reward or 0.0, loss_mask)
+            place_reward(0.0 if reward is None else reward, loss_mask)
             for reward, loss_mask in zip(generator_output["rewards"], generator_output["loss_masks"], strict=True)
         ]
         return {**generator_output, "rewards": rewards}

@@ -15,7 +15,6 @@ from skyrl_train.algorithms.kl import (
     compute_approx_kl,
     importance_weighted_kl,
     kl_controller,
-    penalize_rewards,
 )
 from skyrl_train.config.algorithm import AlgorithmConfig, KLControllerConfig, KLEstimator
 from skyrl_train.errors import ConfigError
@@ -140,18 +139,6 @@ def test_off_policy_only_the_weighted_estimate_has_the_gradient_of_the_divergenc
 def test_the_weight_never_overflows() -> None:
     kl = importance_weighted_kl(torch.zeros(1), torch.ones(1), torch.tensor([-500.0]), kl_estimator_type="k1")
     assert kl.item() == pytest.approx(-math.exp(20))
-
-
-def test_rewards_less_the_penalty_by_hand() -> None:
-    rewards = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 4.0]])
-    old = torch.tensor([[-1.0, -2.0, math.nan], [-1.0, -1.0, -1.0]], requires_grad=True)
-    ref = torch.tensor([[-1.5, -1.0, -1.0], [-1.0, math.nan, -3.0]])
-    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
-    penalized, kl = penalize_rewards(rewards, old, ref, mask, 0.1, "k1")
-    torch.testing.assert_close(kl, torch.tensor([[0.5, -1.0, 0.0], [0.0, 0.0, 2.0]]))
-    torch.testing.assert_close(penalized, torch.tensor([[-0.05, 1.1, 2.0], [3.0, 0.0, 3.8]]))
-    assert not penalized.requires_grad
-    assert rewards.tolist() == [[0.0, 1.0, 2.0], [3.0, 0.0, 4.0]], "the input is unchanged"
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ async def test_a_crash_of_the_process_costs_its_rollouts_and_another_one_serves_
     generator._agent = play_catch
     trajectories = await generator.rollout(catch_requests(2), SAMPLING, TRAIN)
     assert all(t.is_valid for t in trajectories)
-    assert "The process of the endpoint has ended; another one is started" in caplog.text
+    assert "The endpoint's process has crashed; starting a new one" in caplog.text
 
 
 async def test_requests_without_a_session_wait_between_rollouts(agent_stage: AgentStage) -> None:

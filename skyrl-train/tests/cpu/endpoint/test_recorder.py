@@ -17,6 +17,7 @@ class ScriptedConversation:
     def __init__(self, chat: ChatEncoder) -> None:
         self.chat = chat
         self.recording = Recording(chat)
+        self.results: list[EngineResult] = []
 
     def sampled(self, text: str, *, ends: bool = True) -> list[int]:
         ids = [token_id for character in text for token_id in self.chat.encode(character)]
@@ -25,7 +26,8 @@ class ScriptedConversation:
     def answer(self, prompt: Prompt, text: str, stop_reason: StopReason = "stop") -> int:
         token_ids = self.sampled(text, ends=stop_reason == "stop")
         logprobs = [-0.5 - i for i in range(len(token_ids))]
-        return self.recording.record(prompt, EngineResult(token_ids, logprobs, stop_reason, ()), text)
+        self.results.append(EngineResult(token_ids, logprobs, stop_reason, ()))
+        return self.recording.record(prompt, self.results[-1], text)
 
     def ask(self, messages: list[Message]) -> Prompt:
         return self.recording.chat_prompt(messages, self.chat)
@@ -133,7 +135,7 @@ def test_the_row_of_the_last_turn_comes_last(conversation: ScriptedConversation)
     assert [row.n_prompt for row in conversation.recording.rows] == [
         len(conversation.chat.prompt_ids(messages)) for messages in ([user("Summary")], OPENING)
     ]
-    assert [turn.row for turn in conversation.recording.turns] == [1, 0, 1]
+    assert [turn.segment for turn in conversation.recording.turns] == [1, 0, 1]
 
 
 def test_token_prompts_that_start_with_recorded_tokens_continue_their_row(conversation: ScriptedConversation) -> None:
@@ -202,11 +204,10 @@ def test_every_sampled_token_is_trained_exactly_once(chat: ChatEncoder, data: st
     conversation.recording.finish()
     rows, turns = conversation.recording.rows, conversation.recording.turns
     assert len(turns) == len(replies)
-    for turn, (prompt, _) in zip(turns, replies, strict=True):
-        row = rows[turn.row]
-        response = row.token_ids[row.n_prompt :]
-        assert response[turn.start : turn.end] == turn.result.token_ids
-        assert row.loss_mask[turn.start : turn.end] == [1] * len(turn.result.token_ids)
-        assert row.logprobs[turn.start : turn.end] == turn.result.logprobs
+    for turn, (prompt, _), result in zip(turns, replies, conversation.results, strict=True):
+        row = rows[turn.segment]
+        assert row.response_ids[turn.start : turn.end] == result.token_ids
+        assert row.loss_mask[turn.start : turn.end] == [1] * len(result.token_ids)
+        assert row.logprobs[turn.start : turn.end] == result.logprobs
         assert row.token_ids[: row.n_prompt + turn.start] == prompt.token_ids
-    assert sum(sum(row.loss_mask) for row in rows) == sum(len(record.result.token_ids) for record in turns)
+    assert sum(sum(row.loss_mask) for row in rows) == sum(len(result.token_ids) for result in conversation.results)

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from skyrl_train.generators.base import request_seed, rollout_requests
+from skyrl_train.generators.base import RolloutRequest, request_seed, rollout_requests
+from skyrl_train.generators.rollout import Rollout
 from skyrl_train.types import DrawnPrompt, PromptRow, TrajectoryID
 
 
@@ -15,16 +16,18 @@ def test_requests_name_an_environment_and_repeat_each_prompt() -> None:
     assert rows[0].env_class is None
 
 
-def test_the_seed_of_a_turn_depends_on_trajectory_id_and_turn() -> None:
-    id = TrajectoryID("0", 0, draw=5)
-    first = request_seed(1, id, 0)
+def test_seeds_and_session_ids_depend_on_the_whole_trajectory_id() -> None:
+    id = TrajectoryID("17", 3, draw=5)
     others = [
-        request_seed(2, id, 0),
-        request_seed(1, id, 1),
-        request_seed(1, replace(id, draw=6), 0),
-        request_seed(1, replace(id, phase="eval"), 0),
-        request_seed(1, replace(id, instance_id="1"), 0),
-        request_seed(1, replace(id, repetition_id=1), 0),
+        replace(id, draw=6),
+        replace(id, phase="eval"),
+        replace(id, instance_id="1"),
+        replace(id, repetition_id=1),
     ]
-    assert len({first, *others}) == 7
-    assert request_seed(1, TrajectoryID("0", 0, draw=5), 0) == first
+    seeds = {request_seed(run, id, turn) for run, turn in ((1, 0), (2, 0), (1, 1))}
+    assert len(seeds | {request_seed(1, other, 0) for other in others}) == 7
+    assert request_seed(1, TrajectoryID("17", 3, draw=5), 0) in seeds
+    row = PromptRow("17", [], None, {})
+    attempts = [Rollout(RolloutRequest(i, row), 1, attempt) for i in (id, *others) for attempt in range(2)]
+    assert attempts[0].session_id == "train-5-17-3-0"
+    assert len({rollout.session_id for rollout in attempts}) == 10

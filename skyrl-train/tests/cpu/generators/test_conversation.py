@@ -20,7 +20,7 @@ from skyrl_train.generators.conversation import (
     _n_common_tokens,
 )
 from skyrl_train.inference_engines.base import EngineResult
-from skyrl_train.types import SegmentBuilder, Trajectory, WeightSpan
+from skyrl_train.types import Segment, Trajectory, WeightSpan
 
 PROMPT = [system("Go on."), user("Story a")]
 THINKING = {"name_or_path": "qwen3_with_thinking"}
@@ -281,7 +281,7 @@ async def test_an_environment_may_reward_each_token(make_stage: MakeStage) -> No
 
 
 def test_a_row_keeps_sampling_log_probs_once_a_turn_has_them() -> None:
-    row = SegmentBuilder([1, 2], 2)
+    row = Segment.start([1, 2])
     row.append_sampled([5, 6], [-0.5, -0.5], None)
     row.append_observed([7])
     assert row.sampling_logprobs is None

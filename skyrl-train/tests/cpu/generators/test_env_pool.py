@@ -219,7 +219,7 @@ async def test_calls_to_a_closed_pool_raise(make_pool: MakePool) -> None:
     closing = asyncio.create_task(pool.close())
     async with asyncio.timeout(10):
         for call in (running, queued, pool.run(lambda: "late")):
-            with pytest.raises(RuntimeError, match=r"close\(\) comes after the last call"):
+            with pytest.raises(RuntimeError, match=r"call close\(\) after the last call"):
                 await call
         gate.set()
         await closing

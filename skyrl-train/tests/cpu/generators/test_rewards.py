@@ -2,15 +2,24 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from train_kit.rollouts import MakeStage, story
+import torch
+from train_kit.messages import user
+from train_kit.rollouts import STEP, MakeStage, Numbers, story
 from train_kit.trajectories import make_trajectory
-from transformers import PreTrainedTokenizerBase
+from train_kit.workers import SingleRankGroup, config, policy_objective
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skyrl_gym.runtime.validation import MAX_REWARD
+from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.config import load_config
+from skyrl_train.config.generator import SamplingConfig
+from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.rewards import (
@@ -21,7 +30,9 @@ from skyrl_train.generators.rewards import (
     judge,
     register_reward_function,
 )
-from skyrl_train.types import Trajectory
+from skyrl_train.generators.source import LockstepRollouts
+from skyrl_train.learner import Learner
+from skyrl_train.types import PromptRow, Trajectory
 
 Register = Callable[..., None]
 AddRewards = Callable[..., Any]
@@ -55,6 +66,63 @@ def add_rewards(tiny_tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
         return await RewardFunctions(cfg, ChatEncoder(tiny_tokenizer)).add_to(list(trajectories))
 
     return add
+
+
+class Stories(Numbers):
+    """Episodes that are cut off after two turns. The prompts differ in their number only."""
+
+    def __getitem__(self, index: int) -> PromptRow:
+        step = STEP | {"reward": 7.0, "metadata": {"reward_components": {"right": 1.0}}}
+        extras = {"returns": {"step": step, "grade_unfinished": 4.0}}
+        return PromptRow(str(index), [user(f"Story {index}")], "story", extras)
+
+
+async def test_the_stages_of_the_reward_pipeline_run_in_the_documented_order(
+    make_stage: MakeStage, register: Register, tiny_model: PreTrainedModel
+) -> None:
+    """Every stage changes the reward, and exchanging two stages would change the result."""
+
+    def repeat(samples: Sequence[RewardSample]) -> list[float]:
+        seen = [sample.trajectory.total_reward for sample in samples]
+        assert seen == [8.0] * len(samples)  # two turns with 1 × 2 for "right" instead of 7, and the final reward of 4
+        return [MAX_REWARD if samples[0].trajectory.id.instance_id == "1" else 8.0] * len(samples)
+
+    register("repeat", repeat)
+    options = {"reward_functions": ["repeat"], "reward_weights": {"right": 2.0, "repeat": 2.0}}
+    stage = make_stage(max_turns=2, zero_reward_on_non_stop=True, **options)
+    cfg = config(
+        algorithm={
+            "overlong_buffer_len": 4,
+            "overlong_buffer_penalty_factor": 8.0,
+            "kl_loss_coef": 0.5,
+            "use_kl_loss": False,
+            "use_kl_in_reward": True,
+            "kl_estimator_type": "k1",
+        },
+        train_batch_size=2,
+        policy_mini_batch_size=2,
+    )
+    rollouts = {"n_samples_per_prompt": 8, "sampling_params": SamplingConfig(max_generate_length=4)}
+    cfg = cfg.model_copy(update={"generator": cfg.generator.model_copy(update=rollouts)})
+    step = await LockstepRollouts(cfg, stage.generator, ShuffledPrompts(Stories(2), 2, seed=0)).take(1)
+    for t in step.played:
+        is_stopped = t.last_stop_reason == "stop"
+        assert t.is_valid != (is_stopped and t.id.instance_id == "1"), "rewards are set to 0 before they are rejected"
+        if t.is_valid:
+            assert t.total_reward == (8.0 + 2 * 8.0 if is_stopped else 0.0)
+    assert {t.total_reward if t.is_valid else None for t in step.played} == {24.0, 0.0, None}
+    before = {t.id: t.total_reward for t in step.played if t.is_valid}
+    for t in step.trajectories:
+        n_tokens = max(turn.end - turn.start for turn in t.turns)
+        assert t.total_reward == pytest.approx(before[t.id] - 8.0 * n_tokens / 4), "also rewards that were set to 0"
+    batch = build_training_batch(step.trajectories, 0)
+    old = torch.full_like(batch.loss_mask, -1.5)
+    policy = SingleRankGroup("policy", tiny_model, cfg.trainer, policy_objective(cfg.trainer)).group
+    learner = Learner(cfg.trainer, advantage_estimator("grpo"), policy=policy)
+    penalized, _ = learner.advantages(replace(batch, old_logprobs=old, ref_logprobs=old - 0.25))
+    expected = [t.total_reward - 0.5 * 0.25 * sum(t.loss_mask) for t in step.trajectories]
+    assert penalized.rewards is not None
+    assert penalized.rewards.sum(dim=1).tolist() == pytest.approx(expected)
 
 
 async def test_a_group_function_sees_the_samples_of_one_prompt(make_stage: MakeStage, register: Register) -> None:
@@ -114,7 +182,7 @@ async def test_unknown_rewards_are_invalid(make_stage: MakeStage, register: Regi
     n_valid = 1 if answer[0] is None else 0
     assert [t.is_valid for t in trajectories] == ([False, True] if n_valid else [False, False]) * 2
     assert {t.stop_reason for t in trajectories if not t.is_valid} == {"reward_unknown"}
-    assert trajectories[0].error == "reward function odd gave no reward"
+    assert trajectories[0].error == "reward function odd returned no reward"
 
 
 def first_word(samples: Sequence[RewardSample]) -> list[float]:

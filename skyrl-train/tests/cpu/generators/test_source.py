@@ -137,8 +137,8 @@ async def test_a_prompt_drawn_twice_forms_two_groups() -> None:
     step_data = await sample(cfg, generator, prompts)
     assert [t.id.draw for t in step_data.trajectories] == [1, 1, 3, 3]
     assert uids(step_data.trajectories) == ["1"]
-    requested = [request.id.session_id() for requests, _ in generator.calls for request in requests]
-    assert len(set(requested)) == len(requested), "equal session ids would sample equal tokens"
+    requested = [request.id for requests, _ in generator.calls for request in requests]
+    assert len(set(requested)) == len(requested), "equal IDs would sample equal tokens"
 
 
 async def test_greedy_rewards_come_from_one_greedy_rollout_per_prompt() -> None:

@@ -5,23 +5,20 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.types.specs import Layout, ModelSpec
 
 
-def test_ranks_of_a_group_compute_the_same_rows() -> None:
-    layout = Layout(8, tensor_size=2, n_stages=2)
-    assert layout.data_parallel_size == 2
-    assert [layout.data_parallel_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [layout.leader(i) for i in range(2)] == [4, 6], "the last stage has the scores"
-
-
-def test_context_ranks_compute_the_same_rows() -> None:
-    layout = Layout(16, tensor_size=2, n_stages=2, context_size=2)
-    assert layout.data_parallel_size == 2
-    assert [layout.data_parallel_rank(rank) for rank in range(16)] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
-    assert [layout.leader(i) for i in range(2)] == [8, 12]
-
-
-def test_every_rank_of_a_sharded_model_has_its_own_rows() -> None:
-    layout = Layout(3)
-    assert [layout.data_parallel_rank(rank) for rank in range(3)] == [layout.leader(i) for i in range(3)] == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("layout", "data_parallel_ranks", "leaders"),  # the last stage has the scores
+    [
+        (Layout(3), [0, 1, 2], [0, 1, 2]),
+        (Layout(8, tensor_size=2, n_stages=2), [0, 0, 1, 1, 0, 0, 1, 1], [4, 6]),
+        (Layout(16, tensor_size=2, n_stages=2, context_size=2), ([0] * 4 + [1] * 4) * 2, [8, 12]),
+    ],
+)
+def test_ranks_of_a_group_compute_the_same_rows(
+    layout: Layout, data_parallel_ranks: list[int], leaders: list[int]
+) -> None:
+    assert layout.data_parallel_size == len(leaders)
+    assert [layout.data_parallel_rank(rank) for rank in range(layout.n_ranks)] == data_parallel_ranks
+    assert [layout.leader(i) for i in range(len(leaders))] == leaders
 
 
 def test_ranks_that_the_sizes_of_megatron_do_not_divide_are_refused() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from train_kit.trajectories import make_segment, make_trajectory
 
-from skyrl_train.types import PromptRow, TrajectoryID
+from skyrl_train.types import PromptRow
 
 TRAJECTORY = make_trajectory("17", [0.25, 0.0, 1.0], repetition=3)
 
@@ -23,20 +23,6 @@ def test_only_a_valid_trajectory_has_a_total_reward() -> None:
     assert invalid.rewards is None
     with pytest.raises(AssertionError, match=r"17.*3.*is invalid: the environment crashed"):
         _ = invalid.total_reward
-
-
-def test_a_trajectory_has_a_readable_name_and_a_unique_session_id() -> None:
-    id = TrajectoryID("17", 3, draw=4711)
-    assert id.to_string() == "17_3"
-    assert id.session_id() == "train-4711-17-3-0"
-    others = [
-        id,
-        replace(id, draw=1),
-        replace(id, repetition_id=1),
-        replace(id, phase="eval"),
-        replace(id, instance_id="1"),
-    ]
-    assert len({other.session_id(attempt) for other in others for attempt in range(2)}) == 10
 
 
 @pytest.mark.parametrize(

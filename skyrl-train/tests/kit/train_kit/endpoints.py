@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from examples.catch.catch_dataset import CatchDataset
 from examples.catch.env import CatchEnv
 from skyrl_train.config import load_config
-from skyrl_train.endpoint import AgentGenerator, AgentResult, Endpoint, ModelService, Session
+from skyrl_train.endpoint import AgentGenerator, AgentResult, AgentSession, Endpoint, ModelService
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
@@ -96,10 +96,10 @@ class EndpointStage:
         self.endpoint = Endpoint(ModelService(self.engine, tokenizer, model_name=MODEL))
         self._clients: list[AsyncOpenAI] = []
 
-    async def session(self, seed: int = 0, **sampling: Any) -> Session:
+    async def session(self, seed: int = 0, **sampling: Any) -> AgentSession:
         return await self.endpoint.open_session(SamplingParams(**{"max_new_tokens": 4} | sampling), seed)
 
-    def client(self, session: Session | None = None) -> AsyncOpenAI:
+    def client(self, session: AgentSession | None = None) -> AsyncOpenAI:
         self._clients.append(new_client(self.endpoint.url(session)))
         return self._clients[-1]
 

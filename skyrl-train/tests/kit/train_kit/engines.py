@@ -27,6 +27,8 @@ from transformers import (
 )
 
 from skyrl_train.errors import EngineError
+from skyrl_train.generators.base import RolloutRequest
+from skyrl_train.generators.rollout import Rollout
 from skyrl_train.inference_engines.base import (
     EngineRequest,
     EngineResult,
@@ -37,6 +39,7 @@ from skyrl_train.inference_engines.base import (
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.models.logprobs import response_logprobs
+from skyrl_train.types import PromptRow, TrajectoryID
 from skyrl_train.weight_sync.base import Transport
 from train_kit.models import load_on_cpu
 from train_kit.weight_sync import sync_weights
@@ -277,8 +280,9 @@ class RecordedEngine(HFEngine):
         self.ended.append(session_id)
         await super().end_session(session_id)
 
-    def session(self, session_id: str) -> list[tuple[EngineRequest, EngineResult]]:
+    def session(self, id: TrajectoryID, attempt: int = 0) -> list[tuple[EngineRequest, EngineResult]]:
         """Return the exchanges of one attempt at a rollout, in order."""
+        session_id = Rollout(RolloutRequest(id, PromptRow(id.instance_id, [], None, {})), 0, attempt).session_id
         return [(request, result) for request, result in self.exchanges if request.session_id == session_id]
 
 
