@@ -89,7 +89,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LoraConfig:
+class AdapterConfig:
     """Settings of an adapter, with the client's defaults."""
 
     rank: int = 32

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from tx.models.attention import attend_causally, rotate
 from tx.models.config import ModelConfig, inverse_frequencies
-from tx.models.lora import Factors, Rows, project
+from tx.models.lora import BatchAdapters, Factors, project
 from tx.models.moe import mix_experts
 
 Weights = Mapping[str, jax.Array]
@@ -50,7 +50,7 @@ def normalize(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 def hidden_states(
     config: ModelConfig,
     params: Params,
-    rows: Rows | None,
+    rows: BatchAdapters | None,
     tokens: jax.Array,
     positions: jax.Array,
     attend: Attend | None = None,
@@ -96,7 +96,7 @@ def hidden_states(
     return normalize(x, params.norm, config.rms_norm_eps), cache
 
 
-def logits_of(params: Params, rows: Rows | None, hidden: jax.Array) -> jax.Array:
+def logits_of(params: Params, rows: BatchAdapters | None, hidden: jax.Array) -> jax.Array:
     """Return logits (S, T, V) in float32."""
     head = None if rows is None else rows.adapter.head
     scales = None if rows is None else rows.scales

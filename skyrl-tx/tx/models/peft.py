@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -18,7 +18,7 @@ def factor_names(path: str) -> tuple[str, str]:
 
 
 def write_config(
-    folder: Path, lora: LoraConfig, base_model: str, modules: Sequence[str], expert_ranks: Mapping[str, int]
+    folder: Path, lora: AdapterConfig, base_model: str, modules: Sequence[str], expert_ranks: Mapping[str, int]
 ) -> None:
     """Write the adapter's configuration: it covers `modules`, and experts have their own ranks."""
     settings: dict[str, Any] = {

@@ -24,7 +24,7 @@ from annotated_types import Ge, Gt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tx.flags import JsonObject, add_flag, format_errors, format_setting_errors
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.run.examples import ExampleBuilder, read_rows
 from tx.tinker.backends.factory import BackendName, model_folder, new_backend, settings_of
 from tx.tinker.backends.folder import load_settings
@@ -186,7 +186,7 @@ class TrainCommand:
                     f"{self._config.base_model}: {error}"
                 ) from error
         else:
-            self._backend.create_model(MODEL_ID, LoraConfig(rank=self._config.lora_rank, seed=self._config.seed))
+            self._backend.create_model(MODEL_ID, AdapterConfig(rank=self._config.lora_rank, seed=self._config.seed))
         self._config.output_dir.mkdir(parents=True, exist_ok=True)
         settings = json.dumps(self._settings, indent=1)
         (self._config.output_dir / SETTINGS).write_text(f"{settings}\n", encoding="utf-8")

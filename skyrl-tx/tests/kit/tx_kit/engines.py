@@ -13,8 +13,7 @@ from sqlmodel import Session
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.db_models import EngineState, Model, Request, RequestStatus
-from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.db_models import ClientSession, EngineState, Model, RequestStatus, TxRequest
 from tx.tinker.doorbell import Doorbell
 from tx.tinker.engine import loop
 from tx.tinker.engine.loop import Engine
@@ -100,8 +99,8 @@ class Desk:
     def set(self, kind: type[Any], key: Any, **fields: Any) -> None:
         change_row(self.database, kind, key, **fields)
 
-    def row(self, request_id: int) -> Request:
-        return read_row(self.database, Request, request_id)
+    def row(self, request_id: int) -> TxRequest:
+        return read_row(self.database, TxRequest, request_id)
 
     def model_row(self, model_id: str) -> Model:
         return read_row(self.database, Model, model_id)

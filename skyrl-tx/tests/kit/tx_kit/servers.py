@@ -15,7 +15,7 @@ from sqlmodel import Session, SQLModel
 
 from tx.tinker.api import create_app
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import EngineState, Kind, Request
+from tx.tinker.db_models import EngineState, Kind, TxRequest
 from tx.tinker.server.service import Service
 from tx.tinker.server.supervisor import Supervisor
 from tx.tinker.store.database import writing
@@ -80,9 +80,9 @@ class Running(Address):
             session_id = new_session(http)
             return str(result_of(http, new_model(http, session_id))["model_id"])
 
-    def rows(self, kind: Kind) -> list[Request]:
+    def rows(self, kind: Kind) -> list[TxRequest]:
         """Return all requests of a kind, in order."""
-        return [one for one in read_rows(self.service.database, Request) if one.kind == kind]
+        return [one for one in read_rows(self.service.database, TxRequest) if one.kind == kind]
 
 
 def new_session(http: httpx.Client) -> str:

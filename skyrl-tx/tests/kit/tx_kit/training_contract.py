@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Backend
 from tx.tinker.types import AdamParams, Datum, Pass, UserError
 from tx_kit.backends import (
@@ -31,7 +31,7 @@ from tx_kit.models import VOCABULARY
 DATA = random_data()
 
 
-def trained_model(backend: Backend, lora: LoraConfig = LORA) -> str:
+def trained_model(backend: Backend, lora: AdapterConfig = LORA) -> str:
     backend.create_model("m", lora)
     for seed in range(2):
         train(backend, "m", random_data(seed))
@@ -112,7 +112,7 @@ class TrainingContract:
         assert backend.optim_step("m", STEP)["skyrl.ai/grad_norm"] == 0
 
     def test_training_is_independent_of_other_models(self, backend: Backend) -> None:
-        names = {f"m{i}": LoraConfig(rank=rank, seed=i) for i, rank in enumerate((2, 8, 5))}
+        names = {f"m{i}": AdapterConfig(rank=rank, seed=i) for i, rank in enumerate((2, 8, 5))}
         for name, lora in names.items():
             backend.create_model(name, lora)
             backend.create_model(f"{name} alone", lora)

@@ -25,7 +25,7 @@ from tx_kit.processes import ServerProcess, process
 from tx_kit.rows import add_rows, change_row, checkpoint_row
 from tx_kit.servers import BASE_MODEL, config_for, wait_until
 
-from tx.tinker.db_models import Checkpoint, Model, ModelStatus, Request, SamplingSession, Session
+from tx.tinker.db_models import Checkpoint, ClientSession, Model, ModelStatus, SamplingSession, TxRequest
 from tx.tinker.store.database import open_database, reading
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,12 @@ def add_checkpoint(server: ServerProcess, database: Database, owned: dict[str, s
 
 def rows_of(database: Database, owned: dict[str, str]) -> str:
     with reading(database) as db:
-        owner = db.get_one(Session, owned["session"]).owner
+        owner = db.get_one(ClientSession, owned["session"]).owner
         found = [
-            *db.exec(select(Session).where(Session.owner == owner)),
+            *db.exec(select(ClientSession).where(ClientSession.owner == owner)),
             *db.exec(select(Model).where(Model.session_id == owned["session"])),
             *db.exec(select(SamplingSession).where(SamplingSession.session_id == owned["session"])),
-            *db.exec(select(Request).where(Request.owner == owner)),
+            *db.exec(select(TxRequest).where(TxRequest.owner == owner)),
             *db.exec(select(Checkpoint).where(Checkpoint.model_id == owned["model"])),
         ]
         return "\n".join(sorted(row.model_dump_json() for row in found))

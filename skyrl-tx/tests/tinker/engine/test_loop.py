@@ -7,7 +7,7 @@ import pytest
 from tx_kit.engines import Desk
 from tx_kit.models import MINIMAL_CONTEXT
 
-from tx.tinker.db_models import STALLED, EngineState, Request, RequestStatus
+from tx.tinker.db_models import STALLED, EngineState, RequestStatus, TxRequest
 from tx.tinker.engine import queue
 from tx.tinker.store.queries import cancel_sample
 
@@ -28,7 +28,7 @@ def test_cancelled_requests_are_skipped_at_once(desk: Desk) -> None:
     ids = [desk.step(model) for _ in range(3)]
     desk.fetch()
     for one in ids:
-        desk.set(Request, one, status=RequestStatus.CANCELLED)
+        desk.set(TxRequest, one, status=RequestStatus.CANCELLED)
     assert [desk.engine.work() for _ in range(4)] == [True, True, True, False]
 
 
@@ -54,7 +54,7 @@ def test_cancelled_samples_make_room(desk: Desk, monkeypatch: pytest.MonkeyPatch
 def test_a_step_that_is_given_up_drops_its_gradients(desk: Desk) -> None:
     model, twin = desk.models()
     step = desk.train(model, [7, 8])
-    desk.set(Request, step, n_tries=queue.MAX_TRIES)
+    desk.set(TxRequest, step, n_tries=queue.MAX_TRIES)
     for one in (model, twin):
         desk.train(one)
     losses = [desk.score(one) for one in (model, twin)]

@@ -4,7 +4,7 @@ from typing import cast
 import numpy as np
 
 from tx.tinker.backends.base import Backend
-from tx.tinker.db_models import EngineState, Kind, Request
+from tx.tinker.db_models import EngineState, Kind, TxRequest
 from tx.tinker.engine.passes import Passes
 from tx.tinker.types import Pass, PassResult
 from tx.tinker.wire import codec
@@ -35,10 +35,10 @@ class Slow:
             yield result
 
 
-def request(model_id: str, owner: str = "") -> Request:
+def request(model_id: str, owner: str = "") -> TxRequest:
     fields = {"data": [DATUM], "loss_fn": "cross_entropy"}
     payload = codec.message_from_json(model_id, None, fields, is_forward_only=False).SerializeToString()
-    return Request(
+    return TxRequest(
         request_id=ord(model_id),
         kind=Kind.FORWARD_BACKWARD,
         owner=owner,

@@ -6,9 +6,9 @@ import pytest
 from sqlalchemy import Engine as Database
 from tx_kit.rows import add_rows, change_row, read_rows, request_row
 
-from tx.tinker.db_models import Kind, Request, RequestStatus, Session
+from tx.tinker.db_models import ClientSession, Kind, RequestStatus, TxRequest
 from tx.tinker.engine import queue as queues
-from tx.tinker.engine.queue import Outcome, Queue, give_up
+from tx.tinker.engine.queue import Queue, RequestOutcome, give_up
 from tx.tinker.store.database import reading
 from tx.tinker.types import UserError
 
@@ -21,11 +21,11 @@ def queue(database: Database) -> Queue:
 def put(database: Database, kind: Kind = Kind.SAMPLE, **fields: Any) -> int:
     """Add a request; return its number."""
     add_rows(database, request_row(kind, **fields))
-    return read_rows(database, Request)[-1].request_id or 0
+    return read_rows(database, TxRequest)[-1].request_id or 0
 
 
 def cancel(database: Database, request_id: int) -> None:
-    change_row(database, Request, request_id, status=RequestStatus.CANCELLED)
+    change_row(database, TxRequest, request_id, status=RequestStatus.CANCELLED)
 
 
 def test_each_request_begins_once(database: Database, queue: Queue) -> None:
@@ -129,13 +129,13 @@ def test_outcomes_are_written_together(database: Database, queue: Queue) -> None
     cancel(database, cancelled)
     queue.finish(
         [
-            Outcome(done, b"result", is_protobuf=True, also=lambda db: db.add(Session(session_id="new"))),
-            Outcome(wrong, error=UserError("no")),
-            Outcome(bug, error=ZeroDivisionError("1 / 0")),
-            Outcome(cancelled, b"late"),
+            RequestOutcome(done, b"result", is_protobuf=True, also=lambda db: db.add(ClientSession(session_id="new"))),
+            RequestOutcome(wrong, error=UserError("no")),
+            RequestOutcome(bug, error=ZeroDivisionError("1 / 0")),
+            RequestOutcome(cancelled, b"late"),
         ]
     )
-    found = read_rows(database, Request)
+    found = read_rows(database, TxRequest)
     assert [one.status.value for one in found] == ["done", "failed", "failed", "cancelled"]
     assert (found[0].result, found[0].is_result_protobuf) == (b"result", True)
     assert [(one.error, one.error_category) for one in found[1:3]] == [
@@ -145,7 +145,7 @@ def test_outcomes_are_written_together(database: Database, queue: Queue) -> None
     assert found[3].result is None
     assert queue.begun == set()
     with reading(database) as db:
-        assert db.get(Session, "new") is not None
+        assert db.get(ClientSession, "new") is not None
 
 
 def test_outcomes_are_written_atomically(database: Database, queue: Queue) -> None:
@@ -157,8 +157,8 @@ def test_outcomes_are_written_atomically(database: Database, queue: Queue) -> No
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        queue.finish([Outcome(request_id, b"result", also=fail)])
-    assert read_rows(database, Request)[0].status is RequestStatus.PENDING
+        queue.finish([RequestOutcome(request_id, b"result", also=fail)])
+    assert read_rows(database, TxRequest)[0].status is RequestStatus.PENDING
 
 
 @pytest.mark.parametrize(
@@ -166,17 +166,17 @@ def test_outcomes_are_written_atomically(database: Database, queue: Queue) -> No
     [("a\0b", "ValueError: a\\0b"), ("\udc80", "ValueError: \\udc80"), ("x" * 5000, "ValueError: " + "x" * 1988)],
 )
 def test_error_messages_of_libraries_are_stored(database: Database, queue: Queue, message: str, expected: str) -> None:
-    queue.finish([Outcome(put(database), error=ValueError(message))])
-    assert read_rows(database, Request)[0].error == expected
+    queue.finish([RequestOutcome(put(database), error=ValueError(message))])
+    assert read_rows(database, TxRequest)[0].error == expected
 
 
 def test_requests_released_on_shutdown_are_not_suspect(database: Database, queue: Queue) -> None:
     request_id = put(database)
     queue.fetch()
     queue.begin(queue.next_samples(1, {}))
-    assert read_rows(database, Request)[0].n_tries == 1
+    assert read_rows(database, TxRequest)[0].n_tries == 1
     queue.release_running()
-    assert read_rows(database, Request)[0].n_tries == 0
+    assert read_rows(database, TxRequest)[0].n_tries == 0
     again = Queue(database, "m")
     again.fetch()
     assert [one.request_id for one in again.next_samples(1, {})] == [request_id]
@@ -193,7 +193,7 @@ def test_requests_that_are_cut_short_by_a_requested_stop_are_not_suspect(databas
     queue.fetch()
     queue.begin(queue.next_samples(9, {}))
     assert queue.begun
-    assert {one.n_tries for one in read_rows(database, Request)} == {0}  # and then the engine is killed
+    assert {one.n_tries for one in read_rows(database, TxRequest)} == {0}  # and then the engine is killed
 
 
 def test_suspects_run_alone_and_are_then_given_up(database: Database) -> None:

@@ -11,9 +11,9 @@ from sqlalchemy import event
 from tx_kit.engines import Desk
 
 from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.db_models import ModelStatus, RequestStatus, Session, SessionStatus
+from tx.tinker.db_models import ClientSession, ModelStatus, RequestStatus, SessionStatus
 from tx.tinker.engine import restore
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 from tx.tinker.store import queries
 from tx.tinker.types import Pass, PassResult
 
@@ -169,7 +169,9 @@ def test_a_lost_model_waits_for_the_next_engine(
     desk.engine.serve(lambda: desk.row(waiting + 1).status is not RequestStatus.PENDING)
     assert list(desk.backend.models()) == [new]
     assert desk.row(waiting).status is RequestStatus.PENDING
-    with pytest.raises(Refusal, match=r"s:train:0 could not be restored .* MemoryError: no room; restart the server"):
+    with pytest.raises(
+        RefusalError, match=r"s:train:0 could not be restored .* MemoryError: no room; restart the server"
+    ):
         desk.step(lost)
     desk.restart()
     assert set(desk.backend.models()) == {lost, other, twin, new}
@@ -202,7 +204,7 @@ def spoilt(desk: Desk, model: str) -> Path:
 
 
 def end_session(desk: Desk) -> None:
-    desk.change(lambda db: queries.end_session(db, db.get_one(Session, "s"), SessionStatus.FINISHED, ""))
+    desk.change(lambda db: queries.end_session(db, db.get_one(ClientSession, "s"), SessionStatus.FINISHED, ""))
 
 
 def test_a_lost_model_whose_session_has_ended_is_given_up(desk: Desk, model: str, spoilt: Path) -> None:

@@ -26,7 +26,7 @@ from tx_kit.servers import (
     wait_until,
 )
 
-from tx.tinker.db_models import Kind, Model, ModelStatus, Request
+from tx.tinker.db_models import Kind, Model, ModelStatus, TxRequest
 from tx.tinker.doorbell import UNUSABLE
 from tx.tinker.server.supervisor import Supervisor
 from tx.tinker.wire import codec
@@ -146,7 +146,7 @@ def test_unknown_and_forgotten_requests(http: httpx.Client, server: Running, mod
     accepted = step(http, model_id)
     assert result_of(http, accepted)["metrics"]
     request_id = accepted.json()["request_id"]
-    server.set(Request, int(request_id), result=None)
+    server.set(TxRequest, int(request_id), result=None)
     assert http.post("retrieve_future", json={"request_id": request_id}).status_code == 410
 
 

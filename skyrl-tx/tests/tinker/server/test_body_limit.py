@@ -7,7 +7,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tx.tinker.server.body_limit import BodyLimit
+from tx.tinker.server.body_limit import BodyReader
 
 MAX_BYTES = 1000
 PACKED = zstandard.ZstdCompressor().compress(b"words" * 100)
@@ -46,7 +46,7 @@ async def post(
 
     app = App()
     raw_headers = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    await BodyLimit(app, MAX_BYTES)({"type": "http", "method": method, "headers": raw_headers}, receive, send)
+    await BodyReader(app, MAX_BYTES)({"type": "http", "method": method, "headers": raw_headers}, receive, send)
     words = b"".join(message.get("body", b"") for message in sent).decode()
     return (sent[0]["status"] if sent else None), app, words
 

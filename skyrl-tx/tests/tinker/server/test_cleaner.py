@@ -12,13 +12,13 @@ from tx_kit.servers import config_for
 
 from tx.tinker.db_models import (
     Checkpoint,
+    ClientSession,
     Kind,
     Model,
     ModelStatus,
-    Request,
     RequestStatus,
-    Session,
     SessionStatus,
+    TxRequest,
     now,
 )
 from tx.tinker.server.cleaner import Cleaner
@@ -47,24 +47,24 @@ class Clock:
         return self.seconds
 
 
-def session(name: str, status: SessionStatus = SessionStatus.ACTIVE, **fields: Any) -> Session:
-    return Session(session_id=name, status=status, **fields)
+def session(name: str, status: SessionStatus = SessionStatus.ACTIVE, **fields: Any) -> ClientSession:
+    return ClientSession(session_id=name, status=status, **fields)
 
 
 def model(session_id: str, status: ModelStatus = ModelStatus.READY, **fields: Any) -> Model:
     return model_row(session_id, status=status, **fields)
 
 
-def old_request(model_id: str | None = None, **fields: Any) -> Request:
+def old_request(model_id: str | None = None, **fields: Any) -> TxRequest:
     done = {"status": RequestStatus.DONE, "completed_at": now() - OLD, "result": b"r"}
     return request_row(model_id=model_id, **(done | fields))
 
 
-def new_request(**fields: Any) -> Request:
+def new_request(**fields: Any) -> TxRequest:
     return old_request(**{"completed_at": now(), **fields})
 
 
-def pending_request(**fields: Any) -> Request:
+def pending_request(**fields: Any) -> TxRequest:
     return old_request(**{"status": RequestStatus.PENDING, "completed_at": None, "result": None, **fields})
 
 
@@ -75,11 +75,11 @@ async def test_silent_sessions_end(service: Service) -> None:
     cleaner = Cleaner(service, clock)
     for _ in range(3):
         await cleaner.clean()
-        change_row(service.database, Session, "heard", last_seen_at=now() + timedelta(seconds=clock.seconds))
+        change_row(service.database, ClientSession, "heard", last_seen_at=now() + timedelta(seconds=clock.seconds))
         clock.seconds += 0.7 * service.config.session_timeout_sec
-    found = {one.session_id: one.status for one in read_rows(service.database, Session)}
+    found = {one.session_id: one.status for one in read_rows(service.database, ClientSession)}
     assert found == {"silent": SessionStatus.EXPIRED, "heard": SessionStatus.ACTIVE}
-    unloads = [(one.kind, one.model_id) for one in read_rows(service.database, Request)]
+    unloads = [(one.kind, one.model_id) for one in read_rows(service.database, TxRequest)]
     assert unloads == [(Kind.UNLOAD_MODEL, "silent:train:0")]
 
 
@@ -96,7 +96,7 @@ async def test_live_sessions_survive_jumps_of_the_wall_clock(service: Service, j
         await cleaner.clean()
         await service.write(lambda db: queries.active_session(db, "live", "local"))
         clock.seconds += 0.3 * service.config.session_timeout_sec
-    assert read_row(service.database, Session, "live").status is SessionStatus.ACTIVE
+    assert read_row(service.database, ClientSession, "live").status is SessionStatus.ACTIVE
     assert snapshot.is_dir()
 
 
@@ -109,7 +109,7 @@ async def test_session_expiry_can_be_disabled(tmp_path: Path) -> None:
         for _ in range(2):
             await cleaner.clean()
             clock.seconds += OLD.total_seconds()
-        assert read_row(service.database, Session, "silent").status is SessionStatus.ACTIVE
+        assert read_row(service.database, ClientSession, "silent").status is SessionStatus.ACTIVE
 
 
 async def test_expired_checkpoints(service: Service) -> None:
@@ -151,7 +151,7 @@ async def test_old_results_are_deleted_in_batches(service: Service, monkeypatch:
     add_rows(service.database, session("s"), *(old_request(session_id="s") for _ in range(5)))
     assert await service.write(lambda db: retention.delete_results(db, 1.0)) == 2
     await Cleaner(service).clean()
-    assert [(one.payload, one.result) for one in read_rows(service.database, Request)] == [(b"", None)] * 5
+    assert [(one.payload, one.result) for one in read_rows(service.database, TxRequest)] == [(b"", None)] * 5
 
 
 async def test_requests_that_a_restore_needs_are_kept(service: Service) -> None:
@@ -172,7 +172,7 @@ async def test_requests_that_a_restore_needs_are_kept(service: Service) -> None:
     add_rows(service.database, *map(session, "stu"), *models, *rows.values())
     names = dict(enumerate(rows, start=1))
     await Cleaner(service).clean()
-    left = read_rows(service.database, Request)
+    left = read_rows(service.database, TxRequest)
     payloads = {names[one.request_id] for one in left if one.payload}  # type: ignore[index]
     later = {"new, after another restore point", "pending after it"}
     assert payloads == {"after the restore point", "pending"} | later
@@ -195,7 +195,7 @@ async def test_requests_of_ended_sessions_are_deleted(service: Service) -> None:
     add_rows(service.database, *sessions, *models, *rows.values())
     names = dict(enumerate(rows, start=1))
     await Cleaner(service).clean()
-    assert {names[one.request_id] for one in read_rows(service.database, Request)} == {  # type: ignore[index]
+    assert {names[one.request_id] for one in read_rows(service.database, TxRequest)} == {  # type: ignore[index]
         "of an active session, which may fetch it again",
         "of a model that may have to be restored",
         "new",
@@ -205,10 +205,10 @@ async def test_requests_of_ended_sessions_are_deleted(service: Service) -> None:
 
 async def test_numbers_of_deleted_requests_are_not_reused(service: Service) -> None:
     add_rows(service.database, old_request())
-    (first,) = read_rows(service.database, Request)
+    (first,) = read_rows(service.database, TxRequest)
     await Cleaner(service).clean()
     add_rows(service.database, old_request())
-    (second,) = read_rows(service.database, Request)
+    (second,) = read_rows(service.database, TxRequest)
     assert second.request_id == first.request_id + 1  # type: ignore[operator]
 
 
@@ -234,7 +234,7 @@ async def test_unused_snapshots(service: Service) -> None:
     clock = Clock()
     cleaner = Cleaner(service, clock)
     for number in range(3):
-        change_row(service.database, Session, "s", last_seen_at=now() + timedelta(seconds=clock.seconds))
+        change_row(service.database, ClientSession, "s", last_seen_at=now() + timedelta(seconds=clock.seconds))
         await cleaner.clean()
         os.utime(used, (number, number))
         clock.seconds += 0.7 * service.config.snapshot_retention_sec

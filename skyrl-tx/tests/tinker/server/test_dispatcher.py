@@ -12,7 +12,7 @@ from tx_kit.servers import BASE_MODEL, SAMPLE, Running, serving, wait_until
 from tx_kit.vllm import External, answering_server
 
 from tx.models import peft
-from tx.tinker.db_models import CheckpointKind, EngineState, Kind, ModelStatus, Request, RequestStatus, Session
+from tx.tinker.db_models import CheckpointKind, ClientSession, EngineState, Kind, ModelStatus, RequestStatus, TxRequest
 from tx.tinker.store.checkpoint_files import checkpoint_folder
 
 
@@ -66,7 +66,7 @@ def test_adapters_are_loaded_from_checkpoints(tmp_path: Path, external: External
         folder.mkdir(parents=True)
         for file in (peft.CONFIG, peft.WEIGHTS):
             (folder / file).write_text("x")
-        running.change(lambda db: add_all(db, Session(session_id="s"), model, saved))
+        running.change(lambda db: add_all(db, ClientSession(session_id="s"), model, saved))
         submit(running, {**SAMPLE, "base_model": None, "model_path": saved.path}, n=2)
         wait_until(lambda: statuses(running) == {RequestStatus.DONE})
         (load,) = external.bodies("/v1/load_lora_adapter")
@@ -107,7 +107,7 @@ def test_unfinished_samples_are_sent_again_after_a_restart(tmp_path: Path, exter
     """However often the server was killed: a sample on another server is not to blame."""
     with serving(tmp_path, engine=False) as running:
         (request_id,) = submit(running, SAMPLE)
-        running.set(Request, int(request_id), n_tries=9)
+        running.set(TxRequest, int(request_id), n_tries=9)
     with dispatching(tmp_path, external.url) as running:
         wait_until(lambda: RequestStatus.PENDING not in statuses(running))
         assert running.rows(Kind.SAMPLE)[-1].status is RequestStatus.DONE

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tx.tinker.db_models import Kind, Request, RequestStatus, now
+from tx.tinker.db_models import Kind, RequestStatus, TxRequest, now
 from tx.tinker.server import metrics as module
 from tx.tinker.server.metrics import ServerMetrics
 from tx.tinker.types import Sample, SampleResult
@@ -16,7 +16,7 @@ THREE = sample_bytes(
 )
 
 
-def done(request_id: int, **fields: Any) -> Request:
+def done(request_id: int, **fields: Any) -> TxRequest:
     at = now()
     defaults = {
         "kind": Kind.SAMPLE,
@@ -24,7 +24,7 @@ def done(request_id: int, **fields: Any) -> Request:
         "result": THREE,
         "created_at": at - timedelta(seconds=3),
     }
-    return Request(request_id=request_id, payload=b"", payload_hash="", completed_at=at, **{**defaults, **fields})
+    return TxRequest(request_id=request_id, payload=b"", payload_hash="", completed_at=at, **{**defaults, **fields})
 
 
 def numbers(metrics: ServerMetrics, **values: Any) -> dict[tuple[str, ...], float]:

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import Engine as Database
 from tx_kit.rows import add_rows, model_row, request_row
 
-from tx.tinker.db_models import Kind, ModelStatus, Request, RequestStatus, Session, SessionStatus, now
+from tx.tinker.db_models import ClientSession, Kind, ModelStatus, RequestStatus, SessionStatus, TxRequest, now
 from tx.tinker.server.status import RequestCounts, Status, query_status
 from tx.tinker.store.database import open_database, reading
 
@@ -19,14 +19,14 @@ def database(each_database_url: str) -> Iterator[Database]:
         has_left = owner == "carol"
         status = SessionStatus.FINISHED if has_left else SessionStatus.ACTIVE
         model = model_row(owner, status=ModelStatus.UNLOADED if has_left else ModelStatus.READY)
-        add_rows(opened, Session(session_id=owner, owner=owner, status=status), model)
+        add_rows(opened, ClientSession(session_id=owner, owner=owner, status=status), model)
     add_rows(opened, *requests())
     yield opened
     opened.dispose()
 
 
-def requests() -> Iterator[Request]:
-    def one(owner: str, seconds: float, **fields: Any) -> Request:
+def requests() -> Iterator[TxRequest]:
+    def one(owner: str, seconds: float, **fields: Any) -> TxRequest:
         done = now() - timedelta(seconds=1)
         defaults = {"status": RequestStatus.DONE, "completed_at": done, "created_at": done - timedelta(seconds=seconds)}
         defaults |= {"kind": Kind.OPTIM_STEP, "model_id": f"{owner}:train:0"}

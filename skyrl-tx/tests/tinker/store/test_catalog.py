@@ -9,7 +9,7 @@ from sqlalchemy import Engine as Database
 from sqlmodel import Session as Db
 from tx_kit.rows import add_rows, change_row, checkpoint_row, model_row
 
-from tx.tinker.db_models import Checkpoint, CheckpointKind, Session, SessionStatus, now
+from tx.tinker.db_models import Checkpoint, CheckpointKind, ClientSession, SessionStatus, now
 from tx.tinker.store import catalog
 from tx.tinker.store.database import reading
 from tx.tinker.types import UserError
@@ -36,8 +36,8 @@ def db(database: Database) -> Iterator[Db]:
         yield opened
 
 
-def session(name: str, number: int) -> Session:
-    return Session(
+def session(name: str, number: int) -> ClientSession:
+    return ClientSession(
         session_id=name,
         owner=name[0],
         project_id="p" if number < 2 else None,
@@ -83,7 +83,7 @@ def test_checkpoints(db: Db, database: Database) -> None:
 def test_sessions(db: Db) -> None:
     assert catalog.list_sessions(db, "a", limit=9, offset=0).sessions == ["a2", "a3", "a0", "a1"]
     assert catalog.list_sessions(db, "a", limit=1, offset=2).sessions == ["a0"]
-    info = catalog.session_info(db, db.get_one(Session, "a1"))
+    info = catalog.session_info(db, db.get_one(ClientSession, "a1"))
     assert (info.training_run_ids, info.user_metadata) == (["a1:train:0"], {"number": "1", "all": "yes"})
 
 

@@ -15,8 +15,7 @@ from sqlmodel import SQLModel, func, select
 from tx_kit.processes import start_python
 from tx_kit.rows import add_rows, checkpoint_row, model_row, read_rows, request_row
 
-from tx.tinker.db_models import Checkpoint, Model, Request, now
-from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.db_models import Checkpoint, ClientSession, Model, TxRequest, now
 from tx.tinker.store.database import open_database, reading, writing
 
 
@@ -68,7 +67,7 @@ def test_large_numbers(database: Engine) -> None:
     request = request_row(request_id=large, sample_seq_id=large)
     add_rows(database, session("s"), model_row(restored_until=large), checkpoint_row(size_bytes=large), request)
     assert [one.size_bytes for one in read_rows(database, Checkpoint)] == [large]
-    assert [one.sample_seq_id for one in read_rows(database, Request)] == [large]
+    assert [one.sample_seq_id for one in read_rows(database, TxRequest)] == [large]
     assert [one.restored_until for one in read_rows(database, Model)] == [large]
 
 
@@ -142,13 +141,13 @@ def test_commits_survive_a_kill(each_database_url: str) -> None:
     program = (
         "import os, sys\n"
         "from tx.tinker.store.database import open_database, writing\n"
-        "from tx.tinker.db_models import Session\n"
+        "from tx.tinker.db_models import ClientSession\n"
         "database = open_database(sys.argv[1])\n"
         "for number in range(10):\n"
-        "    with writing(database) as db: db.add(Session(session_id=str(number)))\n"
+        "    with writing(database) as db: db.add(ClientSession(session_id=str(number)))\n"
         "    print(number, flush=True)\n"
         "with writing(database) as db:\n"
-        "    db.add(Session(session_id='never')); db.flush(); print('open', flush=True); input()\n"
+        "    db.add(ClientSession(session_id='never')); db.flush(); print('open', flush=True); input()\n"
     )
     child = start_python("-c", program, each_database_url, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None

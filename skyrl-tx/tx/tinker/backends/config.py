@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_CACHE_TOKENS = 1 << 17
 
 
-class BackendConfig(BaseModel):
+class BaseBackendConfig(BaseModel):
     """Settings with defaults that fit a small machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sized
 from typing import TypeVar
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.types import UserError
 
 M = TypeVar("M")
@@ -41,7 +41,7 @@ def check_grad_norm(norm: float) -> None:
         )
 
 
-def check_covers_any(matrices: Sized, lora: LoraConfig, model: str) -> None:
+def check_covers_any(matrices: Sized, lora: AdapterConfig, model: str) -> None:
     """Check that an adapter covers at least one matrix of a model.
 
     Raises:

@@ -9,8 +9,7 @@ from sqlmodel import Session, col, select
 
 from tx.models.config import ModelError
 from tx.models.files import fingerprint
-from tx.tinker.db_models import GONE, BaseWeights, Checkpoint, Model, SessionStatus
-from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.db_models import GONE, BaseWeights, Checkpoint, ClientSession, Model, SessionStatus
 from tx.tinker.store.database import writing
 
 

@@ -14,11 +14,11 @@ from sqlalchemy import Engine as Database
 
 from tx.tinker.backends.base import Backend
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import STALLED, Kind, Request, now
+from tx.tinker.db_models import STALLED, Kind, TxRequest, now
 from tx.tinker.doorbell import Doorbell
 from tx.tinker.engine.handlers import Handlers
 from tx.tinker.engine.passes import Passes, failed_outcome
-from tx.tinker.engine.queue import Outcome, PendingRequest, Queue, give_up
+from tx.tinker.engine.queue import PendingRequest, Queue, RequestOutcome, give_up
 from tx.tinker.engine.restore import RestorePoints
 from tx.tinker.engine.samplers import Samplers
 from tx.tinker.engine.sampling import Sampling
@@ -37,8 +37,8 @@ POINT_DELAY_SECONDS = 5.0  # idle time after a step before its restore point is 
 class _RunningSave(NamedTuple):
     """A request whose files are being written."""
 
-    request: Request
-    outcome: Future[Outcome]
+    request: TxRequest
+    outcome: Future[RequestOutcome]
 
 
 class Engine:
@@ -70,7 +70,7 @@ class Engine:
         self._sampling = Sampling(backend, self._samplers, self._state)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._saves: dict[str, _RunningSave] = {}  # by model. The model waits for its save.
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RequestOutcome] = []
         self._stepped: dict[str, tuple[int, float]] = {}  # models without gradients: their last step and its time
         self._alone: int | None = None  # the running suspect: nothing else begins until it ends
         self._counts: Counter[str] = Counter()  # requests by kind
@@ -137,7 +137,7 @@ class Engine:
             self._finish(outcomes)
         return has_worked
 
-    def _finish(self, outcomes: Sequence[Outcome]) -> None:
+    def _finish(self, outcomes: Sequence[RequestOutcome]) -> None:
         self._queue.finish(outcomes)
         self._doorbell.ring()
 
@@ -175,7 +175,7 @@ class Engine:
                 self._outcomes.append(outcome)
         return True
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: TxRequest) -> None:
         self._counts[request.kind] += 1
         if request.kind == Kind.SAMPLE:
             self._sampling.begin(request)
@@ -186,10 +186,10 @@ class Engine:
         else:
             self._run_now(request)
 
-    def _run_now(self, request: Request) -> None:
+    def _run_now(self, request: TxRequest) -> None:
         """Run a request of one slice, or start writing its files. Its outcome is written before the model continues."""
         handled = self._handlers.handle(request)
-        if isinstance(handled, Outcome):
+        if isinstance(handled, RequestOutcome):
             self._complete(request, handled)
         else:
             self._saves[request.model_id or ""] = _RunningSave(request, self._writer.submit(handled))
@@ -202,7 +202,7 @@ class Engine:
             self._complete(save.request, save.outcome.result())
         return bool(written)
 
-    def _complete(self, request: Request, outcome: Outcome) -> None:
+    def _complete(self, request: TxRequest, outcome: RequestOutcome) -> None:
         try:
             self._finish([outcome])
         except OSError as error:  # e.g. a folder could not be renamed

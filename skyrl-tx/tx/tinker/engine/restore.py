@@ -28,10 +28,10 @@ from sqlalchemy.orm import defer
 from sqlmodel import col, select
 from sqlmodel.sql.expression import SelectOfScalar
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Backend, Save
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import GONE, Kind, Model, ModelStatus, Request, RequestStatus
+from tx.tinker.db_models import GONE, Kind, Model, ModelStatus, RequestStatus, TxRequest
 from tx.tinker.store.checkpoint_files import check_space, write_folder
 from tx.tinker.store.database import reading, writing
 from tx.tinker.store.queries import fail_waiting
@@ -172,22 +172,22 @@ class RestorePoints:
                 point = self.folder(model.model_id, model.restored_until)
                 self._backend.load_model(model.model_id, point, with_optimizer=True)
             else:  # not loaded from a checkpoint: a load writes a restore point immediately
-                self._backend.create_model(model.model_id, LoraConfig(**model.lora))
-            is_step, is_done = Request.kind == Kind.OPTIM_STEP, Request.status == RequestStatus.DONE
-            repeated = select(Request).where(
-                Request.model_id == model.model_id,
-                col(Request.request_id) > model.restored_until,
-                is_done & (is_step | (Request.kind == Kind.FORWARD_BACKWARD))
-                | is_step & (Request.status == RequestStatus.FAILED),
+                self._backend.create_model(model.model_id, AdapterConfig(**model.lora))
+            is_step, is_done = TxRequest.kind == Kind.OPTIM_STEP, TxRequest.status == RequestStatus.DONE
+            repeated = select(TxRequest).where(
+                TxRequest.model_id == model.model_id,
+                col(TxRequest.request_id) > model.restored_until,
+                is_done & (is_step | (TxRequest.kind == Kind.FORWARD_BACKWARD))
+                | is_step & (TxRequest.status == RequestStatus.FAILED),
             )
-            in_order = repeated.order_by(col(Request.request_id)).options(defer(col(Request.result)))  # type: ignore[arg-type]
+            in_order = repeated.order_by(col(TxRequest.request_id)).options(defer(col(TxRequest.result)))  # type: ignore[arg-type]
             n_requests = 0
             for request in session.exec(in_order.execution_options(yield_per=BATCH_SIZE)):
                 self._repeat_request(request)
                 n_requests += 1
             return n_requests
 
-    def _repeat_request(self, request: Request) -> None:
+    def _repeat_request(self, request: TxRequest) -> None:
         assert request.model_id is not None
         if request.kind == Kind.OPTIM_STEP and request.status is RequestStatus.FAILED:
             self._backend.drop_gradients(request.model_id)
@@ -222,18 +222,18 @@ def freeze(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer:
 
 def _is_only_unloading() -> ColumnElement[bool]:
     """Match models with no pending request but the one to unload them."""
-    has_more = select(Request.request_id).where(
-        Request.model_id == Model.model_id,
-        Request.status == RequestStatus.PENDING,
-        col(Request.kind) != Kind.UNLOAD_MODEL,
+    has_more = select(TxRequest.request_id).where(
+        TxRequest.model_id == Model.model_id,
+        TxRequest.status == RequestStatus.PENDING,
+        col(TxRequest.kind) != Kind.UNLOAD_MODEL,
     )
     return (col(Model.status) == ModelStatus.UNLOADING) & ~has_more.exists()
 
 
 def _creation_request() -> SelectOfScalar[Any]:
     """Match the request that created a model, unless it is still pending and will create it."""
-    return select(Request.request_id).where(
-        Request.model_id == Model.model_id,
-        Request.status == RequestStatus.DONE,
-        col(Request.kind).in_((Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)),
+    return select(TxRequest.request_id).where(
+        TxRequest.model_id == Model.model_id,
+        TxRequest.status == RequestStatus.DONE,
+        col(TxRequest.kind).in_((Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)),
     )

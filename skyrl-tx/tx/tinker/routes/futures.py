@@ -8,8 +8,8 @@ from functools import partial
 from fastapi import APIRouter, Response
 from sqlmodel import Session
 
-from tx.tinker.db_models import Kind, Request, RequestStatus
-from tx.tinker.refusal import Refusal
+from tx.tinker.db_models import Kind, RequestStatus, TxRequest
+from tx.tinker.refusal import RefusalError
 from tx.tinker.server.replies import PROTOBUF, json_reply, protobuf_reply, reply
 from tx.tinker.server.service import Call, Caller, Service
 from tx.tinker.store import queries
@@ -26,7 +26,7 @@ async def retrieve_future(call: Caller, body: wire.RetrieveFutureRequest) -> Res
     request_id = queries.request_number(body.request_id)
     deadline = time.monotonic() + call.service.config.hold_sec
 
-    def query(db: Session, owner: str) -> tuple[Request, Request | None]:
+    def query(db: Session, owner: str) -> tuple[TxRequest, TxRequest | None]:
         return queries.find_request(db, request_id, owner), queries.finished_request(db, request_id)
 
     found, request = await call.read(query)
@@ -41,7 +41,7 @@ async def retrieve_future(call: Caller, body: wire.RetrieveFutureRequest) -> Res
     return await _result(call, request)
 
 
-async def _wait(service: Service, request_id: int, deadline: float) -> Request | None:
+async def _wait(service: Service, request_id: int, deadline: float) -> TxRequest | None:
     """Wait for a request to finish. Return None if the client should poll again."""
     while True:
         left = deadline - time.monotonic()
@@ -67,7 +67,7 @@ def _paused_reply(request_id: int, reason: str) -> responses.ResponseBody:
     return responses.TryAgain(request_id=str(request_id), queue_state="paused_capacity", queue_state_reason=reason)
 
 
-async def _result(call: Call, request: Request) -> Response:
+async def _result(call: Call, request: TxRequest) -> Response:
     if request.status is RequestStatus.CANCELLED:
         return reply(responses.Failure(error="the request was cancelled", category="user"))
     if request.status is RequestStatus.FAILED:
@@ -92,7 +92,7 @@ async def cancel_future(call: Caller, body: wire.CancelFutureRequest) -> Respons
 
     def cancel(db: Session, owner: str) -> None:
         if queries.find_request(db, request_id, owner).kind is not Kind.SAMPLE:
-            raise Refusal(
+            raise RefusalError(
                 400, f"request {request_id} is not a sample; requests that change a model cannot be cancelled"
             )
         queries.cancel_sample(db, request_id)

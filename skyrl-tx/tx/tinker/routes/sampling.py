@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 from sqlmodel import Session
 
 from tx.tinker.db_models import Kind
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 from tx.tinker.server.replies import reply
 from tx.tinker.server.service import Caller
 from tx.tinker.store import queries
@@ -42,7 +42,7 @@ async def get_sampler(call: Caller, sampler_id: str) -> Response:
 async def asample(call: Caller, body: wire.AsampleRequest) -> Response:
     """Queue a sample request. Return a promise and an id for each sample."""
     if call.service.failure is not None:
-        raise Refusal(503, call.service.failure, retry_after=10)
+        raise RefusalError(503, call.service.failure, retry_after=10)
     request = await call.prepare(lambda to: sample_submission.sample_request(to, body))
     request_id = await call.submit(lambda to: sample_submission.accept_sample(to, request), is_durable=False)
     metrics = call.service.metrics

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from sqlmodel import Session
 
 from tx.tinker.db_models import EngineState, Kind
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 from tx.tinker.server.replies import PROTOBUF, reply
 from tx.tinker.server.service import Call, Caller
 from tx.tinker.store import queries
@@ -32,7 +32,7 @@ PASS_BODY = {"requestBody": {"content": {JSON: {"schema": wire.ForwardBackwardRe
 
 async def _promise(call: Call, kind: Kind, accept: Accept, model_id: str | None) -> Response:
     if call.service.failure is not None:
-        raise Refusal(503, call.service.failure, retry_after=10)
+        raise RefusalError(503, call.service.failure, retry_after=10)
     request_id = await call.submit(accept, is_durable=True)
     call.service.metrics.accepted.labels(kind).inc()
     call.add_notes(model=model_id, request=request_id)
@@ -103,7 +103,7 @@ async def _pass(call: Call, request: Request, *, is_forward_only: bool) -> Respo
     body = await request.body()
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in (PROTOBUF, JSON):
-        raise Refusal(415, f"Content-Type {kind[:50]!r} is not supported; send {PROTOBUF} or {JSON}")
+        raise RefusalError(415, f"Content-Type {kind[:50]!r} is not supported; send {PROTOBUF} or {JSON}")
     read: Callable[[bytes], ForwardBackwardMessage]
     read = codec.message_from_bytes if kind == PROTOBUF else partial(_from_json, is_forward_only)
     state = await call.service.read(call.service.engine_state)
@@ -124,7 +124,7 @@ def _from_json(is_forward_only: bool, body: bytes) -> ForwardBackwardMessage:
     try:
         request = wire.ForwardBackwardRequest.model_validate_json(body)
     except ValidationError as error:
-        raise Refusal(422, f"the body is not a valid forward_backward request: {_format_error(error)}") from error
+        raise RefusalError(422, f"the body is not a valid forward_backward request: {_format_error(error)}") from error
     data = request.forward_backward_input.model_dump(exclude_none=True)
     return codec.message_from_json(request.model_id, request.seq_id, data, is_forward_only=is_forward_only)
 
@@ -140,10 +140,10 @@ def _read_pass(
     """Parse a pass. Return its head, and either the pass or the error in its data."""
     try:
         message = read(body)
-    except Refusal:
+    except RefusalError:
         raise
     except UserError as error:
-        raise Refusal(422, str(error)) from error
+        raise RefusalError(422, str(error)) from error
     if is_forward_only:
         message.forward_only = True
     original = message.SerializeToString(deterministic=True)

@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 from sqlmodel import Session
 
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import Session as ClientSession
-from tx.tinker.db_models import SessionStatus
+from tx.tinker.db_models import ClientSession, SessionStatus
 from tx.tinker.server.service import Service, run_forever
 from tx.tinker.store import queries, retention
 from tx.tinker.store.checkpoint_files import (

@@ -29,7 +29,7 @@ POLL_SEC = 0.5
 RETRY_SEC = 2.0
 
 
-class Dispatcher:
+class SampleDispatcher:
     """The link to the external server: takes samples from the database, sends them, and writes the results back.
 
     If several servers share a database, only one dispatches. The base model's state comes from the engine.

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
-from tx.tinker.db_models import Kind, Request, RequestStatus
+from tx.tinker.db_models import Kind, RequestStatus, TxRequest
 from tx.tinker.wire import tinker_pb2 as pb
 
 BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
@@ -56,7 +56,7 @@ class ServerMetrics:
         self.engine = Gauge("tx_engine", "Counters of the engine.", ["of"], registry=self.registry)
         self._seen: OrderedDict[int, None] = OrderedDict()
 
-    def count_finished(self, request: Request) -> None:
+    def count_finished(self, request: TxRequest) -> None:
         """Count a finished request the first time its result is fetched."""
         assert request.request_id is not None
         if request.request_id in self._seen:

@@ -19,7 +19,7 @@ from tx.tinker.config import TxConfig
 from tx.tinker.db_models import STALLED, EngineState, now
 from tx.tinker.doorbell import POLL_SEC
 from tx.tinker.server.auth import owner_of
-from tx.tinker.server.dispatcher import Dispatcher
+from tx.tinker.server.dispatcher import SampleDispatcher
 from tx.tinker.server.downloads import signing_key
 from tx.tinker.server.metrics import ServerMetrics
 from tx.tinker.server.promises import BACKUP_SEC, Promises
@@ -56,10 +56,10 @@ class Service:
         self.supervisor = supervisor
         if config.start_engine and supervisor is None:
             self.supervisor = Supervisor(config, self.promises.ring)
-        self.dispatcher: Dispatcher | None = None
+        self.dispatcher: SampleDispatcher | None = None
         if config.external_inference_url is not None:
             url = config.external_inference_url
-            self.dispatcher = Dispatcher(config, url, self.database, self._ring_from_thread)
+            self.dispatcher = SampleDispatcher(config, url, self.database, self._ring_from_thread)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers = ThreadPoolExecutor(N_READERS, thread_name_prefix="tx-read")
         # a single thread, so that writers never wait for the database lock

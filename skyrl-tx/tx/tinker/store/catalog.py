@@ -11,8 +11,7 @@ from sqlalchemy import ColumnElement, and_, false, func, or_
 from sqlmodel import Session, col, select
 from sqlmodel.sql.expression import Select, SelectOfScalar
 
-from tx.tinker.db_models import Checkpoint, CheckpointKind, Model, SamplingSession, SessionStatus, now
-from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.db_models import Checkpoint, CheckpointKind, ClientSession, Model, SamplingSession, SessionStatus, now
 from tx.tinker.refusal import refuse
 from tx.tinker.wire import listings
 from tx.tinker.wire.listings import SearchSessionsRequest, StatusFilter

@@ -10,8 +10,7 @@ from pathlib import Path
 from sqlmodel import Session
 
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import Checkpoint, Model, ModelStatus, SessionStatus
-from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.db_models import Checkpoint, ClientSession, Model, ModelStatus, SessionStatus
 from tx.tinker.refusal import not_found, refuse
 from tx.tinker.store import queries
 from tx.tinker.store.checkpoint_files import TinkerPath, checkpoint_folder, fill_folder, parse_path, rename_into_place
@@ -22,7 +21,7 @@ def copy_files(config: TxConfig, source: str, target: str) -> Path:
     """Copy a checkpoint's files to a temporary folder for `record_copy`. Hard-link them where possible.
 
     Raises:
-        Refusal: the files were deleted meanwhile.
+        RefusalError: the files were deleted meanwhile.
     """
     source_folder = checkpoint_folder(config, source)
 

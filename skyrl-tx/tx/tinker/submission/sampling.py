@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tx.tinker.db_models import Kind, Request, SamplingSession
+from tx.tinker.db_models import Kind, SamplingSession, TxRequest
 from tx.tinker.refusal import refuse
 from tx.tinker.store import queries
 from tx.tinker.submission.sample_validation import sample_job
@@ -38,10 +38,10 @@ def create_sampling_session(to: Submission, body: CreateSamplingSessionRequest) 
     return new.sampling_session_id
 
 
-def sample_request(to: Submission, body: AsampleRequest) -> Request:
+def sample_request(to: Submission, body: AsampleRequest) -> TxRequest:
     """Return a sample request's row without writing it."""
     body_bytes = body.model_dump_json(exclude_none=True).encode()
-    request = Request(kind=Kind.SAMPLE, payload=b"", payload_hash=queries.hash_of(body_bytes))
+    request = TxRequest(kind=Kind.SAMPLE, payload=b"", payload_hash=queries.hash_of(body_bytes))
     if body.sampling_session_id is not None:
         session = queries.find_sampling_session(to.db, body.sampling_session_id, to.owner)
         request.session_id = session.session_id
@@ -65,7 +65,7 @@ def sample_request(to: Submission, body: AsampleRequest) -> Request:
     return request
 
 
-def accept_sample(to: Submission, request: Request) -> int:
+def accept_sample(to: Submission, request: TxRequest) -> int:
     """Queue a sample request. Return its number."""
 
     def check() -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from sqlmodel import Session
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import (
     Checkpoint,
@@ -18,9 +18,9 @@ from tx.tinker.db_models import (
     Kind,
     Model,
     ModelStatus,
-    Request,
     RequestStatus,
     SamplingSession,
+    TxRequest,
     now,
 )
 from tx.tinker.refusal import refuse
@@ -60,7 +60,7 @@ class Submission:
         """The engine's report on the base model."""
         return queries.engine_state(self.db, self.config.model_name)
 
-    def add(self, request: Request, check: Callable[[], None]) -> int:
+    def add(self, request: TxRequest, check: Callable[[], None]) -> int:
         """Queue a request that passes `check`, and return its id. If it is a repetition, return the earlier id."""
         request.owner = self.owner
         earlier = queries.earlier_request(self.db, request)
@@ -75,9 +75,9 @@ class Submission:
         return request.request_id
 
 
-def _request(kind: Kind, model: Model, seq_id: int | None, payload: bytes, original: bytes | None = None) -> Request:
+def _request(kind: Kind, model: Model, seq_id: int | None, payload: bytes, original: bytes | None = None) -> TxRequest:
     """Create the row of a request. Repetitions are recognized by `original` if the payload has additions."""
-    return Request(
+    return TxRequest(
         kind=kind,
         session_id=model.session_id,
         model_id=model.model_id,
@@ -97,7 +97,7 @@ def create_model(to: Submission, body: wire.CreateModelRequest) -> int:
     # generators reject negative seeds
     seed = secrets.randbelow(1 << 31) if lora.seed is None else lora.seed % (1 << 64)
     chosen = lora.model_copy(update={"seed": seed})
-    model = _new_model(body.session_id, body.model_seq_id, to.config, LoraConfig(**chosen.model_dump()))
+    model = _new_model(body.session_id, body.model_seq_id, to.config, AdapterConfig(**chosen.model_dump()))
     model.user_metadata = body.user_metadata
     whole = body.model_copy(update={"lora_config": chosen, "model_id": model.model_id})
     request = _request(Kind.CREATE_MODEL, model, FIRST_SEQ_ID, _json(whole), original=_json(body))
@@ -113,7 +113,7 @@ def create_model(to: Submission, body: wire.CreateModelRequest) -> int:
     return to.add(request, check)
 
 
-def _new_model(session_id: str, model_seq_id: int, config: TxConfig, lora: LoraConfig) -> Model:
+def _new_model(session_id: str, model_seq_id: int, config: TxConfig, lora: AdapterConfig) -> Model:
     return Model(
         model_id=queries.model_id_of(session_id, model_seq_id),
         session_id=session_id,
@@ -161,7 +161,7 @@ def load_weights(to: Submission, body: wire.LoadWeightsRequest) -> int:
 def _load_as_new(to: Submission, body: wire.LoadWeightsRequest, session_id: str, model_seq_id: int) -> int:
     queries.find_session(to.db, session_id, to.owner)
     checkpoint = _training_checkpoint(to, body.path)
-    model = _new_model(session_id, model_seq_id, to.config, LoraConfig(**checkpoint.lora))
+    model = _new_model(session_id, model_seq_id, to.config, AdapterConfig(**checkpoint.lora))
     model.user_metadata = body.user_metadata
     whole = body.model_copy(update={"model_id": model.model_id})
     request = _request(Kind.LOAD_WEIGHTS, model, FIRST_SEQ_ID, _json(whole), original=_json(body))

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from tx.tinker.backends.config import BackendConfig
+from tx.tinker.backends.config import BaseBackendConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ UNNEEDED = frozenset(
 """Settings of SkyRL's backend that this backend does not need."""
 
 
-class JaxConfig(BackendConfig):
+class JaxConfig(BaseBackendConfig):
     """Common settings and JAX-specific ones."""
 
     fully_sharded_data_parallel_size: int = Field(1, ge=1)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from tx.models.attention import attend_to_pages
 from tx.models.config import ModelConfig
 from tx.models.decoder import Attend, Params, hidden_states, logits_of
-from tx.models.lora import Rows
+from tx.models.lora import BatchAdapters
 from tx.models.sharding import place_heads
 
 MAX_STEPS = 16  # tokens per lane and call
@@ -48,7 +48,7 @@ class Lanes(NamedTuple):
     numbers: Vector  # (S,) the sample's number in its request
 
 
-class SampledTokens(NamedTuple):
+class DecodedTokens(NamedTuple):
     """The sampled tokens of a call by step, -1 where a lane was done."""
 
     tokens: jax.Array  # (MAX_STEPS, S)
@@ -91,7 +91,7 @@ def paged_attention(tables: jax.Array, positions: jax.Array, n_pages: jax.Array)
 def read_prompt(
     config: ModelConfig,
     params: Params,
-    rows: Rows | None,
+    rows: BatchAdapters | None,
     cache: Cache,
     tokens: jax.Array,
     positions: jax.Array,
@@ -127,28 +127,28 @@ def read_prompt(
 def decode(
     config: ModelConfig,
     params: Params,
-    rows: Rows | None,
+    rows: BatchAdapters | None,
     cache: Cache,
     lanes: Lanes,
     n_steps: jax.Array,
     n_pages: jax.Array,
     *,
     n_top: int,
-) -> tuple[Cache, SampledTokens]:
+) -> tuple[Cache, DecodedTokens]:
     """Choose up to `n_steps` tokens in each lane, until it stops or reaches its limit."""
     n_lanes = lanes.tokens.shape[0]
-    chosen = SampledTokens(
+    chosen = DecodedTokens(
         jnp.full((MAX_STEPS, n_lanes), -1, jnp.int32),
         jnp.zeros((MAX_STEPS, n_lanes)),
         jnp.zeros((MAX_STEPS, n_lanes, n_top), jnp.int32),
         jnp.zeros((MAX_STEPS, n_lanes, n_top)),
     )
 
-    def is_going(state: tuple[jax.Array, Cache, Lanes, SampledTokens]) -> jax.Array:
+    def is_going(state: tuple[jax.Array, Cache, Lanes, DecodedTokens]) -> jax.Array:
         step, _, lanes, _ = state
         return (step < n_steps) & jnp.any(lanes.positions >= 0)
 
-    def one_step(state: tuple[jax.Array, Cache, Lanes, SampledTokens]) -> tuple[jax.Array, Cache, Lanes, SampledTokens]:
+    def one_step(state: tuple[jax.Array, Cache, Lanes, DecodedTokens]) -> tuple[jax.Array, Cache, Lanes, DecodedTokens]:
         step, cache, lanes, chosen = state
         positions = lanes.positions[:, None]
         hidden, cache = hidden_states(
@@ -166,7 +166,7 @@ def decode(
         best, best_tokens = (
             jax.lax.top_k(distribution, n_top) if n_top else (chosen.top_logprobs[0], chosen.top_tokens[0])
         )
-        chosen = SampledTokens(
+        chosen = DecodedTokens(
             chosen.tokens.at[step].set(jnp.where(is_used, tokens, -1)),
             chosen.logprobs.at[step].set(logprobs),
             chosen.top_tokens.at[step].set(best_tokens),

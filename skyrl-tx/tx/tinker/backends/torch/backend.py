@@ -17,7 +17,7 @@ from skyrl_train.inference_engines.hf.support import check_supported
 from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.models.loading import default_device, load_model
 from skyrl_train.models.memory import cache_bytes_per_token
-from tx.models.config import LoraConfig, ModelError
+from tx.models.config import AdapterConfig, ModelError
 from tx.tinker.backends.accumulator import PassAccumulator
 from tx.tinker.backends.base import BaseModel, Done, Save
 from tx.tinker.backends.models import Models
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class TorchModel:
     """A model under training. Its tensors are modified in place."""
 
-    lora: LoraConfig
+    lora: AdapterConfig
     weights: Weights
     optimizer: TorchOptimizer
     gradients: Gradients | None = None
@@ -77,7 +77,7 @@ class TorchBackend:
 
     # -- models
 
-    def create_model(self, model_id: str, lora: LoraConfig) -> None:
+    def create_model(self, model_id: str, lora: AdapterConfig) -> None:
         self._models.check_new(model_id)
         seed = lora.seed if lora.seed is not None else secrets.randbits(31)
         self._add(model_id, lora, new_weights(self._base.model, lora, seed))
@@ -85,10 +85,10 @@ class TorchBackend:
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
 
-    def models(self) -> Mapping[str, LoraConfig]:
+    def models(self) -> Mapping[str, AdapterConfig]:
         return {model_id: model.lora for model_id, model in self._models.items()}
 
-    def _add(self, model_id: str, lora: LoraConfig, weights: Weights, moments: TorchMoments | None = None) -> None:
+    def _add(self, model_id: str, lora: AdapterConfig, weights: Weights, moments: TorchMoments | None = None) -> None:
         self._models[model_id] = TorchModel(lora, weights, new_optimizer(weights.trained, moments))
 
     # -- training

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from tx.tinker.backends.config import BackendConfig
+from tx.tinker.backends.config import BaseBackendConfig
 
 
-class TorchConfig(BackendConfig):
+class TorchConfig(BaseBackendConfig):
     """Common settings and PyTorch-specific ones."""
 
     device: str | None = None

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tx.models import peft
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Save
 from tx.tinker.backends.folder import (
     OPTIMIZER,
@@ -33,7 +33,7 @@ from tx.tinker.backends.torch.experts import TorchFactors
 from tx.tinker.backends.torch.weights import Weights, covered_matrices, new_weights
 
 
-def freeze_weights(weights: Weights, lora: LoraConfig, base_model: str) -> Save:
+def freeze_weights(weights: Weights, lora: AdapterConfig, base_model: str) -> Save:
     """Copy the weights. Return a function that writes the copy and its settings."""
     named = _name_tensors(weights, weights.trained)
 
@@ -49,7 +49,7 @@ def freeze_weights(weights: Weights, lora: LoraConfig, base_model: str) -> Save:
     return save
 
 
-def load_weights(folder: Path, model: PreTrainedModel) -> tuple[LoraConfig, Weights]:
+def load_weights(folder: Path, model: PreTrainedModel) -> tuple[AdapterConfig, Weights]:
     """Load trainable weights and their settings from a folder.
 
     Raises:
@@ -87,7 +87,7 @@ def load_moments(folder: Path, weights: Weights) -> TorchMoments:
     )
 
 
-def _file(lora: LoraConfig) -> str:
+def _file(lora: AdapterConfig) -> str:
     return peft.WEIGHTS if lora.rank else WHOLE_MODEL
 
 
