@@ -50,7 +50,13 @@ def adapter_of(tensors: Mapping[str, np.ndarray], lora: AdapterConfig, config: M
     """Build an adapter from tensors: the inverse of `named_factors`."""
     arrays: dict[tuple[int | None, str], tuple[np.ndarray, np.ndarray]] = {}
     for name, path, block, where in _matrices(lora, config):
-        a, b = arrays.setdefault((block, name), _zeros(name, block, lora, config))
+        if (block, name) not in arrays:
+            *experts, n_in, n_out = shapes(config)[name]
+            leading = (*([] if block is None else [config.blocks[block]]), *experts)
+            padded = padded_rank(name, lora, config)
+            sizes = ((n_in, padded), (padded, n_out))
+            arrays[block, name] = tuple(np.zeros((*leading, *size), np.float32) for size in sizes)  # type: ignore[assignment]
+        a, b = arrays[block, name]
         rank = rank_of(name, lora, config)
         name_of_a, name_of_b = peft.factor_names(path)
         a[where][..., :rank] = peft.get_tensor(tensors, name_of_a, (rank, a.shape[-2])).T
@@ -81,10 +87,3 @@ def _matrices(lora: AdapterConfig, config: ModelConfig) -> Iterator[tuple[str, s
             layer += 1
     if HEAD in names:
         yield HEAD, "lm_head", None, ()
-
-
-def _zeros(name: str, block: int | None, lora: AdapterConfig, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
-    *experts, n_in, n_out = shapes(config)[name]
-    layers = [] if block is None else [config.blocks[block]]
-    padded = padded_rank(name, lora, config)
-    return tuple(np.zeros((*layers, *experts, *size), np.float32) for size in ((n_in, padded), (padded, n_out)))  # type: ignore[return-value]

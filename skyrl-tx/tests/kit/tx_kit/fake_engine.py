@@ -52,17 +52,16 @@ def answer_pending(db: Session, config: TxConfig, failure: tuple[str, str] | Non
             request.error, request.error_category = failure
         else:
             request.status = RequestStatus.DONE
-            request.result, request.is_result_protobuf = _result(db, request, config)
+            request.is_result_protobuf = request.kind in (Kind.FORWARD_BACKWARD, Kind.SAMPLE)
+            if request.kind is Kind.FORWARD_BACKWARD:
+                pass_ = codec.pass_of(codec.message_from_bytes(request.payload))
+                request.result = codec.forward_backward_bytes(pass_result(pass_.data))
+            elif request.kind is Kind.SAMPLE:
+                job = SampleJob.model_validate_json(request.payload)
+                request.result = codec.sample_bytes(sample_result(job))
+            else:
+                request.result = _answer(db, request, config).to_bytes()
     return len(pending)
-
-
-def _result(db: Session, request: TxRequest, config: TxConfig) -> tuple[bytes, bool]:
-    if request.kind is Kind.FORWARD_BACKWARD:
-        pass_ = codec.pass_of(codec.message_from_bytes(request.payload))
-        return codec.forward_backward_bytes(pass_result(pass_.data)), True
-    if request.kind is Kind.SAMPLE:
-        return codec.sample_bytes(sample_result(SampleJob.model_validate_json(request.payload))), True
-    return _answer(db, request, config).to_bytes(), False
 
 
 def pass_result(data: Sequence[Datum]) -> PassResult:

@@ -104,10 +104,12 @@ def results_until_kill(server: ServerProcess, kind: Kind, kill: Kill, call: Call
 def data(seed: int) -> list[types.Datum]:
     random = np.random.default_rng(seed)
     tokens, weights = random.integers(0, MINIMAL_VOCABULARY, (4, 21)), random.normal(size=20).astype(np.float32)
-    inputs = [types.ModelInput.from_ints(row[:-1].tolist()) for row in tokens]
     return [
-        types.Datum(model_input=one, loss_fn_inputs={"target_tokens": row[1:], "weights": weights})
-        for one, row in zip(inputs, tokens, strict=True)
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": row[1:], "weights": weights},
+        )
+        for row in tokens
     ]
 
 

@@ -6,10 +6,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tx_kit.engines import Desk
 
-from tx.models.config import ModelError
-from tx.models.files import INDEX, SINGLE, fingerprint
+from tx.models.config import INDEX, SINGLE, ModelError
 from tx.tinker.db_models import ClientSession, Model, ModelStatus, SessionStatus
-from tx.tinker.engine.base_weights import check_weights
+from tx.tinker.engine.base_weights import check_weights, fingerprint
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tx_kit.fake_engine import STATE
 from tx_kit.rows import add_all, checkpoint_row, model_row
-from tx_kit.servers import BASE_MODEL, SAMPLE, Running, serving, wait_until
+from tx_kit.servers import BASE_MODEL, SAMPLE, Running, result_of, serving, wait_until
 from tx_kit.vllm import External, answering_server
 
 from tx.models import peft
@@ -40,14 +40,11 @@ def statuses(running: Running) -> set[RequestStatus]:
 
 
 def test_samples_need_no_engine(tmp_path: Path, external: External) -> None:
-    with dispatching(tmp_path, external.url) as running:
-        (request_id,) = submit(running, SAMPLE)
-        with running.client() as http:
-            found = http.post("retrieve_future", json={"request_id": request_id}).json()
+    with dispatching(tmp_path, external.url) as running, running.client() as http:
+        found = result_of(http, http.post("asample", json=SAMPLE))
         assert [one["tokens"] for one in found["sequences"]] == [[3]]
         assert running.service.counts(None)["tokens_sampled"] == 1
-        with running.client() as http:
-            assert "tx_engine" in http.get(f"{running.url}/metrics").text
+        assert "tx_engine" in http.get(f"{running.url}/metrics").text
 
 
 def test_samples_wait_for_the_state_of_the_model(tmp_path: Path, external: External) -> None:
@@ -89,7 +86,7 @@ def test_one_of_several_servers_dispatches(tmp_path: Path, external: External) -
         for server in (running, other):
             submit(server, SAMPLE, n=10)
         wait_until(lambda: statuses(running) == {RequestStatus.DONE})
-    assert len(external.bodies("/v1/completions")) == 20
+        assert len(external.bodies("/v1/completions")) == 20
 
 
 def test_samples_of_other_servers_do_not_wait_for_running_ones(tmp_path: Path, external: External) -> None:

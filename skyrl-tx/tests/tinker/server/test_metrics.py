@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tx_kit.rows import request_row
 
 from tx.tinker.db_models import Kind, RequestStatus, TxRequest, now
 from tx.tinker.server import metrics as module
@@ -17,14 +18,8 @@ THREE = sample_bytes(
 
 
 def done(request_id: int, **fields: Any) -> TxRequest:
-    at = now()
-    defaults = {
-        "kind": Kind.SAMPLE,
-        "status": RequestStatus.DONE,
-        "result": THREE,
-        "created_at": at - timedelta(seconds=3),
-    }
-    return TxRequest(request_id=request_id, payload=b"", payload_hash="", completed_at=at, **{**defaults, **fields})
+    times = {"created_at": now() - timedelta(seconds=3), "completed_at": now()}
+    return request_row(**({"request_id": request_id, "status": RequestStatus.DONE, "result": THREE} | times | fields))
 
 
 def numbers(metrics: ServerMetrics, **values: Any) -> dict[tuple[str, ...], float]:

@@ -15,6 +15,7 @@ from tx.tinker.store.checkpoint_files import checkpoint_folder, delete_folder
 from tx.tinker.store.database import reading, writing
 from tx.tinker.wire.requests import CopyWeightsRequest
 
+KEY = ("s:train:0", "weights", "x")
 SOURCE = "tinker://s:train:0/weights/x"
 
 
@@ -73,7 +74,7 @@ def test_a_copy_that_is_not_recorded_has_no_files(config: TxConfig, database: Da
     target = copying.target_path("alice", body, None)
     complete = copying.copy_files(config, SOURCE, target)
     with writing(database) as db:
-        db.delete(db.get_one(Checkpoint, ("s:train:0", "weights", "x")))
+        db.delete(db.get_one(Checkpoint, KEY))
     with pytest.raises(RefusalError, match="there is no checkpoint"), writing(database) as db:
         copying.record_copy(db, "alice", config, body, target, complete)
     assert not checkpoint_folder(config, target).exists()
@@ -82,7 +83,7 @@ def test_a_copy_that_is_not_recorded_has_no_files(config: TxConfig, database: Da
 def test_copies_of_public_checkpoints(config: TxConfig, database: Database) -> None:
     with pytest.raises(RefusalError, match="there is no checkpoint"):
         copy(config, database, "bob", session_id="t", model_seq_id=0)
-    change_row(database, Checkpoint, ("s:train:0", "weights", "x"), is_public=True)
+    change_row(database, Checkpoint, KEY, is_public=True)
     assert copy(config, database, "bob", session_id="t", model_seq_id=0) == "tinker://t:train:0/weights/x"
     with pytest.raises(RefusalError, match="there is no session"):
         copy(config, database, "bob", session_id="s", model_seq_id=1)
@@ -94,10 +95,7 @@ def test_copies_of_public_checkpoints(config: TxConfig, database: Database) -> N
         ({}, "takes either destination_project_id, or session_id and model_seq_id"),
         ({"session_id": "s"}, "takes either"),
         ({"session_id": "s", "model_seq_id": 7}, "model s:train:7 already exists"),
-        (
-            {"session_id": "s", "model_seq_id": 0, "source_path": "tinker://s:train:1/weights/y"},
-            "there is no checkpoint",
-        ),
+        ({"session_id": "s", "model_seq_id": 0, "source_path": f"{SOURCE}y"}, "there is no checkpoint"),
     ],
 )
 def test_refused_copies(config: TxConfig, database: Database, fields: dict[str, Any], words: str) -> None:

@@ -13,6 +13,11 @@ from tx.tinker.submission.admission import Admission, QueueLimits
 UNLIMITED = QueueLimits(10**9, 10**12)
 
 
+@pytest.fixture(autouse=True)
+def _always_recounts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
+
+
 def admission_of(max_requests: int, max_bytes: int, user: QueueLimits = UNLIMITED) -> Admission:
     return Admission(QueueLimits(max_requests, max_bytes), user)
 
@@ -30,8 +35,7 @@ def finish(database: Database, request_id: int) -> None:
     change_row(database, TxRequest, request_id, status=RequestStatus.DONE)
 
 
-def test_the_number_of_requests_is_limited(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
+def test_the_number_of_requests_is_limited(database: Database) -> None:
     admission = admission_of(3, 1000)
     ids = [accept(database, admission) for _ in range(3)]
     with pytest.raises(RefusalError, match="3 requests of the base model are pending") as refused:
@@ -51,8 +55,7 @@ def test_queues_are_independent(database: Database) -> None:
             accept(database, admission, **queue)
 
 
-def test_each_user_has_limits_over_all_queues(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
+def test_each_user_has_limits_over_all_queues(database: Database) -> None:
     admission = admission_of(100, 1000, user=QueueLimits(3, 30))
     first = accept(database, admission, model_id="a")
     accept(database, admission, model_id="b")
@@ -67,8 +70,7 @@ def test_each_user_has_limits_over_all_queues(database: Database, monkeypatch: p
     accept(database, admission, model_id="e")
 
 
-def test_the_size_of_requests_is_limited(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RECOUNT_SEC", 0.0)
+def test_the_size_of_requests_is_limited(database: Database) -> None:
     admission = admission_of(100, 20)
     first = accept(database, admission, payload=bytes(30))  # a single request is never too large
     with pytest.raises(RefusalError, match="30 bytes are pending"):
@@ -82,8 +84,7 @@ def test_the_size_of_requests_is_limited(database: Database, monkeypatch: pytest
 
 def test_a_new_server_counts_pending_requests(database: Database) -> None:
     accept(database, admission_of(2, 1000))
-    admission = admission_of(2, 1000)
-    accept(database, admission)
+    accept(database, admission := admission_of(2, 1000))
     with pytest.raises(RefusalError):
         accept(database, admission)
 
@@ -105,6 +106,7 @@ def test_pending_requests_are_counted_once(database: Database, monkeypatch: pyte
 def test_the_least_recently_used_count_is_evicted_first(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cached counts only: the requests are not written to the database."""
     monkeypatch.setattr(module, "MAX_QUEUES", 3)  # of two models and the user
+    monkeypatch.setattr(module, "RECOUNT_SEC", 600.0)
     admission = admission_of(2, 1000)
 
     def admit(model_id: str) -> None:

@@ -42,6 +42,7 @@ from tx.tinker.wire.responses import (
     ModelCreated,
     ModelUnloaded,
     OptimStepDone,
+    ResponseBody,
     SnapshotSaved,
     WeightsLoaded,
     WeightsSaved,
@@ -106,7 +107,7 @@ class Handlers:
             lora = AdapterConfig(**session.get_one(Model, body.model_id).lora)
         with self._rollback(body.model_id, None):
             self._backend.create_model(body.model_id, lora)
-        return _done_outcome(request, ModelCreated(model_id=body.model_id).to_bytes(), _mark_ready(request))
+        return _done_outcome(request, ModelCreated(model_id=body.model_id), _mark_ready(request))
 
     def _load_weights(self, request: TxRequest) -> RequestOutcome:
         body = LoadWeightsRequest.model_validate_json(request.payload)
@@ -122,9 +123,7 @@ class Handlers:
             self._backend.load_model(model_id, folder, with_optimizer=body.optimizer)
             self._points.write(model_id, request.request_id)  # the checkpoint may be deleted later
         lora = self._backend.models()[model_id]
-        return _done_outcome(
-            request, WeightsLoaded(model_id=model_id, path=body.path).to_bytes(), _mark_ready(request, lora)
-        )
+        return _done_outcome(request, WeightsLoaded(model_id=model_id, path=body.path), _mark_ready(request, lora))
 
     @contextmanager
     def _rollback(self, model_id: str, before: AdapterConfig | None) -> Iterator[None]:
@@ -146,7 +145,7 @@ class Handlers:
         except BaseException:
             self._backend.drop_gradients(request.model_id)
             raise
-        return _done_outcome(request, OptimStepDone(metrics=metrics).to_bytes())
+        return _done_outcome(request, OptimStepDone(metrics=metrics))
 
     def _check_passes(self, step: TxRequest) -> None:
         """Raise if a pass with gradients failed since the previous step.
@@ -169,7 +168,7 @@ class Handlers:
         self._backend.delete_model(request.model_id)
         self._points.delete(request.model_id)
         response = ModelUnloaded(model_id=request.model_id)
-        return _done_outcome(request, response.to_bytes(), _set_status(request, ModelStatus.UNLOADED))
+        return _done_outcome(request, response, _set_status(request, ModelStatus.UNLOADED))
 
     # -- folders
 
@@ -188,9 +187,6 @@ class Handlers:
             return self._save_checkpoint(
                 request, checkpoint, WeightsSaved(path=str(path), type="save_weights_for_sampler")
             )
-        return self._save_snapshot(request, body)
-
-    def _save_snapshot(self, request: TxRequest, body: SaveWeightsForSamplerRequest) -> Write:
         assert body.sampling_session_id is not None
         assert body.sampling_session_seq_id is not None
         assert request.session_id is not None
@@ -226,7 +222,7 @@ class Handlers:
             except BaseException:
                 self._unfinished_snapshots.discard(new.sampling_session_id)
                 raise
-            return _done_outcome(request, response.to_bytes(), also)
+            return _done_outcome(request, response, also)
 
         return write
 
@@ -259,7 +255,7 @@ class Handlers:
                 session.flush()
                 rename_into_place(complete, folder)
 
-            return _done_outcome(request, response.model_copy(update=reported).to_bytes(), also)
+            return _done_outcome(request, response.model_copy(update=reported), also)
 
         return write
 
@@ -291,13 +287,10 @@ def _mark_ready(request: TxRequest, lora: AdapterConfig | None = None) -> Also:
     return also
 
 
-def _done_outcome(request: TxRequest, result: bytes, also: Also | None = None) -> RequestOutcome:
-    assert request.request_id is not None
-    return RequestOutcome(request.request_id, result, also=also)
-
-
 def _set_status(request: TxRequest, status: ModelStatus) -> Also:
-    def also(session: Session) -> None:
-        session.get_one(Model, request.model_id).status = status
+    return lambda session: setattr(session.get_one(Model, request.model_id), "status", status)
 
-    return also
+
+def _done_outcome(request: TxRequest, response: ResponseBody, also: Also | None = None) -> RequestOutcome:
+    assert request.request_id is not None
+    return RequestOutcome(request.request_id, response.to_bytes(), also=also)

@@ -63,7 +63,15 @@ class Passes:
             return None
         owner, waiting = pop_next(self._running)
         running = waiting.popleft()
-        outcome = self._compute_part(running)
+        outcome = None
+        try:
+            result = next(running.parts)
+            if result is not None:
+                payload = codec.forward_backward_bytes(result)
+                outcome = RequestOutcome(running.request.request_id or 0, payload, is_protobuf=True)
+                self.n_tokens += sum(len(row) for row in result.logprobs)
+        except Exception as error:  # noqa: BLE001 (an error of the backend fails this pass only)
+            outcome = failed_outcome(running.request, error)
         if outcome is None:
             waiting.append(running)
         else:
@@ -71,17 +79,6 @@ class Passes:
         if waiting:
             self._running[owner] = waiting
         return outcome
-
-    def _compute_part(self, running: _RunningPass) -> RequestOutcome | None:
-        try:
-            result = next(running.parts)
-            payload = None if result is None else codec.forward_backward_bytes(result)
-        except Exception as error:  # noqa: BLE001 (an error of the backend fails this pass only)
-            return failed_outcome(running.request, error)
-        if result is None or payload is None:
-            return None
-        self.n_tokens += sum(len(row) for row in result.logprobs)
-        return RequestOutcome(running.request.request_id or 0, payload, is_protobuf=True)
 
 
 def failed_outcome(request: TxRequest, error: Exception) -> RequestOutcome:

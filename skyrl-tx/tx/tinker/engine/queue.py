@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from sqlalchemy import Engine as Database
@@ -91,17 +90,15 @@ class Queue:
             query = select(*columns).where(*is_new, ~elsewhere.exists())
             new = [PendingRequest(*row) for row in session.exec(query.order_by(col(TxRequest.request_id)))]
         for pending in new:
-            self._put(pending)
             self._last = pending.request_id
+            if pending.kind != Kind.SAMPLE:
+                self.by_model.setdefault(pending.model_id or "", deque()).append(pending)
+            elif pending.is_suspect and self.counts_tries:
+                self.suspects.append(pending)
+            else:
+                sessions = self.samples.setdefault(pending.owner, {})
+                sessions.setdefault(pending.session_id or "", deque()).append(pending)
         return len(new)
-
-    def _put(self, pending: PendingRequest) -> None:
-        if pending.kind != Kind.SAMPLE:
-            self.by_model.setdefault(pending.model_id or "", deque()).append(pending)
-        elif pending.is_suspect and self.counts_tries:
-            self.suspects.append(pending)
-        else:
-            self.samples.setdefault(pending.owner, {}).setdefault(pending.session_id or "", deque()).append(pending)
 
     # -- begin
 
@@ -141,7 +138,15 @@ class Queue:
         if not chosen:
             return []
         for pending in chosen:
-            self._take(pending)
+            if pending.kind == Kind.SAMPLE:
+                if self.suspects and self.suspects[0] is pending:
+                    self.suspects.popleft()
+                continue
+            of_model = self.by_model[pending.model_id or ""]
+            assert of_model[0] is pending, "requests of a model begin in their order"
+            of_model.popleft()
+            if not of_model:
+                del self.by_model[pending.model_id or ""]
         ids = [pending.request_id for pending in chosen]
         waiting = (col(TxRequest.request_id).in_(ids), col(TxRequest.status) == RequestStatus.PENDING)
         n_new_tries = int(self.counts_tries)
@@ -149,21 +154,10 @@ class Queue:
             session.exec(update(TxRequest).where(*waiting).values(n_tries=col(TxRequest.n_tries) + n_new_tries))
             found = select(TxRequest).where(*waiting).options(defer(col(TxRequest.result)))  # type: ignore[arg-type]
             requests = list(session.exec(found.order_by(col(TxRequest.request_id))))
-        self.begun.update(_id(request) for request in requests)
+        self.begun.update(request.request_id or 0 for request in requests)
         if n_new_tries and not self.counts_tries:  # `prepare_stop` was called meanwhile
             self._forget_tries()
         return requests
-
-    def _take(self, pending: PendingRequest) -> None:
-        if pending.kind == Kind.SAMPLE:
-            if self.suspects and self.suspects[0] is pending:
-                self.suspects.popleft()
-            return
-        waiting = self.by_model[pending.model_id or ""]
-        assert waiting[0] is pending, "requests of a model begin in their order"
-        waiting.popleft()
-        if not waiting:
-            del self.by_model[pending.model_id or ""]
 
     # -- end
 
@@ -185,15 +179,18 @@ class Queue:
     def finish(self, outcomes: Iterable[RequestOutcome]) -> None:
         """Write outcomes. Requests that were cancelled meanwhile stay cancelled."""
         written = list(outcomes)
+        is_pending = col(TxRequest.status) == RequestStatus.PENDING
         with writing(self.database) as session:
             for outcome in written:
-                session.exec(
-                    update(TxRequest)
-                    .where(
-                        col(TxRequest.request_id) == outcome.request_id, col(TxRequest.status) == RequestStatus.PENDING
-                    )
-                    .values(_columns(outcome))
-                )
+                columns: dict[str, object] = {"status": RequestStatus.DONE, "completed_at": now()}
+                if outcome.error is None:
+                    columns |= {"result": outcome.result, "is_result_protobuf": outcome.is_protobuf}
+                else:
+                    category = "user" if isinstance(outcome.error, UserError) else "server"
+                    columns |= {"status": RequestStatus.FAILED, "error": error_text(outcome.error)}
+                    columns["error_category"] = category
+                is_it = col(TxRequest.request_id) == outcome.request_id
+                session.exec(update(TxRequest).where(is_it, is_pending).values(columns))
                 if outcome.also is not None:
                     outcome.also(session)
         self.begun.difference_update(outcome.request_id for outcome in written)
@@ -223,34 +220,12 @@ def give_up(pending: PendingRequest) -> RequestOutcome | None:
     """Return the failed outcome of a request that was running each time an engine died, or None for all others."""
     if pending.n_tries < MAX_TRIES:
         return None
+
+    def fail_creation(session: Session) -> None:
+        model = None if pending.model_id is None else session.get(Model, pending.model_id)
+        if model is not None and model.status is ModelStatus.PENDING:
+            model.status = ModelStatus.FAILED
+
     message = f"the engine died {pending.n_tries} times during this request, the last time while it ran alone"
     error = TinkerError(f"{message}; the server's log has the reason")
-    return RequestOutcome(pending.request_id, error=error, also=partial(_fail_creation, model_id=pending.model_id))
-
-
-def _fail_creation(session: Session, model_id: str | None) -> None:
-    """Mark a model as failed if the request that creates it was given up."""
-    model = None if model_id is None else session.get(Model, model_id)
-    if model is not None and model.status is ModelStatus.PENDING:
-        model.status = ModelStatus.FAILED
-
-
-def _columns(outcome: RequestOutcome) -> dict[str, object]:
-    if outcome.error is None:
-        return {
-            "status": RequestStatus.DONE,
-            "result": outcome.result,
-            "is_result_protobuf": outcome.is_protobuf,
-            "completed_at": now(),
-        }
-    return {
-        "status": RequestStatus.FAILED,
-        "error": error_text(outcome.error),
-        "error_category": "user" if isinstance(outcome.error, UserError) else "server",
-        "completed_at": now(),
-    }
-
-
-def _id(request: TxRequest) -> int:
-    assert request.request_id is not None
-    return request.request_id
+    return RequestOutcome(pending.request_id, error=error, also=fail_creation)

@@ -15,18 +15,15 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import ColumnElement, func, update
 from sqlalchemy import Engine as Database
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import defer
 from sqlmodel import col, select
-from sqlmodel.sql.expression import SelectOfScalar
 
 from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Backend, Save
@@ -60,7 +57,7 @@ class RestorePoints:
 
     def folder(self, model_id: str, request_id: int) -> Path:
         """Return the folder of a restore point that includes all requests up to this one."""
-        return self._model_folder(model_id) / str(request_id)
+        return self._base / model_id.replace(":", "_") / str(request_id)
 
     def is_due(self, model_id: str) -> bool:
         """Return True if a model needs a new restore point. This includes retries after a failed write."""
@@ -74,21 +71,19 @@ class RestorePoints:
 
     def write(self, model_id: str, request_id: int) -> None:
         """Write a restore point of a model without gradients. All its requests up to `request_id` are done."""
-        self._save(model_id, request_id, self._freeze(model_id))
+        self._save(model_id, request_id, freeze(self._config, self._backend, model_id, with_optimizer=True))
 
     def begin_write(self, model_id: str, request_id: int, writer: Executor) -> None:
         """Write a restore point like `write`, but in the background.
 
         Errors are only logged: a restart then has more to repeat, but nothing is lost.
         """
-        self._writes[model_id] = writer.submit(self._try_save, model_id, request_id, self._freeze(model_id))
+        save = freeze(self._config, self._backend, model_id, with_optimizer=True)
+        self._writes[model_id] = writer.submit(self._try_save, model_id, request_id, save)
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
         futures.wait(self._writes.values())
-
-    def _freeze(self, model_id: str) -> Save:
-        return freeze(self._config, self._backend, model_id, with_optimizer=True)
 
     def _try_save(self, model_id: str, request_id: int, save: Save) -> None:
         started = time.monotonic()
@@ -115,13 +110,29 @@ class RestorePoints:
         write = self._writes.pop(model_id, None)
         if write is not None and not write.cancel():
             futures.wait([write])
-        shutil.rmtree(self._model_folder(model_id), ignore_errors=True)
+        shutil.rmtree(self.folder(model_id, 0).parent, ignore_errors=True)
         self._written.pop(model_id, None)
 
     def restore(self) -> None:
-        """Restore every model of the base model. Models that fail wait for the next engine."""
-        self._delete_orphans()
-        for model in self._models_to_restore():
+        """Restore every model of the base model, except those that only wait to be unloaded.
+
+        Models that fail wait for the next engine. The restore points of models that are gone are deleted.
+        """
+        is_only_unloading = _is_only_unloading()
+        is_created = select(TxRequest.request_id).where(  # otherwise, the pending request will create it
+            TxRequest.model_id == Model.model_id,
+            TxRequest.status == RequestStatus.DONE,
+            col(TxRequest.kind).in_((Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)),
+        )
+        is_served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(RESTORABLE))
+        with writing(self._database) as session:
+            for folder in self._base.glob("*"):
+                is_theirs = func.replace(col(Model.model_id), ":", "_") == folder.name
+                if session.exec(select(Model.model_id).where(is_theirs, col(Model.status).in_(GONE))).first():
+                    shutil.rmtree(folder, ignore_errors=True)
+            session.exec(update(Model).where(is_only_unloading).values(lost_because=None))
+            models = session.exec(select(Model).where(*is_served, is_created.exists(), ~is_only_unloading)).all()
+        for model in models:
             started = time.monotonic()
             try:
                 n_requests = self._restore(model)
@@ -134,21 +145,6 @@ class RestorePoints:
                     session.get_one(Model, model.model_id).lost_because = None
             seconds = time.monotonic() - started
             logger.info("restored model %s: repeated %d requests in %.1f s", model.model_id, n_requests, seconds)
-
-    def _models_to_restore(self) -> Sequence[Model]:
-        """Return the models to restore: all except those that only wait to be unloaded."""
-        served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(RESTORABLE))
-        with writing(self._database) as session:
-            session.exec(update(Model).where(_is_only_unloading()).values(lost_because=None))
-            return session.exec(select(Model).where(*served, _creation_request().exists(), ~_is_only_unloading())).all()
-
-    def _delete_orphans(self) -> None:
-        """Delete the restore points of models that are gone."""
-        with reading(self._database) as session:
-            for folder in self._base.glob("*"):
-                is_theirs = func.replace(col(Model.model_id), ":", "_") == folder.name
-                if session.exec(select(Model.model_id).where(is_theirs, col(Model.status).in_(GONE))).first():
-                    shutil.rmtree(folder, ignore_errors=True)
 
     def _mark_lost(self, model: Model, reason: str) -> None:
         """Mark a model as lost until the next engine.
@@ -201,9 +197,6 @@ class RestorePoints:
             for _ in self._backend.compute(pass_):
                 pass
 
-    def _model_folder(self, model_id: str) -> Path:
-        return self._base / model_id.replace(":", "_")
-
 
 def freeze(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer: bool) -> Save:
     """Freeze a model's state like `Backend.freeze`. The returned function raises TinkerError if the state does not fit.
@@ -228,12 +221,3 @@ def _is_only_unloading() -> ColumnElement[bool]:
         col(TxRequest.kind) != Kind.UNLOAD_MODEL,
     )
     return (col(Model.status) == ModelStatus.UNLOADING) & ~has_more.exists()
-
-
-def _creation_request() -> SelectOfScalar[Any]:
-    """Match the request that created a model, unless it is still pending and will create it."""
-    return select(TxRequest.request_id).where(
-        TxRequest.model_id == Model.model_id,
-        TxRequest.status == RequestStatus.DONE,
-        col(TxRequest.kind).in_((Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)),
-    )

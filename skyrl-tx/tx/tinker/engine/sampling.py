@@ -11,7 +11,7 @@ from tx.tinker.db_models import EngineState, TxRequest
 from tx.tinker.engine.passes import failed_outcome
 from tx.tinker.engine.queue import RequestOutcome
 from tx.tinker.engine.samplers import Samplers
-from tx.tinker.submission.sample_validation import check_job
+from tx.tinker.submission.validation import check_job
 from tx.tinker.types import SampleResult, UserError
 from tx.tinker.wire import codec
 from tx.tinker.wire.sample_job import SampleJob
@@ -57,29 +57,25 @@ class Sampling:
 
     def begin(self, request: TxRequest) -> None:
         """Hand a request to the sampler."""
-        assert request.request_id is not None
-        try:
-            self._begin(request, request.request_id)
-        except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)
-            self._outcomes.append(failed_outcome(request, error))
-
-    def _begin(self, request: TxRequest, request_id: int) -> None:
-        job = SampleJob.model_validate_json(request.payload)
-        if job.weights.base_model != self._limits.base_model:
-            raise UserError(
-                f"the weights belong to base model {job.weights.base_model}, "
-                f"and this server has {self._limits.base_model}"
-            )
-        check_job(job, self._limits)  # again: the server may have accepted it before it knew the model's limits
+        request_id, limits = request.request_id, self._limits
+        assert request_id is not None
 
         def done(result: SampleResult | Exception) -> None:
             if self._running.pop(request_id, None) is not None:  # otherwise it was cancelled
                 self._outcomes.append(self._outcome(request, result))
 
-        limits = self._limits
-        sample_request = job.request(owner=request.owner, eos_ids=limits.eos_ids, max_context=limits.max_context)
-        cancel = self._sampler.sample(sample_request, self._samplers.find(job.weights), done)
-        self._running[request_id] = _RunningSample(request.owner, cancel)
+        try:
+            job = SampleJob.model_validate_json(request.payload)
+            if job.weights.base_model != limits.base_model:
+                theirs, ours = job.weights.base_model, limits.base_model
+                raise UserError(f"the weights belong to base model {theirs}, and this server has {ours}")
+            check_job(job, limits)  # again: the server may have accepted it before it knew the model's limits
+            sample_request = job.request(owner=request.owner, eos_ids=limits.eos_ids, max_context=limits.max_context)
+            cancel = self._sampler.sample(sample_request, self._samplers.find(job.weights), done)
+        except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)
+            self._outcomes.append(failed_outcome(request, error))
+        else:
+            self._running[request_id] = _RunningSample(request.owner, cancel)
 
     def _outcome(self, request: TxRequest, result: SampleResult | Exception) -> RequestOutcome:
         if isinstance(result, Exception):

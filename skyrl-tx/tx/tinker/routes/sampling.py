@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
-from sqlmodel import Session
 
 from tx.tinker.db_models import Kind
 from tx.tinker.refusal import RefusalError
@@ -28,14 +27,9 @@ async def create_sampling_session(call: Caller, body: wire.CreateSamplingSession
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(call: Caller, sampler_id: str) -> Response:
     """Describe a sampling session."""
-
-    def describe(db: Session, owner: str) -> responses.SamplerInfo:
-        found = queries.find_sampling_session(db, sampler_id, owner)
-        return responses.SamplerInfo(
-            sampler_id=found.sampling_session_id, base_model=found.base_model, model_path=found.model_path
-        )
-
-    return reply(await call.read(describe))
+    found = await call.read(lambda db, owner: queries.find_sampling_session(db, sampler_id, owner))
+    fields = {"base_model": found.base_model, "model_path": found.model_path}
+    return reply(responses.SamplerInfo(sampler_id=found.sampling_session_id, **fields))
 
 
 @router.post("/asample")

@@ -10,9 +10,8 @@ from sqlmodel import Session
 
 from tx.tinker.db_models import ClientSession, SessionStatus, now
 from tx.tinker.refusal import RefusalError
-from tx.tinker.routes.paging import Limit, Offset
 from tx.tinker.server.replies import reply
-from tx.tinker.server.service import Caller
+from tx.tinker.server.service import Caller, Limit, Offset
 from tx.tinker.store import queries
 from tx.tinker.store.catalog import list_sessions, search_sessions, session_info
 from tx.tinker.store.checkpoint_files import delete_folder, snapshots_folder

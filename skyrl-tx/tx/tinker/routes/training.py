@@ -7,7 +7,6 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
-from sqlmodel import Session
 
 from tx.tinker.db_models import EngineState, Kind
 from tx.tinker.refusal import RefusalError
@@ -124,14 +123,11 @@ def _from_json(is_forward_only: bool, body: bytes) -> ForwardBackwardMessage:
     try:
         request = wire.ForwardBackwardRequest.model_validate_json(body)
     except ValidationError as error:
-        raise RefusalError(422, f"the body is not a valid forward_backward request: {_format_error(error)}") from error
+        problem = error.errors(include_input=False)[0]
+        reason = f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+        raise RefusalError(422, f"the body is not a valid forward_backward request: {reason}") from error
     data = request.forward_backward_input.model_dump(exclude_none=True)
     return codec.message_from_json(request.model_id, request.seq_id, data, is_forward_only=is_forward_only)
-
-
-def _format_error(error: ValidationError) -> str:
-    problem = error.errors(include_input=False)[0]
-    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
 
 
 def _read_pass(
@@ -162,16 +158,13 @@ def _read_pass(
 async def get_info(call: Caller, body: wire.ModelRequest) -> Response:
     """Describe a model."""
     call.add_notes(model=body.model_id)
-
-    def describe(db: Session, owner: str) -> responses.ModelInfo:
-        model = queries.find_model(db, body.model_id, owner)
-        tokenizer = call.service.config.tokenizer
-        return responses.ModelInfo(
-            model_id=model.model_id,
-            model_data=responses.ModelData(model_name=model.base_model, tokenizer_id=tokenizer),
-            model_name=model.base_model,
-            is_lora=model.rank > 0,
-            lora_rank=model.rank or None,
-        )
-
-    return reply(await call.read(describe))
+    model = await call.read(lambda db, owner: queries.find_model(db, body.model_id, owner))
+    tokenizer = call.service.config.tokenizer
+    info = responses.ModelInfo(
+        model_id=model.model_id,
+        model_data=responses.ModelData(model_name=model.base_model, tokenizer_id=tokenizer),
+        model_name=model.base_model,
+        is_lora=model.rank > 0,
+        lora_rank=model.rank or None,
+    )
+    return reply(info)

@@ -51,7 +51,15 @@ class BodyReader:
         except RefusalError as refusal:
             await refusal_reply(refusal)(scope, receive, send)
             return
-        await self._app(scope, _Replay(body, receive), send)
+        unread = [body]
+
+        async def replay() -> Message:
+            """Replay the body as one message, then forward the disconnect."""
+            if not unread:
+                return await receive()
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+
+        await self._app(scope, replay, send)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """Read the whole body. Return None if the client disconnects, since a partial message may look complete."""
@@ -91,17 +99,3 @@ class BodyReader:
 
     def _refuse_size(self) -> None:
         raise RefusalError(413, f"the body is more than {self._max_bytes} bytes; split the request")
-
-
-class _Replay:
-    """A receive channel that replays the buffered body as one message, then forwards the disconnect."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
-
-    async def __call__(self) -> Message:
-        if self._body is None:
-            return await self._receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}

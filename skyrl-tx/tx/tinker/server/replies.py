@@ -29,14 +29,9 @@ def reply(body: ResponseBody, status: int = 200) -> Response:
     return Response(body.to_bytes(), status, media_type="application/json")
 
 
-def json_reply(body: bytes) -> Response:
-    """Return a reply with serialized JSON."""
-    return Response(body, media_type="application/json")
-
-
-def protobuf_reply(body: bytes) -> Response:
-    """Return a reply with a serialized protobuf message."""
-    return Response(body, media_type=PROTOBUF)
+def raw_reply(body: bytes, media_type: str = "application/json") -> Response:
+    """Return a reply with serialized JSON or a serialized protobuf message."""
+    return Response(body, media_type=media_type)
 
 
 def refusal_reply(refusal: UserError) -> Response:

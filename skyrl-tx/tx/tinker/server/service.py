@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Annotated, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from sqlmodel import Session
 
 from tx.tinker.config import TxConfig
@@ -212,15 +212,11 @@ class Call:
 
     async def read(self, query: Callable[[Session, str], T]) -> T:
         """Run a query for this user."""
-        return await self.service.read(partial(_with_owner, query, self.owner))
+        return await self.service.read(lambda db: query(db, self.owner))
 
     async def write(self, change: Callable[[Session, str], T]) -> T:
         """Run a transaction for this user."""
-        return await self.service.write(partial(_with_owner, change, self.owner))
-
-
-def _with_owner(query: Callable[[Session, str], T], owner: str, db: Session) -> T:
-    return query(db, owner)
+        return await self.service.write(lambda db: change(db, self.owner))
 
 
 async def _call(request: Request) -> Call:
@@ -229,3 +225,6 @@ async def _call(request: Request) -> Call:
 
 
 Caller = Annotated[Call, Depends(_call)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=(1 << 31) - 1)]
+"""Query parameters of paged lists."""

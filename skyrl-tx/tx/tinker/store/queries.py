@@ -127,14 +127,11 @@ def active_model(db: Session, model_id: str, owner: str) -> Model:
     if model.status in (ModelStatus.UNLOADING, ModelStatus.UNLOADED):
         refuse(f"model {model_id} was unloaded; load a checkpoint of it into a new one")
     if model.status is ModelStatus.FAILED:
-        refuse(f"model {model_id} could not be created: {_failure_reason(db, model_id)}")
+        creation = (TxRequest.model_id == model_id, TxRequest.seq_id == 0)
+        reason = db.exec(select(TxRequest.error).where(*creation)).first() or "see the server's log"
+        refuse(f"model {model_id} could not be created: {reason}")
     model.last_request_at = now()
     return model
-
-
-def _failure_reason(db: Session, model_id: str) -> str:
-    found = db.exec(select(TxRequest.error).where(TxRequest.model_id == model_id, TxRequest.seq_id == 0)).first()
-    return found or "see the server's log"
 
 
 def find_sampling_session(db: Session, sampling_session_id: str, owner: str) -> SamplingSession:
@@ -181,25 +178,17 @@ def engine_state(db: Session, base_model: str) -> EngineState | None:
 
 def earlier_request(db: Session, request: TxRequest) -> TxRequest | None:
     """Return the request that this one repeats, or None. Raise `RefusalError` 400 if its number is already taken."""
-    earlier = db.exec(select(TxRequest).where(*same_number)).first() if (same_number := _same_number(request)) else None
-    if earlier is None:
+    where, number = request.model_id, request.seq_id
+    columns = (col(TxRequest.model_id), col(TxRequest.seq_id))
+    if where is None:
+        where, number = request.sampling_session_id, request.sample_seq_id
+        columns = (col(TxRequest.sampling_session_id), col(TxRequest.sample_seq_id))
+    if where is None or number is None:
         return None
-    if (earlier.payload_hash, earlier.kind) != (request.payload_hash, request.kind):
-        where = request.model_id or request.sampling_session_id
-        number = request.seq_id if request.model_id else request.sample_seq_id
+    earlier = db.exec(select(TxRequest).where(columns[0] == where, columns[1] == number)).first()
+    if earlier is not None and (earlier.payload_hash, earlier.kind) != (request.payload_hash, request.kind):
         refuse(f"seq_id={number} of {where} was used by another request, {earlier.kind}; increment it for each new one")
     return earlier
-
-
-def _same_number(request: TxRequest) -> list[ColumnElement[bool]]:
-    if request.model_id is not None and request.seq_id is not None:
-        return [col(TxRequest.model_id) == request.model_id, col(TxRequest.seq_id) == request.seq_id]
-    if request.sampling_session_id is not None and request.sample_seq_id is not None:
-        return [
-            col(TxRequest.sampling_session_id) == request.sampling_session_id,
-            col(TxRequest.sample_seq_id) == request.sample_seq_id,
-        ]
-    return []
 
 
 def has_requests(db: Session, model_id: str) -> bool:

@@ -261,15 +261,14 @@ def optim_step(to: Submission, body: wire.OptimStepRequest) -> int:
 def save_weights(to: Submission, body: wire.SaveWeightsRequest) -> int:
     """Queue a training checkpoint."""
     whole = _with_name(body, body.path, body.seq_id)
-    overwrite = body.overwrite
-    return _save(to, Kind.SAVE_WEIGHTS, CheckpointKind.TRAINING, whole, whole.path, overwrite=overwrite)
+    return _save(to, Kind.SAVE_WEIGHTS, CheckpointKind.TRAINING, whole, overwrite=body.overwrite)
 
 
 def save_weights_external(to: Submission, body: wire.SaveWeightsExternalRequest) -> int:
     """Queue a checkpoint for other programs."""
     if body.age_encryption_recipients:
         refuse("age_encryption_recipients is not supported by this server; remove it")
-    return _save(to, Kind.SAVE_WEIGHTS_EXTERNAL, CheckpointKind.EXTERNAL, body, body.path)
+    return _save(to, Kind.SAVE_WEIGHTS_EXTERNAL, CheckpointKind.EXTERNAL, body)
 
 
 def save_weights_for_sampler(to: Submission, body: wire.SaveWeightsForSamplerRequest) -> int:
@@ -278,8 +277,7 @@ def save_weights_for_sampler(to: Submission, body: wire.SaveWeightsForSamplerReq
         refuse(f"kind={body.kind!r} is not supported by this server; use snapshot")
     kind = Kind.SAVE_WEIGHTS_FOR_SAMPLER
     if body.sampling_session_seq_id is None:
-        whole = _with_name(body, body.path, body.seq_id)
-        return _save(to, kind, CheckpointKind.SAMPLER, whole, whole.path)
+        return _save(to, kind, CheckpointKind.SAMPLER, _with_name(body, body.path, body.seq_id))
     if body.path is not None:
         refuse("save_weights_for_sampler takes either path or sampling_session_seq_id, and not both")
     if body.ttl_seconds is not None or body.user_metadata:
@@ -308,11 +306,10 @@ def _save(
     kind: Kind,
     checkpoint_kind: CheckpointKind,
     body: wire.SaveWeightsRequest | wire.SaveWeightsForSamplerRequest | wire.SaveWeightsExternalRequest,
-    path: str | None,
     *,
     overwrite: bool = False,
 ) -> int:
-    name = check_name(path or "")
+    name = check_name(body.path or "")
 
     def check() -> None:
         if not overwrite and to.db.get(Checkpoint, (body.model_id, checkpoint_kind, name)) is not None:

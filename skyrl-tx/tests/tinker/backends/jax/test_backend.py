@@ -132,11 +132,7 @@ def assert_close(one: Outcome, other: Outcome) -> None:
 
 @pytest.mark.parametrize(
     ("family", "n_at_once"),
-    [
-        ("llama", 16),
-        pytest.param("qwen3", 7, marks=nightly),
-        pytest.param("qwen3_moe", 7, marks=nightly),
-    ],
+    [("llama", 16), pytest.param("qwen3", 7, marks=nightly), pytest.param("qwen3_moe", 7, marks=nightly)],
 )
 def test_memory_settings_change_no_result(
     models: Path, family: str, n_at_once: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

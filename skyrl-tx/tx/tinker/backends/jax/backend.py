@@ -20,8 +20,8 @@ from tx.models.config import AdapterConfig, ModelConfig, read_config
 from tx.models.decoder import Params
 from tx.models.lora import Adapter, covered_names, new_adapter
 from tx.models.sharding import mesh_of, place_rows, place_weight, place_whole
-from tx.tinker.backends.accumulator import PassAccumulator
 from tx.tinker.backends.base import BaseModel, Done, Save
+from tx.tinker.backends.config import JaxConfig
 from tx.tinker.backends.folder import (
     OPTIMIZER,
     WHOLE_MODEL,
@@ -32,7 +32,6 @@ from tx.tinker.backends.folder import (
     save_settings,
 )
 from tx.tinker.backends.jax.adam import JaxMoments, adam_step, float32_params, new_moments, step_of
-from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.jax.groups import SamplerWeights
 from tx.tinker.backends.jax.programs import cache_programs, programs
 from tx.tinker.backends.jax.sampler import JaxSampler
@@ -46,7 +45,7 @@ from tx.tinker.backends.jax.training import (
     micro_batches,
     pad,
 )
-from tx.tinker.backends.models import Models, check_covers_any, check_grad_norm
+from tx.tinker.backends.models import Models, PassAccumulator, check_covers_any, check_grad_norm
 from tx.tinker.backends.stop_strings import StopStringMatcher
 from tx.tinker.losses import fill_defaults
 from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest
@@ -196,23 +195,17 @@ class JaxBackend:
         lora, weights, moments = model.lora, model.weights, model.moments  # later steps do not modify the arrays
 
         def save(folder: Path) -> None:
-            self._save_weights(folder, lora, weights)
+            if isinstance(weights, Adapter):
+                save_adapter(folder, weights, lora, self._shape, self.base_model.name)
+            else:
+                save_file(self._name_tensors(lora, weights), folder / WHOLE_MODEL, metadata={"format": "pt"})
+            save_settings(folder, lora)
             if with_optimizer:
-                self._save_moments(folder, lora, moments)
+                first, second = (self._name_tensors(lora, tree) for tree in (moments.first, moments.second))
+                wide = None if moments.wide is None else self._name_tensors(lora, moments.wide)
+                save_file(named_moments(first, second, np.asarray(moments.n_steps), wide), folder / OPTIMIZER)
 
         return save
-
-    def _save_weights(self, folder: Path, lora: AdapterConfig, weights: Adapter | Params) -> None:
-        if isinstance(weights, Adapter):
-            save_adapter(folder, weights, lora, self._shape, self.base_model.name)
-        else:
-            save_file(dict(self._name_tensors(lora, weights)), folder / WHOLE_MODEL, metadata={"format": "pt"})
-        save_settings(folder, lora)
-
-    def _save_moments(self, folder: Path, lora: AdapterConfig, moments: JaxMoments) -> None:
-        first, second = (dict(self._name_tensors(lora, tree)) for tree in (moments.first, moments.second))
-        wide = None if moments.wide is None else dict(self._name_tensors(lora, moments.wide))
-        save_file(named_moments(first, second, np.asarray(moments.n_steps), wide), folder / OPTIMIZER)
 
     def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         self._models.check_new(model_id)
@@ -246,10 +239,10 @@ class JaxBackend:
             wide = self._tree(saved, lora)
         return JaxMoments(self._tree(first, lora), self._tree(second, lora), jnp.asarray(n_steps), wide)
 
-    def _name_tensors(self, lora: AdapterConfig, tree: Adapter | Params) -> Iterator[tuple[str, np.ndarray]]:
+    def _name_tensors(self, lora: AdapterConfig, tree: Adapter | Params) -> dict[str, np.ndarray]:
         if isinstance(tree, Adapter):
-            return named_factors(tree, lora, self._shape)
-        return named_tensors(tree, self._shape)
+            return dict(named_factors(tree, lora, self._shape))
+        return dict(named_tensors(tree, self._shape))
 
     def _tree(self, tensors: Mapping[str, np.ndarray], lora: AdapterConfig) -> Adapter | Params:
         return (

@@ -174,9 +174,7 @@ def decode(
         )
         is_over = jnp.any(tokens[:, None] == lanes.stops, axis=1) | (lanes.n_left <= 1)
         lanes = lanes._replace(
-            tokens=tokens,
-            positions=jnp.where(is_used & ~is_over, lanes.positions + 1, -1),
-            n_left=lanes.n_left - 1,
+            tokens=tokens, positions=jnp.where(is_used & ~is_over, lanes.positions + 1, -1), n_left=lanes.n_left - 1
         )
         return step + 1, cache, lanes, chosen
 
@@ -194,14 +192,14 @@ def choose(logits: jax.Array, lanes: Lanes) -> tuple[jax.Array, jax.Array, jax.A
     is_greedy = lanes.temperatures <= 0
     logprobs = jax.nn.log_softmax(logits / jnp.where(is_greedy, 1.0, lanes.temperatures)[:, None], axis=-1)
     kept = jnp.where(logprobs >= _min_logprob(logprobs, lanes)[:, None], logprobs, -jnp.inf)
-    keys = jax.vmap(_key)(lanes.seeds, lanes.numbers, lanes.positions)
+
+    def key(seed: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
+
+    keys = jax.vmap(key)(lanes.seeds, lanes.numbers, lanes.positions)
     sampled = _invert(jnp.exp(kept), jax.vmap(jax.random.uniform)(keys))
     tokens = jnp.where(is_greedy | (lanes.top_k == 1), jnp.argmax(logprobs, axis=-1), sampled).astype(jnp.int32)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], logprobs
-
-
-def _key(seed: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
 
 
 def _min_logprob(logprobs: jax.Array, lanes: Lanes) -> jax.Array:

@@ -104,18 +104,15 @@ def _name_tensors(weights: Weights, values: Sequence[torch.Tensor]) -> dict[str,
 def _name_factors(
     adapter: Mapping[str, TorchFactors], values: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield factors by their names in files. Stacked experts.gate_proj become experts.0.gate_proj, …"""
     for path, a, b in zip(adapter, values[::2], values[1::2], strict=True):
         for which, value in enumerate((a, b)):
-            for name, part in _parts(path, value):
-                yield peft.factor_names(name)[which], part
-
-
-def _parts(path: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Split stacked experts: …experts.gate_proj becomes …experts.0.gate_proj, …. Return other matrices unchanged."""
-    if value.ndim == 2:
-        return [(path, value)]
-    layer, _, name = path.rpartition(".")
-    return [(f"{layer}.{number}.{name}", part) for number, part in enumerate(value)]
+            if value.ndim == 2:
+                yield peft.factor_names(path)[which], value
+                continue
+            layer, _, name = path.rpartition(".")
+            for number, part in enumerate(value):
+                yield peft.factor_names(f"{layer}.{number}.{name}")[which], part
 
 
 def _values(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -129,17 +129,13 @@ def _matrices(model: PreTrainedModel) -> Iterator[CoveredMatrix]:
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     for path, module in model.named_modules():
         if path in experts:
-            yield from _expert_matrices(path, module)
+            n_experts, n_hidden, n_middle = module.down_proj.shape
+            for name in MATRICES:
+                sizes = (n_middle, n_hidden) if name == "down_proj" else (n_hidden, n_middle)
+                yield CoveredMatrix(f"{path}.{name}", "mlp", *sizes, n_experts)
         elif isinstance(module, torch.nn.Linear) and path.rpartition(".")[2] not in ROUTERS:
             sizes = module.in_features, module.out_features
             if module is not head:
                 yield CoveredMatrix(path, "attn" if "attn" in path or "attention" in path else "mlp", *sizes)
             elif module.weight is not embeddings.weight:
                 yield CoveredMatrix(path, "unembed", *sizes)
-
-
-def _expert_matrices(path: str, experts: Any) -> Iterator[CoveredMatrix]:
-    n_experts, n_hidden, n_middle = experts.down_proj.shape
-    for name in MATRICES:
-        sizes = (n_middle, n_hidden) if name == "down_proj" else (n_hidden, n_middle)
-        yield CoveredMatrix(f"{path}.{name}", "mlp", *sizes, n_experts)
