@@ -2,26 +2,28 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 # Before JAX is imported. Without LLVM's optimizations, programs of tiny models compile twice as fast.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0")
 
+import httpx
 import jax
 import pytest
 from sqlalchemy import Engine as Database
 from tx_kit.databases import ABSENT, TEST_URL, find_programs, new_database_url, postgresql
 from tx_kit.engines import Desk
 from tx_kit.models import FAMILIES, new_model, save_minimal_model
-from tx_kit.servers import config_for
+from tx_kit.servers import Running, config_for, serving
 
-from tx.tinker.backends.jax.config import user_cache
+from tx.tinker.backends.config import user_cache
 from tx.tinker.backends.jax.programs import cache_programs, programs
 from tx.tinker.store.database import open_database
 
-MAX_PROGRAMS = 100
-"""Number of programs in memory, of about 6 MB each."""
+MAX_PROGRAMS, MAX_PROGRAMS_OF_MODULE = 60, 20
+"""Number of programs in memory after a test and after a module, of about 6 MB each."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,17 +44,28 @@ def _freed() -> list[int]:
     return [0]
 
 
-@pytest.fixture(autouse=True)
-def _memory(_freed: list[int]) -> Iterator[None]:
-    """Free the programs in memory once there are many of them; those that are needed again are read from the cache."""
-    yield
+def _free_programs(freed: list[int], max_programs: int) -> None:
+    """Free the programs in memory if there are many of them; those that are needed again are read from the cache."""
     is_in_use = any(thread.name == "engine" for thread in threading.enumerate())
-    if programs().n_compiled > _freed[-1] + MAX_PROGRAMS and not is_in_use:
-        _freed.append(programs().n_compiled)
+    if programs().n_compiled > freed[-1] + max_programs and not is_in_use:
+        freed.append(programs().n_compiled)
         jax.clear_caches()
         gc.collect()
         if os.uname().sysname == "Linux":
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+@pytest.fixture(autouse=True)
+def _memory(_freed: list[int]) -> Iterator[None]:
+    yield
+    _free_programs(_freed, MAX_PROGRAMS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_of_module(_freed: list[int]) -> Iterator[None]:
+    """Later modules, also of other packages, seldom use the programs of this one."""
+    yield
+    _free_programs(_freed, MAX_PROGRAMS_OF_MODULE)
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
@@ -121,9 +134,37 @@ def database(tmp_path: Path) -> Iterator[Database]:
     opened.dispose()
 
 
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server without an engine's computations, with the module's SERVER_SETTINGS if it has any."""
+    settings = getattr(request.module, "SERVER_SETTINGS", {})
+    with serving(tmp_path_factory.mktemp("state"), **settings) as running:
+        yield running
+
+
 @pytest.fixture
-def desk(tmp_path: Path, minimal_model: Path) -> Iterator[Desk]:
-    """A desk with an engine on JAX."""
-    opened = Desk(tmp_path, minimal_model)
-    yield opened
-    opened.close()
+def http(server: Running) -> Iterator[httpx.Client]:
+    """A client of the module's server."""
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def new_desk(tmp_path: Path, minimal_model: Path) -> Iterator[Callable[..., Desk]]:
+    """Opens desks with an engine on JAX, and closes them after the test."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(closing(Desk(tmp_path, minimal_model, **settings)))
+
+
+@pytest.fixture
+def desk(new_desk: Callable[..., Desk]) -> Desk:
+    return new_desk()
+
+
+@pytest.fixture
+def model(desk: Desk) -> str:
+    """A model at the desk, which has taken a step."""
+    name = desk.model()
+    desk.train(name, [1, 2, 5])
+    desk.work()
+    return name

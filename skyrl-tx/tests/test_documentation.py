@@ -6,9 +6,8 @@ import pytest
 from tx_kit.engines import serving_with_engine
 from tx_kit.models import new_tokenizer, save_chat_model
 
+from tx.tinker.backends.config import JaxConfig, TorchConfig
 from tx.tinker.backends.factory import new_backend
-from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.backends.torch.config import TorchConfig
 from tx.tinker.config import TxConfig
 from tx.tinker.losses import LOSSES
 from tx.tinker.server.metrics import ServerMetrics
@@ -17,17 +16,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "guides" / "tinker.md").read_text("utf-8")
 
 
-def as_written(default: object) -> str:
-    return str(default).lower().removesuffix(".0").replace(str(Path.home()), "~")
-
-
 def test_every_backend_setting_is_documented_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     for config in (JaxConfig, TorchConfig):
         for name, field in config.model_fields.items():
             (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
             if (default := field.get_default(call_default_factory=True)) is not None:
-                assert row.split("|")[2].strip(" `") == as_written(default)
+                written = str(default).lower().removesuffix(".0").replace(str(Path.home()), "~")
+                assert row.split("|")[2].strip(" `") == written
 
 
 def test_every_documented_flag_exists() -> None:

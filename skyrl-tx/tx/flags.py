@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
@@ -41,7 +40,11 @@ def add_flag(parser: argparse.ArgumentParser, model: type[BaseModel], name: str,
 
 def format_errors(error: ValidationError) -> str:
     """Return one line that names the invalid flags and the reasons."""
-    return "; ".join(_format_error(problem["loc"], problem["input"], problem["msg"]) for problem in error.errors())
+    reasons = []
+    for problem in error.errors():
+        value = f"{flag(str(problem['loc'][0]))}={problem['input']!r}: " if problem["loc"] else ""
+        reasons.append(value + problem["msg"].removeprefix("Value error, "))
+    return "; ".join(reasons)
 
 
 def format_setting_errors(error: ValidationError) -> str:
@@ -49,8 +52,3 @@ def format_setting_errors(error: ValidationError) -> str:
     return "; ".join(
         f"{'.'.join(map(str, problem['loc']))}={problem['input']!r}: {problem['msg']}" for problem in error.errors()
     )
-
-
-def _format_error(location: Sequence[object], value: object, message: str) -> str:
-    reason = message.removeprefix("Value error, ")
-    return f"{flag(str(location[0]))}={value!r}: {reason}" if location else reason

@@ -12,12 +12,12 @@ from tx_kit.models import VOCABULARY
 from tx.models import config
 from tx.models.adapters import adapter_of, load_adapter, named_factors, save_adapter
 from tx.models.checkpoints import load_params
-from tx.models.config import LoraConfig, ModelConfig, read_config
+from tx.models.config import AdapterConfig, ModelConfig, read_config
 from tx.models.decoder import Params, hidden_states, logits_of
-from tx.models.lora import Adapter, Rows, covered_names, new_adapter, rows_of
+from tx.models.lora import Adapter, BatchAdapters, covered_names, new_adapter, rows_of
 
 
-def random_adapter(lora: LoraConfig, shape: ModelConfig) -> Adapter:
+def random_adapter(lora: AdapterConfig, shape: ModelConfig) -> Adapter:
     rng = np.random.default_rng(7)
     new = named_factors(new_adapter(lora, shape, seed=0), lora, shape)
     return adapter_of({name: rng.standard_normal(one.shape).astype(np.float32) * 0.1 for name, one in new}, lora, shape)
@@ -26,15 +26,15 @@ def random_adapter(lora: LoraConfig, shape: ModelConfig) -> Adapter:
 @pytest.mark.parametrize(
     ("kind", "lora"),
     [
-        ("qwen3", LoraConfig(rank=6)),
-        ("llama", LoraConfig(rank=8, train_mlp=False)),
-        ("llama", LoraConfig(rank=1, alpha=2.0)),
-        pytest.param("llama", LoraConfig(rank=6), marks=pytest.mark.nightly),
-        pytest.param("qwen3", LoraConfig(rank=8, train_mlp=False), marks=pytest.mark.nightly),
-        pytest.param("qwen3", LoraConfig(rank=1, alpha=2.0), marks=pytest.mark.nightly),
+        ("qwen3", AdapterConfig(rank=6)),
+        ("llama", AdapterConfig(rank=8, train_mlp=False)),
+        ("llama", AdapterConfig(rank=1, alpha=2.0)),
+        pytest.param("llama", AdapterConfig(rank=6), marks=pytest.mark.nightly),
+        pytest.param("qwen3", AdapterConfig(rank=8, train_mlp=False), marks=pytest.mark.nightly),
+        pytest.param("qwen3", AdapterConfig(rank=1, alpha=2.0), marks=pytest.mark.nightly),
     ],
 )
-def test_matches_peft(models: Path, tmp_path: Path, kind: str, lora: LoraConfig) -> None:
+def test_matches_peft(models: Path, tmp_path: Path, kind: str, lora: AdapterConfig) -> None:
     folder = models / kind
     shape = read_config(folder)
     params, adapter = load_params(folder, shape, jnp.float32), random_adapter(lora, shape)
@@ -43,7 +43,7 @@ def test_matches_peft(models: Path, tmp_path: Path, kind: str, lora: LoraConfig)
     rows = rows_of([adapter, adapter], jnp.full(2, lora.scale))
 
     @jax.jit
-    def logits(params: Params, rows: Rows, tokens: np.ndarray) -> jax.Array:
+    def logits(params: Params, rows: BatchAdapters, tokens: np.ndarray) -> jax.Array:
         hidden, _ = hidden_states(shape, params, rows, tokens, jnp.broadcast_to(jnp.arange(30), (2, 30)))
         return logits_of(params, rows, hidden)
 
@@ -56,16 +56,16 @@ def test_matches_peft(models: Path, tmp_path: Path, kind: str, lora: LoraConfig)
 @pytest.mark.parametrize("max_unrolled", [0, 8])
 def test_round_trip(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_unrolled: int) -> None:
     monkeypatch.setattr(config, "MAX_UNROLLED", max_unrolled)
-    shape, lora = read_config(folder), LoraConfig(rank=12)
+    shape, lora = read_config(folder), AdapterConfig(rank=12)
     adapter = random_adapter(lora, shape)
     save_adapter(tmp_path, adapter, lora, shape, "base")
     jax.tree.map(np.testing.assert_array_equal, adapter, load_adapter(tmp_path, lora, shape))
     with pytest.raises(ValueError, match=r"lora_A\.weight has shape \(12, 32\) instead of \(9, 32\)"):
-        load_adapter(tmp_path, LoraConfig(rank=9), shape)
+        load_adapter(tmp_path, AdapterConfig(rank=9), shape)
 
 
 def test_a_tied_head_has_no_adapter(models: Path) -> None:
     tied, untied = read_config(models / "qwen3"), read_config(models / "llama")
-    assert "head" not in covered_names(LoraConfig(), tied)
-    assert covered_names(LoraConfig(), untied) == ("q", "k", "v", "o", "gate", "up", "down", "head")
-    assert covered_names(LoraConfig(train_attn=False, train_mlp=False), untied) == ("head",)
+    assert "head" not in covered_names(AdapterConfig(), tied)
+    assert covered_names(AdapterConfig(), untied) == ("q", "k", "v", "o", "gate", "up", "down", "head")
+    assert covered_names(AdapterConfig(train_attn=False, train_mlp=False), untied) == ("head",)

@@ -5,7 +5,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import PreTrainedTokenizerFast
 from tx_kit.models import new_tokenizer
 
 from tx.run.examples import ExampleBuilder, read_rows
@@ -25,34 +24,29 @@ THINKING = (
 """A chat template that shows the thinking of the last reply only."""
 
 
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    return new_tokenizer()
-
-
-def examples(tokenizer: PreTrainedTokenizerFast, folder: Path, max_length: int = 200) -> ExampleBuilder:
+def convert(folder: Path, row: dict[str, Any], *, template: str | None = None) -> list[Datum]:
+    """Convert row 7 with a tokenizer and a chat template."""
+    tokenizer = new_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
     tokenizer.save_pretrained(folder)
-    return ExampleBuilder(folder, max_length)
+    return ExampleBuilder(folder, max_length=200).convert(7, row)
 
 
-def trained_text(tokenizer: PreTrainedTokenizerFast, datum: Datum) -> str:
-    targets = datum.inputs["target_tokens"][datum.inputs["weights"] == 1.0]
-    return str(tokenizer.decode(targets))
+def trained_text(datum: Datum) -> str:
+    return str(new_tokenizer().decode(datum.inputs["target_tokens"][datum.inputs["weights"] == 1.0]))
 
 
-def test_replies_are_trained(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    (datum,) = examples(tokenizer, tmp_path).convert(1, {"messages": CONVERSATION})
+def test_replies_are_trained(tmp_path: Path) -> None:
+    tokenizer = new_tokenizer()
+    (datum,) = convert(tmp_path, {"messages": CONVERSATION})
     whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert tokenizer.decode([datum.tokens[0], *datum.inputs["target_tokens"]]) == whole
-    assert trained_text(tokenizer, datum) == "4<|im_end|>\n44<|im_end|>\n"
+    assert trained_text(datum) == "4<|im_end|>\n44<|im_end|>\n"
 
 
-def test_a_reply_that_is_rendered_differently_later_has_its_own_sequence(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    tokenizer.chat_template = THINKING
-    data = examples(tokenizer, tmp_path).convert(1, {"messages": CONVERSATION})
-    assert [trained_text(tokenizer, one) for one in data] == ["4<|im_end|>", "44<|im_end|>"]
+def test_a_reply_that_is_rendered_differently_later_has_its_own_sequence(tmp_path: Path) -> None:
+    data = convert(tmp_path, {"messages": CONVERSATION}, template=THINKING)
+    assert [trained_text(one) for one in data] == ["4<|im_end|>", "44<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -64,53 +58,42 @@ def test_a_reply_that_is_rendered_differently_later_has_its_own_sequence(
         ({"prompt": CONVERSATION[:3], "completion": CONVERSATION[3:]}, "44<|im_end|>\n"),
         ({"messages": None, "prompt": None, "completion": None, "text": "abc"}, "bc<|im_end|>"),
         ({"messages": None, "prompt": "2+2=", "completion": "4", "text": None}, "4<|im_end|>"),
+        ({"text": "x" * 150 + "abcdef" * 50}, "x" * 149 + "abcdef" * 8 + "abc"),  # truncated to 200 tokens and a target
     ],
 )
-def test_row_formats(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, row: dict[str, Any], expected: str) -> None:
-    (datum,) = examples(tokenizer, tmp_path).convert(1, row)
-    assert trained_text(tokenizer, datum) == expected
-
-
-def test_long_rows_are_truncated(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    (datum,) = examples(tokenizer, tmp_path, max_length=3).convert(1, {"text": "abcdef"})
-    assert len(datum.tokens) == 3
-    assert trained_text(tokenizer, datum) == "bcd"
+def test_row_formats(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    (datum,) = convert(tmp_path, row)
+    assert trained_text(datum) == expected
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "template", "message"),
     [
-        ({"messages": None, "question": "x"}, r"row 7: it has question; a row has 'messages'"),
-        ({"messages": CONVERSATION[:1]}, "row 7: there is no assistant message"),
-        ({"messages": [{"content": "x"}]}, "row 7: 'role'"),
-        ({"messages": 3}, "row 7: 'int' object is not iterable"),
-        ({"prompt": "x" * 300, "completion": "y"}, r"row 7: no trained token within --max-length 200"),
+        ({"messages": None, "question": "x"}, None, r"row 7: it has question; a row has 'messages'"),
+        ({"messages": CONVERSATION[:1]}, None, "row 7: there is no assistant message"),
+        ({"messages": [{"content": "x"}]}, None, "row 7: 'role'"),
+        ({"messages": 3}, None, "row 7: 'int' object is not iterable"),
+        ({"prompt": "x" * 300, "completion": "y"}, None, r"row 7: no trained token within --max-length 200"),
+        (
+            {"messages": CONVERSATION},
+            "{{ raise_exception('System role not supported') }}",
+            "row 7: the chat template refuses it: System role not supported; correct",
+        ),
     ],
 )
-def test_unknown_row_formats(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, row: dict[str, Any], message: str
-) -> None:
+def test_unusable_rows(tmp_path: Path, row: dict[str, Any], template: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        examples(tokenizer, tmp_path).convert(7, row)
-
-
-def test_a_row_that_the_chat_template_refuses(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(UserError, match="row 7: the chat template refuses it: System role not supported; correct"):
-        examples(tokenizer, tmp_path).convert(7, {"messages": CONVERSATION})
+        convert(tmp_path, row, template=template)
 
 
 def test_file_formats(tmp_path: Path) -> None:
-    rows = [{"text": "a"}, {"text": "ü"}]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    """Strings may contain other line separators."""
+    rows = [{"text": "a"}, {"text": "ü\u2028b\u0085c"}]
+    lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "a.jsonl").write_text(f"{lines}\n\n", encoding="utf-8", newline="")
     (tmp_path / "a.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert [read_rows(tmp_path / name) for name in ("a.jsonl", "a.json", "a.parquet")] == [rows] * 3
-
-
-def test_strings_may_contain_other_line_separators(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a\u2028b\u0085c"}\r\n{"text": "d"}\n', encoding="utf-8", newline="")
-    assert read_rows(tmp_path / "a.jsonl") == [{"text": "a\u2028b\u0085c"}, {"text": "d"}]
 
 
 @pytest.mark.parametrize(

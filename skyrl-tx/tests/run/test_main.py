@@ -3,6 +3,7 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from tx_kit.processes import child_environment, python
 from tx_kit.servers import BASE_MODEL, serving
 
@@ -23,18 +24,21 @@ def test_commands() -> None:
     assert "unknown command 'server'" in wrong.stderr
 
 
-def test_a_server_whose_model_is_unusable_exits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "{} has no config.json; use the folder of a Hugging Face model"),
+        ('{"architectures": ["Qwen3ForCausalLM"]}', "{} cannot be loaded: KeyError('num_attention_heads')"),
+    ],
+)
+def test_a_server_whose_model_is_unusable_exits(tmp_path: Path, config: str | None, message: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
     flags = ("--base-model", str(tmp_path), "--port", "0", "--checkpoints-base", str(tmp_path / "state"))
     wrong = tx("serve", *flags)
     assert wrong.returncode == 1
-    assert f"giving up: {tmp_path} has no config.json; use the folder of a Hugging Face model" in wrong.stderr
-    assert "Traceback" not in wrong.stderr  # of the engine, which foresees this
-
-
-def test_status_without_a_server() -> None:
-    found = tx("status", "--url", "http://127.0.0.1:9")
-    assert found.returncode == 1
-    assert found.stderr.startswith("tx status: no response from http://127.0.0.1:9 (")
+    assert f"giving up: {message.format(tmp_path)}" in wrong.stderr
+    assert ("Traceback" in wrong.stderr) == (config is not None)  # for errors that the engine does not foresee
 
 
 def test_status(tmp_path: Path) -> None:
@@ -51,3 +55,6 @@ def test_status(tmp_path: Path) -> None:
     with serving(tmp_path / "other", engine=False) as running:
         text, is_up = status.report(running.url)
         assert (is_up, "engine: down" in text) == (False, True)
+    failed = tx("status", "--url", "http://127.0.0.1:9")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("tx status: no response from http://127.0.0.1:9 (")

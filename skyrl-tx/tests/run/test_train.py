@@ -91,8 +91,11 @@ def test_a_killed_run_resumes(folder: Path, whole: Path, tmp_path: Path, number:
 
 
 def test_another_run_may_start_from_its_weights(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """But not in its folder."""
     main(arguments(folder, tmp_path, max_steps=1, load_checkpoint_path=whole / "checkpoints" / str(N_STEPS)))
     assert metrics(tmp_path)[0]["loss"] < 0.85 * metrics(whole)[0]["loss"]
+    with pytest.raises(SystemExit, match=r"has a run with learning_rate=0\.01; .*use another --output-dir"):
+        main(arguments(folder, whole, learning_rate=0.5))
 
 
 def test_initial_weights_have_their_own_rank(folder: Path, whole: Path, tmp_path: Path) -> None:
@@ -107,29 +110,27 @@ def test_initial_weights_have_their_own_rank(folder: Path, whole: Path, tmp_path
     assert [one["step"] for one in metrics(output)] == [1, 2]
 
 
+INVALID = r"--load-checkpoint-path .*/initial has no valid training\.json; name a"
+
+
 @pytest.mark.parametrize(
-    ("missing", "flags", "message"),
+    ("missing", "message"),
     [
-        (None, {"lora_rank": 16}, r"--lora-rank=16 differs from rank 8 of .*/initial; omit --lora-rank"),
-        (".", {}, r"--load-checkpoint-path .*/initial has no valid training\.json; name a"),
-        ("training.json", {}, r"--load-checkpoint-path .*/initial has no valid training\.json; name a"),
-        (
-            "adapter_model.safetensors",
-            {},
-            r"--load-checkpoint-path .*/initial cannot be loaded into --base-model",
-        ),
+        ("", r"--lora-rank=16 differs from rank 8 of .*/initial; omit --lora-rank"),
+        (".", INVALID),
+        ("training.json", INVALID),
+        ("adapter_model.safetensors", r"--load-checkpoint-path .*/initial cannot be loaded into --base-model"),
     ],
 )
-def test_unusable_initial_weights(
-    folder: Path, whole: Path, tmp_path: Path, missing: str | None, flags: dict[str, int], message: str
-) -> None:
+def test_unusable_initial_weights(folder: Path, whole: Path, tmp_path: Path, missing: str, message: str) -> None:
     initial = shutil.copytree(whole / "adapter", tmp_path / "initial")
     if missing == ".":
         shutil.rmtree(initial)
-    elif missing is not None:
+    elif missing:
         (initial / missing).unlink()
+    rank = 8 if missing else 16
     with pytest.raises(SystemExit, match=message):
-        main(arguments(folder, tmp_path / "output", load_checkpoint_path=initial, **flags))
+        main(arguments(folder, tmp_path / "output", load_checkpoint_path=initial, lora_rank=rank))
     assert missing == "adapter_model.safetensors" or not (tmp_path / "output").exists()
 
 
@@ -140,11 +141,6 @@ def test_a_refused_command_can_be_corrected(folder: Path, tmp_path: Path) -> Non
     main(arguments(folder, tmp_path, optimizer_args='{"weight_decay": "0.1"}', max_steps=1))
     assert [one["step"] for one in metrics(tmp_path)] == [1]
     assert json.loads((tmp_path / "settings.json").read_text())["optimizer_args"] == {"weight_decay": 0.1}
-
-
-def test_another_run_cannot_use_its_folder(folder: Path, whole: Path) -> None:
-    with pytest.raises(SystemExit, match=r"has a run with learning_rate=0\.01; .*use another --output-dir"):
-        main(arguments(folder, whole, learning_rate=0.5))
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,10 @@ def urls(model_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     state = tmp_path_factory.mktemp("state")
     variables = {"XLA_FLAGS": "", "XDG_CACHE_HOME": str(ENVIRONMENTS / "cache")}  # not those of the tests
     with ExitStack() as stack:
-        servers = {
-            family: stack.enter_context(
-                process(state / family, "--base-model", str(folder), "--max-models=1000", *FLAGS[family], **variables)
-            )
-            for family, folder in model_folders.items()
-        }
+        servers = {}
+        for family, folder in model_folders.items():
+            arguments = ("--base-model", str(folder), "--max-models=1000", *FLAGS[family])
+            servers[family] = stack.enter_context(process(state / family, *arguments, **variables))
         for server in servers.values():
             server.wait_for_engine()
         yield {family: server.url for family, server in servers.items()}
@@ -41,12 +39,9 @@ def descriptions(
     model_folders: dict[str, Path], urls: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     """Files for the tests in `client` that describe each server."""
-    return {
-        family: write_description(
-            tmp_path_factory.mktemp("server") / "server.json",
-            folder,
-            urls[family],
-            is_compressing="--compress-passes" in FLAGS[family],
-        )
-        for family, folder in model_folders.items()
-    }
+    files = {}
+    for family, folder in model_folders.items():
+        file = tmp_path_factory.mktemp("server") / "server.json"
+        is_compressing = "--compress-passes" in FLAGS[family]
+        files[family] = write_description(file, folder, urls[family], is_compressing=is_compressing)
+    return files

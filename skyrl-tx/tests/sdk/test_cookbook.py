@@ -38,9 +38,8 @@ def recipe(url: str, home: Path, *, module: str, **settings: object) -> Iterator
     settings |= {"renderer_name": "qwen3_disable_thinking", "log_path": home / "run"}
     command += [f"{key}={value}" for key, value in settings.items()]
     with (home / "recipe.log").open("a") as log:
-        process = subprocess.Popen(
-            command, env=environment(home, TINKER_BASE_URL=url), cwd=home, stdout=log, stderr=subprocess.STDOUT
-        )
+        variables = environment(home, TINKER_BASE_URL=url)
+        process = subprocess.Popen(command, env=variables, cwd=home, stdout=log, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:
@@ -115,14 +114,10 @@ def datasets(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """The settings of recipes that read a file."""
     base = tmp_path_factory.mktemp("datasets")
     tools = [{"prompt": f"What is {number} + 2?", "golden_response": [str(number + 2)]} for number in range(10)]
-    program = (
-        "import datasets, json, sys\ndatasets.Dataset.from_list(json.loads(sys.argv[1])).save_to_disk(sys.argv[2])"
-    )
+    save = "datasets.Dataset.from_list(json.loads(sys.argv[1])).save_to_disk(sys.argv[2])"
+    program = f"import datasets, json, sys; {save}"
     subprocess.run([python(NEWEST), "-c", program, json.dumps(tools), str(base / "tools")], check=True, timeout=60)
-    return {
-        "prompt_distillation.train": {"file_path": rows},
-        "sdft.train": {"toolalpaca_data_path": base / "tools"},
-    }
+    return {"prompt_distillation.train": {"file_path": rows}, "sdft.train": {"toolalpaca_data_path": base / "tools"}}
 
 
 @pytest.mark.parametrize("name", SETTINGS["short runs"])

@@ -56,7 +56,8 @@ def _read(results: Path) -> Run:
     for case in ET.parse(results).iter("testcase"):
         properties = {one.attrib["name"]: one.attrib["value"] for one in case.iter("property")}
         outcome = case.find("*[@message]")
-        outcomes[properties.pop("behavior")].add("passed" if outcome is None else _kind(outcome))
+        kind = "passed" if outcome is None else outcome.attrib["type"] if outcome.tag == "skipped" else outcome.tag
+        outcomes[properties.pop("behavior")].add(kind)
         for name, value in properties.items():
             facts[name].add(value)
     return Run(outcomes, facts)
@@ -67,10 +68,6 @@ def _merged(found: Iterable[Found]) -> Found:
     for name, values in chain.from_iterable(one.items() for one in found):
         merged[name] |= values
     return merged
-
-
-def _kind(outcome: ET.Element) -> str:
-    return outcome.attrib["type"] if outcome.tag == "skipped" else outcome.tag
 
 
 @pytest.mark.timeout(2 * SECONDS)  # includes the servers' start

@@ -16,13 +16,13 @@ from tx_kit.backends import load, random_data, sample, train
 from tx_kit.models import new_model
 from tx_kit.processes import process
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.vllm import VllmSampler, VllmWeights
 from tx.tinker.types import SampleRequest, SampleResult, SamplingParams, TinkerError, UserError
 
 PYTHON = Path(__file__).parents[3] / ".venv-vllm/bin/python"
-LORA = LoraConfig(rank=8, seed=3, train_unembed=False)
+LORA = AdapterConfig(rank=8, seed=3, train_unembed=False)
 PROMPT = [5, 6, 7, 8, 9, 10]
 START_SEC, SECONDS = 240, 120
 
@@ -193,7 +193,7 @@ def test_the_server_uses_vllm(folder: Path, url: str, tmp_path: Path) -> None:
 
 
 def test_unsupported_requests(backend: Backend, sampler: VllmSampler, tmp_path: Path) -> None:
-    backend.create_model("whole", LoraConfig(rank=0))
+    backend.create_model("whole", AdapterConfig(rank=0))
     with pytest.raises(UserError, match="samples from adapters only"):
         exported(sampler, backend, tmp_path, "whole")
     nobody = VllmSampler("http://127.0.0.1:9", "EMPTY", tmp_path, SECONDS)

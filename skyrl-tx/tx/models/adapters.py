@@ -11,13 +11,13 @@ from safetensors.numpy import load_file, save_file
 
 from tx.models import peft
 from tx.models.checkpoints import MLP, layer_names
-from tx.models.config import LoraConfig, ModelConfig
+from tx.models.config import AdapterConfig, ModelConfig
 from tx.models.lora import HEAD, Adapter, Factors, covered_names, padded_rank, rank_of, shapes
 
 MODULES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", **MLP, HEAD: "lm_head"}
 
 
-def save_adapter(folder: Path, adapter: Adapter, lora: LoraConfig, config: ModelConfig, base_model: str) -> None:
+def save_adapter(folder: Path, adapter: Adapter, lora: AdapterConfig, config: ModelConfig, base_model: str) -> None:
     """Write an adapter into a folder."""
     modules = [MODULES[name] for name in covered_names(lora, config)]
     has_experts = config.moe is not None and lora.train_mlp
@@ -26,7 +26,7 @@ def save_adapter(folder: Path, adapter: Adapter, lora: LoraConfig, config: Model
     save_file(dict(named_factors(adapter, lora, config)), folder / peft.WEIGHTS, metadata={"format": "pt"})
 
 
-def load_adapter(folder: Path, lora: LoraConfig, config: ModelConfig) -> Adapter:
+def load_adapter(folder: Path, lora: AdapterConfig, config: ModelConfig) -> Adapter:
     """Load an adapter from a folder.
 
     Raises:
@@ -35,7 +35,7 @@ def load_adapter(folder: Path, lora: LoraConfig, config: ModelConfig) -> Adapter
     return adapter_of(load_file(folder / peft.WEIGHTS), lora, config)
 
 
-def named_factors(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+def named_factors(adapter: Adapter, lora: AdapterConfig, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Yield tensors by their names in peft, (rank, in) and (out, rank), without padding."""
     for name, path, block, where in _matrices(lora, config):
         factors = adapter.head if block is None else adapter.blocks[block][name]
@@ -46,11 +46,17 @@ def named_factors(adapter: Adapter, lora: LoraConfig, config: ModelConfig) -> It
         yield name_of_b, np.ascontiguousarray(np.asarray(factors.b)[where][:rank].T)
 
 
-def adapter_of(tensors: Mapping[str, np.ndarray], lora: LoraConfig, config: ModelConfig) -> Adapter:
+def adapter_of(tensors: Mapping[str, np.ndarray], lora: AdapterConfig, config: ModelConfig) -> Adapter:
     """Build an adapter from tensors: the inverse of `named_factors`."""
     arrays: dict[tuple[int | None, str], tuple[np.ndarray, np.ndarray]] = {}
     for name, path, block, where in _matrices(lora, config):
-        a, b = arrays.setdefault((block, name), _zeros(name, block, lora, config))
+        if (block, name) not in arrays:
+            *experts, n_in, n_out = shapes(config)[name]
+            leading = (*([] if block is None else [config.blocks[block]]), *experts)
+            padded = padded_rank(name, lora, config)
+            sizes = ((n_in, padded), (padded, n_out))
+            arrays[block, name] = tuple(np.zeros((*leading, *size), np.float32) for size in sizes)  # type: ignore[assignment]
+        a, b = arrays[block, name]
         rank = rank_of(name, lora, config)
         name_of_a, name_of_b = peft.factor_names(path)
         a[where][..., :rank] = peft.get_tensor(tensors, name_of_a, (rank, a.shape[-2])).T
@@ -61,7 +67,7 @@ def adapter_of(tensors: Mapping[str, np.ndarray], lora: LoraConfig, config: Mode
     return Adapter(blocks, factors.get((None, HEAD)))
 
 
-def _matrices(lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, str, int | None, tuple[int, ...]]]:
+def _matrices(lora: AdapterConfig, config: ModelConfig) -> Iterator[tuple[str, str, int | None, tuple[int, ...]]]:
     """Yield each matrix with an adapter: (name, path in the model, block, index in the block's array)."""
     hf_names = layer_names(config)
     names = covered_names(lora, config)
@@ -81,10 +87,3 @@ def _matrices(lora: LoraConfig, config: ModelConfig) -> Iterator[tuple[str, str,
             layer += 1
     if HEAD in names:
         yield HEAD, "lm_head", None, ()
-
-
-def _zeros(name: str, block: int | None, lora: LoraConfig, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
-    *experts, n_in, n_out = shapes(config)[name]
-    layers = [] if block is None else [config.blocks[block]]
-    padded = padded_rank(name, lora, config)
-    return tuple(np.zeros((*layers, *experts, *size), np.float32) for size in ((n_in, padded), (padded, n_out)))  # type: ignore[return-value]

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from tx.models.config import ModelConfig, ModelError
+from tx.models.config import INDEX, SINGLE, ModelConfig, ModelError
 from tx.models.decoder import Params
-from tx.models.files import INDEX, SINGLE
 
 ATTENTION = {
     "attention_norm": "input_layernorm.weight",
@@ -68,12 +67,14 @@ def named_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np
     if params.head is not None:
         yield "lm_head.weight", np.ascontiguousarray(np.asarray(params.head).T)
     layers = (
-        {name: array[i] for name, array in block.items()} for block in params.blocks for i in range(len(block["q"]))
+        {name: stack[i] for name, stack in block.items()} for block in params.blocks for i in range(len(block["q"]))
     )
     for number, layer in enumerate(layers):
         for name, hf_name in layer_names(config).items():
-            for full, tensor in _split(hf_name, np.asarray(layer[name])):
-                yield f"model.layers.{number}.{full}", np.ascontiguousarray(_transpose(name, tensor))
+            array = np.asarray(layer[name])
+            for expert, tensor in enumerate(array) if "{expert}" in hf_name else [(0, array)]:
+                turned = np.ascontiguousarray(_transpose(name, tensor))
+                yield f"model.layers.{number}.{hf_name.format(expert=expert)}", turned
 
 
 def _assemble(get: Callable[[str], jax.Array], config: ModelConfig, place: PlaceWeight | None) -> Params:
@@ -111,14 +112,6 @@ def _layer_tensor(
 
 def _transpose(name: str, tensor: Any) -> Any:
     return tensor.T if name in MATRICES else tensor
-
-
-def _split(hf_name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    if "{expert}" not in hf_name:
-        yield hf_name, tensor
-    else:
-        for i, part in enumerate(tensor):
-            yield hf_name.format(expert=i), part
 
 
 class _Tensors:

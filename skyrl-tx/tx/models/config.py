@@ -13,6 +13,9 @@ MAX_UNROLLED = 64
 ALPHA = 32.0
 Family = Literal["qwen3", "qwen3_moe", "llama"]
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""Names of a model's weight files: the index of several files, and a single file."""
+
 FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
@@ -89,7 +92,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LoraConfig:
+class AdapterConfig:
     """Settings of an adapter, with the client's defaults."""
 
     rank: int = 32
@@ -122,18 +125,31 @@ def read_config(folder: Path) -> ModelConfig:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
-    return config_of(settings, generation=_generation(folder))
+    generation = folder / "generation_config.json"
+    return config_of(settings, json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {})
 
 
 def config_of(settings: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Parse a `config.json`, with the EOS tokens from `generation_config.json`."""
+    """Parse a `config.json`, with the EOS tokens from `generation_config.json`.
+
+    In older files, the settings of RoPE are in `rope_scaling` and `rope_theta`.
+    """
     (architecture,) = settings.get("architectures") or ("none",)
     if architecture not in FAMILIES:
         raise ModelError(f"architecture {architecture} is not supported; use one of: {', '.join(FAMILIES)}")
     family = FAMILIES[architecture]
     _refuse(settings, family)
     heads = int(settings["num_attention_heads"])
-    rope = _rope_parameters(settings)
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    eos = (generation or {}).get("eos_token_id", settings.get("eos_token_id"))
+    moe = None
+    if family == "qwen3_moe":
+        moe = MoeConfig(
+            n_experts=int(settings.get("num_experts") or settings["num_local_experts"]),  # the newer name
+            n_active=int(settings["num_experts_per_tok"]),
+            intermediate_size=int(settings["moe_intermediate_size"]),
+            normalizes_weights=bool(settings.get("norm_topk_prob", False)),
+        )
     return ModelConfig(
         family=family,
         vocab_size=int(settings["vocab_size"]),
@@ -148,15 +164,9 @@ def config_of(settings: Mapping[str, Any], generation: Mapping[str, Any] | None 
         rope_scaling=_rope_scaling(rope),
         max_positions=int(settings["max_position_embeddings"]),
         ties_embeddings=bool(settings.get("tie_word_embeddings", False)),
-        eos_ids=_ids((generation or {}).get("eos_token_id", settings.get("eos_token_id"))),
-        moe=_moe(settings) if family == "qwen3_moe" else None,
+        eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        moe=moe,
     )
-
-
-def _generation(folder: Path) -> Mapping[str, Any]:
-    file = folder / "generation_config.json"
-    settings: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return settings
 
 
 def _refuse(settings: Mapping[str, Any], family: Family) -> None:
@@ -175,12 +185,6 @@ def _refuse(settings: Mapping[str, Any], family: Family) -> None:
             raise ModelError(f"{name}={settings[name]!r} is not supported")
 
 
-def _rope_parameters(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the RoPE settings: `rope_parameters`, or in older files `rope_scaling` and `rope_theta`."""
-    rope: Mapping[str, Any] = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    return rope
-
-
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -193,21 +197,6 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
         high_freq_factor=float(rope["high_freq_factor"]),
         original_max_position=int(rope["original_max_position_embeddings"]),
     )
-
-
-def _moe(settings: Mapping[str, Any]) -> MoeConfig:
-    return MoeConfig(
-        n_experts=int(settings.get("num_experts") or settings["num_local_experts"]),  # the newer name
-        n_active=int(settings["num_experts_per_tok"]),
-        intermediate_size=int(settings["moe_intermediate_size"]),
-        normalizes_weights=bool(settings.get("norm_topk_prob", False)),
-    )
-
-
-def _ids(settings: Any) -> tuple[int, ...]:
-    if settings is None:
-        return ()
-    return tuple(settings) if isinstance(settings, list) else (int(settings),)
 
 
 def inverse_frequencies(config: ModelConfig) -> list[float]:

@@ -15,10 +15,8 @@ import jax.numpy as jnp
 
 from tx.models.attention import attend_causally, rotate
 from tx.models.config import ModelConfig, inverse_frequencies
-from tx.models.lora import Factors, Rows, project
-from tx.models.moe import mix_experts
-
-Weights = Mapping[str, jax.Array]
+from tx.models.lora import BatchAdapters, Factors, project
+from tx.models.moe import Weights, mix_experts, mlp
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 """A function from queries (S, T, K, G, H), keys and values (S, T, K, H), the cache and the layer's number to the
@@ -50,7 +48,7 @@ def normalize(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 def hidden_states(
     config: ModelConfig,
     params: Params,
-    rows: Rows | None,
+    rows: BatchAdapters | None,
     tokens: jax.Array,
     positions: jax.Array,
     attend: Attend | None = None,
@@ -79,7 +77,10 @@ def hidden_states(
             config, weights, adapters, scales, x, positions, frequencies, lambda q, k, v: look(q, k, v, cache, number)
         )
         x = x + attended
-        return (x + _mlp(config, weights, adapters, scales, x), cache), None
+        normal = normalize(x, weights["mlp_norm"], config.rms_norm_eps)
+        if config.moe is None:
+            return (x + mlp(weights, adapters, scales, normal), cache), None
+        return (x + mix_experts(config.moe, weights, adapters, scales, normal), cache), None
 
     step = jax.checkpoint(layer) if remat else layer
     state = (params.embed[tokens], cache)
@@ -96,7 +97,7 @@ def hidden_states(
     return normalize(x, params.norm, config.rms_norm_eps), cache
 
 
-def logits_of(params: Params, rows: Rows | None, hidden: jax.Array) -> jax.Array:
+def logits_of(params: Params, rows: BatchAdapters | None, hidden: jax.Array) -> jax.Array:
     """Return logits (S, T, V) in float32."""
     head = None if rows is None else rows.adapter.head
     scales = None if rows is None else rows.scales
@@ -124,18 +125,3 @@ def _attention(
     q, k = rotate(q, positions, frequencies), rotate(k, positions, frequencies)
     seen, cache = attend(q, k, v)
     return project(seen.reshape(n_rows, length, -1), weights["o"], adapters.get("o"), scales), cache
-
-
-def _mlp(
-    config: ModelConfig,
-    weights: Weights,
-    adapters: Mapping[str, Factors],
-    scales: jax.Array | None,
-    x: jax.Array,
-) -> jax.Array:
-    normal = normalize(x, weights["mlp_norm"], config.rms_norm_eps)
-    if config.moe is not None:
-        return mix_experts(config.moe, weights, adapters, scales, normal)
-    gate = project(normal, weights["gate"], adapters.get("gate"), scales)
-    up = project(normal, weights["up"], adapters.get("up"), scales)
-    return project(jax.nn.silu(gate) * up, weights["down"], adapters.get("down"), scales)

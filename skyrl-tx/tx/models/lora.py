@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tx.models.config import LoraConfig, ModelConfig
+from tx.models.config import AdapterConfig, ModelConfig
 
 RANK_STEP = 8
 """Ranks are zero-padded to a multiple of this, so that adapters of similar rank share compiled programs."""
@@ -39,14 +39,14 @@ class Adapter(NamedTuple):
     head: Factors | None
 
 
-class Rows(NamedTuple):
+class BatchAdapters(NamedTuple):
     """The adapters of a batch. Its rows are in blocks of equal size, each with one adapter."""
 
     adapter: Adapter
     scales: jax.Array  # (blocks,)
 
 
-def covered_names(lora: LoraConfig, config: ModelConfig) -> tuple[str, ...]:
+def covered_names(lora: AdapterConfig, config: ModelConfig) -> tuple[str, ...]:
     """Return the matrices that an adapter covers. A head tied to the embeddings is excluded."""
     has_head = lora.train_unembed and not config.ties_embeddings
     chosen = ((lora.train_attn, ATTENTION), (lora.train_mlp, MLP), (has_head, (HEAD,)))
@@ -72,12 +72,12 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def rank_of(name: str, lora: LoraConfig, config: ModelConfig) -> int:
+def rank_of(name: str, lora: AdapterConfig, config: ModelConfig) -> int:
     """Return the unpadded rank of a matrix's factors."""
     return lora.rank if config.moe is None or name not in MLP else lora.expert_rank(config.moe.n_experts)
 
 
-def new_adapter(lora: LoraConfig, config: ModelConfig, seed: int) -> Adapter:
+def new_adapter(lora: AdapterConfig, config: ModelConfig, seed: int) -> Adapter:
     """Create an adapter with zero effect: A is uniform within ±1/√in, and B is 0."""
     generator = np.random.default_rng(seed)
 
@@ -94,17 +94,17 @@ def new_adapter(lora: LoraConfig, config: ModelConfig, seed: int) -> Adapter:
     return Adapter(blocks, factors(HEAD, ()) if HEAD in names else None)
 
 
-def padded_rank(name: str, lora: LoraConfig, config: ModelConfig) -> int:
+def padded_rank(name: str, lora: AdapterConfig, config: ModelConfig) -> int:
     """Round the rank of a matrix's factors up to a multiple of `RANK_STEP`."""
     return -(-rank_of(name, lora, config) // RANK_STEP) * RANK_STEP
 
 
 @jax.jit
-def rows_of(adapters: Sequence[Adapter], scales: jax.Array) -> Rows:
+def rows_of(adapters: Sequence[Adapter], scales: jax.Array) -> BatchAdapters:
     """Stack adapters for the blocks of a batch. All cover the same matrices with the same padded rank."""
     blocks = jax.tree.map(lambda *parts: jnp.stack(parts, 1), *(adapter.blocks for adapter in adapters))
     heads = [adapter.head for adapter in adapters]
-    return Rows(Adapter(blocks, jax.tree.map(lambda *parts: jnp.stack(parts), *heads)), scales)
+    return BatchAdapters(Adapter(blocks, jax.tree.map(lambda *parts: jnp.stack(parts), *heads)), scales)
 
 
 def project(x: jax.Array, weight: jax.Array, factors: Factors | None, scales: jax.Array | None) -> jax.Array:

@@ -26,11 +26,7 @@ MIN_BLOCK, MAX_BLOCK = 8, 128
 
 
 def mix_experts(
-    moe: MoeConfig,
-    weights: Weights,
-    adapters: Mapping[str, Factors],
-    scales: jax.Array | None,
-    x: jax.Array,
+    moe: MoeConfig, weights: Weights, adapters: Mapping[str, Factors], scales: jax.Array | None, x: jax.Array
 ) -> jax.Array:
     """Compute the mixture for x (S, T, D), with weights (E, in, out) and the adapters of n blocks of rows, (n, E, in,
     r) and (n, E, r, out).
@@ -53,8 +49,10 @@ def route(moe: MoeConfig, x: jax.Array, router: jax.Array) -> tuple[jax.Array, j
     return best, chosen
 
 
-def _one_expert(weights: Weights, factors: Mapping[str, Factors], scales: jax.Array | None, x: jax.Array) -> jax.Array:
-    """Compute an expert. x (S, T, D), weights (in, out), factors of row blocks (blocks, in, r), (blocks, r, out)."""
+def mlp(weights: Weights, factors: Mapping[str, Factors], scales: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Compute an MLP or one expert. x (S, T, D), weights (in, out), factors of row blocks (blocks, in, r), (blocks, r,
+    out).
+    """
     gate, up = (project(x, weights[name], factors.get(name), scales) for name in ("gate", "up"))
     return project(jax.nn.silu(gate) * up, weights["down"], factors.get("down"), scales)
 
@@ -70,7 +68,7 @@ def _every_expert(
 
     def add(total: jax.Array, part: tuple[jax.Array, Weights, Mapping[str, Factors]]) -> tuple[jax.Array, None]:
         share, of_expert, its_factors = part
-        return total + share[..., None] * _one_expert(of_expert, its_factors, scales, x), None
+        return total + share[..., None] * mlp(of_expert, its_factors, scales, x), None
 
     total, _ = jax.lax.scan(add, jnp.zeros_like(x), (jnp.moveaxis(shares, -1, 0), weights, by_expert))
     return total
@@ -141,11 +139,7 @@ def _chosen_experts(
 
 @jax.custom_vjp
 def _by_blocks(
-    experts: jax.Array,
-    weights: Weights,
-    factors: Mapping[str, Factors],
-    scales: jax.Array | None,
-    rows: jax.Array,
+    experts: jax.Array, weights: Weights, factors: Mapping[str, Factors], scales: jax.Array | None, rows: jax.Array
 ) -> jax.Array:
     """Apply the expert of each block to its rows (blocks, B, D).
 
@@ -153,7 +147,7 @@ def _by_blocks(
     expert. JAX's gradient would allocate an array of the size of all experts for each block.
     """
     return jax.lax.map(
-        lambda part: _one_expert(*_of_expert(part[0], weights, factors), scales, part[1][None])[0], (experts, rows)
+        lambda part: mlp(*_of_expert(part[0], weights, factors), scales, part[1][None])[0], (experts, rows)
     )
 
 
@@ -177,7 +171,7 @@ def _backward(kept: Residuals, gradients: jax.Array) -> tuple[Any, ...]:
 
     def one_block(totals: Any, part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
         expert, block_rows, gradient = part
-        _, back = jax.vjp(_one_expert, *_of_expert(expert, weights, factors), scales, block_rows[None])
+        _, back = jax.vjp(mlp, *_of_expert(expert, weights, factors), scales, block_rows[None])
         of_weights, of_factors, of_scales, of_rows = back(gradient[None])
         total_weights, total_factors, total_scales = totals
         totals = (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -18,9 +18,12 @@ def factor_names(path: str) -> tuple[str, str]:
 
 
 def write_config(
-    folder: Path, lora: LoraConfig, base_model: str, modules: Sequence[str], expert_ranks: Mapping[str, int]
+    folder: Path, lora: AdapterConfig, base_model: str, modules: Sequence[str], expert_ranks: Mapping[str, int]
 ) -> None:
-    """Write the adapter's configuration: it covers `modules`, and experts have their own ranks."""
+    """Write the adapter's configuration: it covers `modules`, and experts have their own ranks.
+
+    peft takes the first pattern that matches. With transformers 5, gate and up are one fused matrix.
+    """
     settings: dict[str, Any] = {
         "base_model_name_or_path": base_model,
         "bias": "none",
@@ -33,16 +36,12 @@ def write_config(
         "task_type": "CAUSAL_LM",
     }
     if any(rank != lora.rank for rank in expert_ranks.values()):
-        settings["rank_pattern"] = {rf".*\.experts\..*{name}": rank for name, rank in _fuse_ranks(expert_ranks).items()}
+        ranks = dict(expert_ranks)
+        if ranks.keys() >= {"gate_proj", "up_proj"}:
+            ranks = {"gate_up_proj": ranks["gate_proj"] + ranks["up_proj"], **ranks}
+        settings["rank_pattern"] = {rf".*\.experts\..*{name}": rank for name, rank in ranks.items()}
         settings["alpha_pattern"] = {pattern: lora.scale * rank for pattern, rank in settings["rank_pattern"].items()}
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def _fuse_ranks(ranks: Mapping[str, int]) -> Mapping[str, int]:
-    """Add the rank of the fused gate and up matrix (peft with transformers 5). peft takes the first match."""
-    if not ranks.keys() >= {"gate_proj", "up_proj"}:
-        return ranks
-    return {"gate_up_proj": ranks["gate_proj"] + ranks["up_proj"], **ranks}
 
 
 def get_tensor(tensors: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:

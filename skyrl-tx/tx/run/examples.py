@@ -25,7 +25,7 @@ def read_rows(file: Path) -> list[Mapping[str, Any]]:
     if not file.is_file():
         raise UserError(f"--dataset {file}: file not found")
     try:
-        rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+        rows = _read(file)
     except ValueError as error:
         raise UserError(f"--dataset {file} is not a valid {file.suffix or '.jsonl'} file: {error}") from error
     if not rows:
@@ -36,14 +36,12 @@ def read_rows(file: Path) -> list[Mapping[str, Any]]:
     return rows
 
 
-def _parquet_rows(file: Path) -> list[Mapping[str, Any]]:
-    import pyarrow.parquet
+def _read(file: Path) -> list[Mapping[str, Any]]:
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
 
-    rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
-    return rows
-
-
-def _json_rows(file: Path) -> list[Mapping[str, Any]]:
+        table: list[Mapping[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+        return table
     text = file.read_text("utf-8")
     if file.suffix == ".json":
         content = json.loads(text)
@@ -51,13 +49,10 @@ def _json_rows(file: Path) -> list[Mapping[str, Any]]:
             raise UserError(f"--dataset {file} is not a list of rows; put one row on each line and name it .jsonl")
         return content
     rows = []
-    for number, line in enumerate(
-        text.split("\n"), start=1
-    ):  # not splitlines(): strings may contain other line separators
-        if not line.strip():
-            continue
+    lines = text.split("\n")  # not splitlines(): strings may contain other line separators
+    for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
+            rows += [json.loads(line)] if line.strip() else []
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number}: {error}") from error
     return rows
@@ -96,7 +91,9 @@ class ExampleBuilder:
         if "messages" in row:
             yield from self._conversation(row["messages"], is_last_only=False)
         elif "prompt" in row and "completion" in row and not isinstance(row["prompt"], str):
-            yield from self._conversation([*row["prompt"], *_replies(row["completion"])], is_last_only=True)
+            reply = row["completion"]
+            replies = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply
+            yield from self._conversation([*row["prompt"], *replies], is_last_only=True)
         elif "prompt" in row and "completion" in row:
             end = self._tokenizer.eos_token or ""
             text = row["prompt"] + row["completion"] + end
@@ -140,7 +137,3 @@ class ExampleBuilder:
         starts = [start for start, _ in encoded["offset_mapping"]][: len(tokens)]
         counts = np.asarray([any(a <= start < b for a, b in spans) for start in starts], np.float32)
         return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": counts[1:]})
-
-
-def _replies(completion: Any) -> Sequence[Message]:
-    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 USAGE = """usage: tx COMMAND …
@@ -17,44 +16,27 @@ USAGE = """usage: tx COMMAND …
 
 
 def main() -> None:
-    """Dispatch to the subcommand."""
+    """Run a subcommand, and import only what it needs."""
     name, *arguments = sys.argv[1:] or ["--help"]
-    if name in ("--help", "-h", "help"):
-        sys.stdout.write(USAGE)
-        return
-    if name not in COMMANDS:
-        sys.exit(f"tx: unknown command {name!r}\n\n{USAGE}")
-    COMMANDS[name](arguments)
+    match name:
+        case "--help" | "-h" | "help":
+            sys.stdout.write(USAGE)
+        case "serve":
+            from tx.tinker.api import main as serve
 
+            serve(arguments, program="tx serve")
+        case "train":
+            from tx.run.train import main as train
 
-def _serve(arguments: Sequence[str]) -> None:
-    from tx.tinker.api import main as serve
+            train(arguments)
+        case "status":
+            from tx.run.status import main as status
 
-    serve(arguments, program="tx serve")
-
-
-def _train(arguments: Sequence[str]) -> None:
-    from tx.run.train import main as train
-
-    train(arguments)
-
-
-def _status(arguments: Sequence[str]) -> None:
-    from tx.run.status import main as status
-
-    status(arguments)
-
-
-def _version(_: Sequence[str]) -> None:
-    sys.stdout.write("".join(f"{name} {version(name)}\n" for name in ("skyrl-tx", "jax")))
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "serve": _serve,
-    "train": _train,
-    "status": _status,
-    "version": _version,
-}
+            status(arguments)
+        case "version":
+            sys.stdout.write("".join(f"{package} {version(package)}\n" for package in ("skyrl-tx", "jax")))
+        case _:
+            sys.exit(f"tx: unknown command {name!r}\n\n{USAGE}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Self
@@ -24,7 +24,7 @@ from annotated_types import Ge, Gt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tx.flags import JsonObject, add_flag, format_errors, format_setting_errors
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.run.examples import ExampleBuilder, read_rows
 from tx.tinker.backends.factory import BackendName, model_folder, new_backend, settings_of
 from tx.tinker.backends.folder import load_settings
@@ -160,7 +160,10 @@ class TrainCommand:
             step += 1
             self._step(step)
             if step % self._config.save_steps == 0 or step == self._n_steps or self._is_ending:
-                self._save(step)
+                write_folder(self._checkpoints / str(step), lambda folder: self._backend.save_model(MODEL_ID, folder))
+                for earlier in self._saved_steps():
+                    if earlier != step:
+                        delete_folder(self._checkpoints / str(earlier))
         if step < self._n_steps:
             logger.info("stopped after step %d of %d; rerun the command to resume", step, self._n_steps)
             return
@@ -186,11 +189,15 @@ class TrainCommand:
                     f"{self._config.base_model}: {error}"
                 ) from error
         else:
-            self._backend.create_model(MODEL_ID, LoraConfig(rank=self._config.lora_rank, seed=self._config.seed))
+            self._backend.create_model(MODEL_ID, AdapterConfig(rank=self._config.lora_rank, seed=self._config.seed))
         self._config.output_dir.mkdir(parents=True, exist_ok=True)
         settings = json.dumps(self._settings, indent=1)
         (self._config.output_dir / SETTINGS).write_text(f"{settings}\n", encoding="utf-8")
-        self._drop_metrics_after(last)
+        metrics = self._config.output_dir / METRICS
+        if metrics.is_file():  # drop the metrics of steps that will run again
+            lines = [line for line in metrics.read_text("utf-8").splitlines() if line.endswith("}")]
+            kept = [line for line in lines if json.loads(line)["step"] <= last]
+            metrics.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         return last
 
     def _step(self, number: int) -> None:
@@ -242,7 +249,10 @@ class TrainCommand:
         settings["dataset_sha256"] = hashlib.sha256(self._config.dataset.read_bytes()).hexdigest()
         file = self._config.output_dir / SETTINGS
         if file.is_file():
-            changes = _format_changes(json.loads(file.read_text("utf-8")), settings)
+            before = json.loads(file.read_text("utf-8"))
+            changes = ", ".join(
+                f"{name}={before.get(name)!r}" for name in settings if before.get(name) != settings[name]
+            )
             if changes:
                 raise UserError(f"{self._config.output_dir} has a run with {changes}; use another --output-dir")
         return settings
@@ -271,21 +281,3 @@ class TrainCommand:
 
     def _saved_steps(self) -> list[int]:
         return [int(folder.name) for folder in self._checkpoints.glob("*") if folder.name.isdecimal()]
-
-    def _save(self, step: int) -> None:
-        write_folder(self._checkpoints / str(step), lambda folder: self._backend.save_model(MODEL_ID, folder))
-        for earlier in self._saved_steps():
-            if earlier != step:
-                delete_folder(self._checkpoints / str(earlier))
-
-    def _drop_metrics_after(self, step: int) -> None:
-        """Drop the metrics of steps that will run again."""
-        file = self._config.output_dir / METRICS
-        if file.is_file():
-            lines = [line for line in file.read_text("utf-8").splitlines() if line.endswith("}")]
-            kept = [line for line in lines if json.loads(line)["step"] <= step]
-            file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-
-
-def _format_changes(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={before.get(name)!r}" for name in now if before.get(name) != now[name])

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from tx.tinker.config import TxConfig, parse_config
 from tx.tinker.routes import downloads, futures, monitoring, runs, sampling, sessions, training
 from tx.tinker.server.auth import KeyCheck
-from tx.tinker.server.body_limit import BodyLimit
+from tx.tinker.server.body_limit import BodyReader
 from tx.tinker.server.cleaner import Cleaner
 from tx.tinker.server.replies import add_error_replies
 from tx.tinker.server.request_log import RequestLog
@@ -48,7 +48,7 @@ def create_app(config: TxConfig, service: Service | None = None) -> FastAPI:
         app.include_router(module.router, prefix=PREFIX)
     app.include_router(monitoring.router)
     add_error_replies(app)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(BodyReader, max_bytes=config.max_body_bytes)
     app.add_middleware(KeyCheck, config=config)
     app.add_middleware(RequestLog, metrics=served.metrics)
     return app

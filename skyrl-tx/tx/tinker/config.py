@@ -57,10 +57,6 @@ Text = Annotated[str, MinLen(1)]
 Folder = Annotated[Path, BeforeValidator(_absolute_path)]
 
 
-class NoKeysError(Exception):
-    """API keys are required, but none are given."""
-
-
 class TxConfig(BaseModel):
     """Settings of the server and its engine."""
 
@@ -241,17 +237,12 @@ def parse_config(
 ) -> TxConfig:
     """Parse a command line. Exit with a message if a setting is invalid, or after `--help`."""
     parser = argument_parser(program)
-    return config_of(parser, parser.parse_args(arguments), os.environ if environment is None else environment)
-
-
-def config_of(parser: argparse.ArgumentParser, parsed: argparse.Namespace, environment: Mapping[str, str]) -> TxConfig:
-    """Return the settings of a parsed command line. It may have additional arguments."""
-    settings = {name: getattr(parsed, name) for name in TxConfig.model_fields if hasattr(parsed, name)}
+    settings = vars(parser.parse_args(arguments))
     try:
-        return TxConfig(**_secrets(settings, environment), **settings)
+        return TxConfig(**_secrets(settings, os.environ if environment is None else environment), **settings)
     except ValidationError as error:
         parser.error(format_errors(error))
-    except (OSError, json.JSONDecodeError, NoKeysError) as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 
@@ -274,7 +265,7 @@ def _secrets(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dic
     keys = [key.strip() for key in (*lines, *environment.get(API_KEYS, "").split(",")) if key.strip()]
     if not keys and ("api_keys_file" in settings or API_KEYS in environment):
         where = settings.get("api_keys_file", API_KEYS)
-        raise NoKeysError(f"{where} has no key, and without keys anyone could use the server; add a key, or remove it")
+        raise ValueError(f"{where} has no key, and without keys anyone could use the server; add a key, or remove it")
     secrets: dict[str, Any] = {"api_keys": tuple(SecretStr(key) for key in keys)}
     if environment.get(EXTERNAL_KEY):
         secrets["external_inference_api_key"] = SecretStr(environment[EXTERNAL_KEY])
@@ -286,18 +277,15 @@ def _secrets(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dic
 def arguments_of(config: TxConfig) -> list[str]:
     """Return a command line with the same settings, except for the settings in `environment_of`."""
     settings = config.model_dump(mode="json", exclude=set(SECRET_FIELDS) | {"api_keys_file", "start_engine"})
-    return [_argument(name, value) for name, value in settings.items() if value is not None]
-
-
-def _argument(name: str, value: object) -> str:
-    if isinstance(value, bool):
-        return flag(name if value else f"no_{name}")
-    return f"{flag(name)}={json.dumps(value) if isinstance(value, dict) else value}"
+    arguments = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            arguments.append(flag(name if value else f"no_{name}"))
+        elif value is not None:
+            arguments.append(f"{flag(name)}={json.dumps(value) if isinstance(value, dict) else value}")
+    return arguments
 
 
 def environment_of(config: TxConfig) -> dict[str, str]:
     """Return the environment variables that carry the secrets to the engine."""
-    return {
-        DATABASE_URL: config.database_url,
-        EXTERNAL_KEY: config.external_inference_api_key.get_secret_value(),
-    }
+    return {DATABASE_URL: config.database_url, EXTERNAL_KEY: config.external_inference_api_key.get_secret_value()}

@@ -74,7 +74,7 @@ class CheckpointKind(StrEnum):
     EXTERNAL = "external_weights"
 
 
-class Session(SQLModel, table=True):
+class ClientSession(SQLModel, table=True):
     """The session of a client."""
 
     __tablename__ = "sessions"
@@ -102,7 +102,7 @@ class Model(SQLModel, table=True):
     model_seq_id: int
     base_model: str
     rank: int
-    lora: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))  # `LoraConfig`, with the chosen seed
+    lora: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))  # `AdapterConfig`, with the chosen seed
     user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
     status: ModelStatus = Field(default=ModelStatus.PENDING, index=True)
     created_at: datetime = Field(default_factory=now)
@@ -113,7 +113,7 @@ class Model(SQLModel, table=True):
     lost_because: str | None = None  # why the engine could not restore it. Its requests wait for an engine that can.
 
 
-class Request(SQLModel, table=True):
+class TxRequest(SQLModel, table=True):
     """A request to the engine and its result. Clients know its number, as text."""
 
     __tablename__ = "requests"

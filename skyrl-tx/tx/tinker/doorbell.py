@@ -25,7 +25,8 @@ class Doorbell:
 
     def __init__(self, sock: socket.socket | None = None) -> None:
         self._socket = sock
-        self._is_hung_up = False
+        self.is_hung_up = False
+        """True once `wait` has noticed that the other process ended. An engine exits with its server."""
         if sock is not None:
             sock.setblocking(False)
 
@@ -39,11 +40,6 @@ class Doorbell:
     def from_fd(cls, fd: int | None) -> Doorbell:
         """Open the end that the parent process passed, if any."""
         return cls(None if fd is None else socket.socket(fileno=fd))
-
-    @property
-    def is_hung_up(self) -> bool:
-        """True once `wait` has noticed that the other process ended. An engine exits with its server."""
-        return self._is_hung_up
 
     def fileno(self) -> int:
         """Return the socket's file descriptor. Raise ValueError if there is no socket."""
@@ -59,7 +55,7 @@ class Doorbell:
 
     def wait(self, timeout: float) -> bool:
         """Wait for a ring or the timeout. Return True if the database should be read: always without a socket."""
-        if self._socket is None or self._is_hung_up:
+        if self._socket is None or self.is_hung_up:
             time.sleep(min(timeout, POLL_SEC))
             return True
         poll = select.poll()  # `select.select` rejects large file descriptors
@@ -75,7 +71,7 @@ class Doorbell:
             return False
         except ConnectionResetError:
             rings = b""
-        self._is_hung_up = not rings
+        self.is_hung_up = not rings
         return True
 
     def listen(self, on_ring: Callable[[], None]) -> None:
@@ -91,7 +87,7 @@ class Doorbell:
     def _on_readable(self, on_ring: Callable[[], None]) -> None:
         if self._answer():
             on_ring()
-        if self._is_hung_up:
+        if self.is_hung_up:
             self.stop_listening()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from tx.tinker.types import UserError
 BUSY_SEC = 1.0
 
 
-class Refusal(UserError):
+class RefusalError(UserError):
     """A request is rejected, with an HTTP status that clients handle: 400, 401, 404, 410 and 422 raise, 429 retries.
 
     409 is never used, since clients retry it for minutes.
@@ -23,14 +23,14 @@ class Refusal(UserError):
 
 def refuse(message: str) -> NoReturn:
     """Reject a request with status 400: the request is invalid."""
-    raise Refusal(400, message)
+    raise RefusalError(400, message)
 
 
 def not_found(message: str) -> NoReturn:
     """Reject a request with status 404: the object does not exist or belongs to a different user."""
-    raise Refusal(404, message)
+    raise RefusalError(404, message)
 
 
 def busy(message: str) -> NoReturn:
     """Reject a request with status 429: the client should retry later."""
-    raise Refusal(429, message, retry_after=BUSY_SEC)
+    raise RefusalError(429, message, retry_after=BUSY_SEC)

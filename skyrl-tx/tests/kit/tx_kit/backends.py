@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Backend, Sampler, Weights
 from tx.tinker.backends.factory import BackendName, new_backend
 from tx.tinker.types import AdamParams, Datum, Pass, PassResult, SampleRequest, SampleResult, SamplingParams
@@ -17,8 +17,8 @@ from tx_kit.models import VOCABULARY
 NAME = "org/tiny"
 SIZES = {"sample_lanes": 8, "sample_groups": 3, "cache_gib": 0.005}
 """Settings of all backends unless a test is about them, so that they share their compiled programs."""
-LORA = LoraConfig(rank=8, seed=3)
-WHOLE = LoraConfig(rank=0)
+LORA = AdapterConfig(rank=8, seed=3)
+WHOLE = AdapterConfig(rank=0)
 STEP = AdamParams(learning_rate=1e-2)
 LENGTHS = (40, 33, 48)
 """The lengths of three sequences. On JAX they are a micro-batch of 4 × 48 tokens, the shape that most tests use, since

@@ -17,8 +17,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import URL, Engine, create_engine, make_url, text
+from sqlalchemy import URL, create_engine, make_url, text
 
 TEST_URL = "TX_TEST_DATABASE_URL"
 ABSENT = "PostgreSQL is not installed here (no initdb): what is particular to it is not tested"
@@ -36,81 +37,52 @@ def find_programs() -> Path | None:
 @contextmanager
 def postgresql(bin_folder: Path) -> Iterator[str]:
     """Run a server that listens only on a socket in its folder; yield its URL."""
-    user = "postgres" if os.getuid() == 0 else getpass.getuser()  # PostgreSQL refuses to run as root
+    is_root = os.getuid() == 0
+    user = "postgres" if is_root else getpass.getuser()  # PostgreSQL refuses to run as root
     folder = Path(tempfile.mkdtemp(prefix="tx-postgresql-"))
     shutil.chown(folder, user)
-    try:
-        _initialize(bin_folder, folder, user)
-        with _running(bin_folder, folder, user):
-            yield str(URL.create("postgresql", username=user, database="postgres", query={"host": str(folder)}))
-    finally:
-        shutil.rmtree(folder)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "LC_ALL": "C.UTF-8", "TZ": "America/St_Johns"}  # a zone in which no error goes unnoticed
-
-
-def _initialize(bin_folder: Path, folder: Path, user: str) -> None:
-    command = (bin_folder / "initdb", "--auth=trust", "--no-sync", "--encoding=UTF8", "-D", folder / "data")
-    subprocess.run(command, user=_user(user), env=_environment(), check=True, cwd="/", stdout=subprocess.DEVNULL)
-
-
-def _user(name: str) -> int | None:
-    """Return the id of the user to switch to, if any."""
-    return pwd.getpwnam(name).pw_uid if os.getuid() == 0 else None
-
-
-@contextmanager
-def _running(bin_folder: Path, folder: Path, user: str) -> Iterator[None]:
+    data, log = folder / "data", folder / "log"
     settings = {"listen_addresses": "", "unix_socket_directories": str(folder), "fsync": "off", "max_connections": 200}
     options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-    log = folder / "log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [bin_folder / "postgres", "-D", folder / "data", *options],
-            user=_user(user),
-            env=_environment(),
-            cwd="/",
-            stdout=output,
-            stderr=output,
-        )
+    started: dict[str, Any] = {
+        "user": pwd.getpwnam(user).pw_uid if is_root else None,
+        "env": {**os.environ, "LC_ALL": "C.UTF-8", "TZ": "America/St_Johns"},  # a zone in which no error goes unnoticed
+        "cwd": "/",
+    }
+    try:
+        command = (bin_folder / "initdb", "--auth=trust", "--no-sync", "--encoding=UTF8", "-D", data)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **started)
+        with log.open("wb") as output:
+            command = (bin_folder / "postgres", "-D", data, *options)
+            server = subprocess.Popen(command, stdout=output, stderr=output, **started)
         try:
-            _wait(server, folder / ".s.PGSQL.5432", log)
-            yield
+            deadline = time.monotonic() + SECONDS_TO_START
+            while b"ready to accept connections" not in log.read_bytes() or not (folder / ".s.PGSQL.5432").exists():
+                assert server.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.02)
+            yield str(URL.create("postgresql", username=user, database="postgres", query={"host": str(folder)}))
         finally:
             server.send_signal(signal.SIGINT)  # stop without waiting for clients
             server.wait(SECONDS_TO_START)
-
-
-def _wait(server: subprocess.Popen[bytes], socket: Path, log: Path) -> None:
-    deadline = time.monotonic() + SECONDS_TO_START
-    while b"ready to accept connections" not in log.read_bytes() or not socket.exists():
-        assert server.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
+    finally:
+        shutil.rmtree(folder)
 
 
 def database_url(server_url: str, name: str) -> str:
     """Return the URL of a database on the server; create it on first use."""
     server = make_url(server_url)
     engine = create_engine(server, isolation_level="AUTOCOMMIT")
-    try:
-        _create_if_missing(engine, name)
-    finally:
-        engine.dispose()
+    with engine.connect() as connection:
+        known = connection.execute(text("SELECT 1 FROM pg_database WHERE datname = :name"), {"name": name})
+        if known.first() is None:
+            connection.exec_driver_sql(f'CREATE DATABASE "{name}" TEMPLATE template0')
+    engine.dispose()
     return server.set(database=name).render_as_string(hide_password=False)
 
 
 def new_database_url(server_url: str) -> str:
     return database_url(server_url, f"tx_{secrets.token_hex(8)}")
-
-
-def _create_if_missing(engine: Engine, name: str) -> None:
-    with engine.connect() as connection:
-        known = connection.execute(text("SELECT 1 FROM pg_database WHERE datname = :name"), {"name": name})
-        if known.first() is None:
-            connection.exec_driver_sql(f'CREATE DATABASE "{name}" TEMPLATE template0')
 
 
 def url_for(folder: Path) -> str:

@@ -11,10 +11,9 @@ import pytest
 from sqlmodel import Session
 
 from tx.tinker.backends.base import Backend
+from tx.tinker.backends.config import JaxConfig
 from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.db_models import EngineState, Model, Request, RequestStatus
-from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.db_models import ClientSession, EngineState, Model, RequestStatus, TxRequest
 from tx.tinker.doorbell import Doorbell
 from tx.tinker.engine import loop
 from tx.tinker.engine.loop import Engine
@@ -84,7 +83,6 @@ class Desk:
         self._admission = Admission.from_config(self.config)
         self._load = lambda **changed: load_backend(model, kind, name, **changed)
         self.engine: Any = None
-        self.backend: Any = None
         self.start()
 
     def close(self) -> None:
@@ -100,8 +98,8 @@ class Desk:
     def set(self, kind: type[Any], key: Any, **fields: Any) -> None:
         change_row(self.database, kind, key, **fields)
 
-    def row(self, request_id: int) -> Request:
-        return read_row(self.database, Request, request_id)
+    def row(self, request_id: int) -> TxRequest:
+        return read_row(self.database, TxRequest, request_id)
 
     def model_row(self, model_id: str) -> Model:
         return read_row(self.database, Model, model_id)
@@ -189,6 +187,7 @@ class Desk:
         return self.submit(lambda to: accept_sample(to, sample_request(to, body)))
 
     def save(self, model_id: str, path: str = "x", **fields: Any) -> int:
+        """Queue a checkpoint, `tinker://<model>/weights/<path>`."""
         body = wire.SaveWeightsRequest(model_id=model_id, path=path, **fields)
         return self.submit(lambda to: submission.save_weights(to, body))
 
@@ -213,7 +212,7 @@ class Desk:
         """Start another engine; the previous one counts as dead."""
         if self.engine is not None:
             self.engine.close()
-        self.backend = self._load(**settings)
+        self.backend: Any = self._load(**settings)
         self.engine = Engine(self.config, self.database, self.backend, Doorbell())
 
     def restart(self) -> None:

@@ -13,9 +13,9 @@ from tx.tinker.db_models import (
     Kind,
     Model,
     ModelStatus,
-    Request,
     RequestStatus,
     SamplingSession,
+    TxRequest,
     now,
 )
 from tx.tinker.store.checkpoint_files import TinkerPath, checkpoint_folder
@@ -43,7 +43,7 @@ KINDS = {
 
 def answer_pending(db: Session, config: TxConfig, failure: tuple[str, str] | None) -> int:
     """Answer pending requests, or let them fail with an error and its category; return how many."""
-    waiting = select(Request).where(Request.status == RequestStatus.PENDING).order_by(col(Request.request_id))
+    waiting = select(TxRequest).where(TxRequest.status == RequestStatus.PENDING).order_by(col(TxRequest.request_id))
     pending = db.exec(waiting).all()
     for request in pending:
         request.completed_at = now()
@@ -52,17 +52,16 @@ def answer_pending(db: Session, config: TxConfig, failure: tuple[str, str] | Non
             request.error, request.error_category = failure
         else:
             request.status = RequestStatus.DONE
-            request.result, request.is_result_protobuf = _result(db, request, config)
+            request.is_result_protobuf = request.kind in (Kind.FORWARD_BACKWARD, Kind.SAMPLE)
+            if request.kind is Kind.FORWARD_BACKWARD:
+                pass_ = codec.pass_of(codec.message_from_bytes(request.payload))
+                request.result = codec.forward_backward_bytes(pass_result(pass_.data))
+            elif request.kind is Kind.SAMPLE:
+                job = SampleJob.model_validate_json(request.payload)
+                request.result = codec.sample_bytes(sample_result(job))
+            else:
+                request.result = _answer(db, request, config).to_bytes()
     return len(pending)
-
-
-def _result(db: Session, request: Request, config: TxConfig) -> tuple[bytes, bool]:
-    if request.kind is Kind.FORWARD_BACKWARD:
-        pass_ = codec.pass_of(codec.message_from_bytes(request.payload))
-        return codec.forward_backward_bytes(pass_result(pass_.data)), True
-    if request.kind is Kind.SAMPLE:
-        return codec.sample_bytes(sample_result(SampleJob.model_validate_json(request.payload))), True
-    return _answer(db, request, config).to_bytes(), False
 
 
 def pass_result(data: Sequence[Datum]) -> PassResult:
@@ -80,7 +79,7 @@ def sample_result(job: SampleJob) -> SampleResult:
     return SampleResult(samples, logprobs if job.wants_prompt_logprobs else None)
 
 
-def _answer(db: Session, request: Request, config: TxConfig) -> responses.ResponseBody:
+def _answer(db: Session, request: TxRequest, config: TxConfig) -> responses.ResponseBody:
     model = db.get_one(Model, request.model_id)
     if request.kind is Kind.CREATE_MODEL:
         model.status = ModelStatus.READY
@@ -97,7 +96,7 @@ def _answer(db: Session, request: Request, config: TxConfig) -> responses.Respon
     return _save_sampler(db, request, model, config)
 
 
-def _save_sampler(db: Session, request: Request, model: Model, config: TxConfig) -> responses.ResponseBody:
+def _save_sampler(db: Session, request: TxRequest, model: Model, config: TxConfig) -> responses.ResponseBody:
     body = wire.SaveWeightsForSamplerRequest.model_validate_json(request.payload)
     if body.sampling_session_id is not None:
         fields = {"sampling_session_id": body.sampling_session_id, "seq_id": body.sampling_session_seq_id}

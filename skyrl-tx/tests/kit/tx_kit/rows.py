@@ -6,7 +6,7 @@ from sqlalchemy import Engine as Database
 from sqlmodel import Session as Db
 from sqlmodel import SQLModel, select
 
-from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, Request
+from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, TxRequest
 from tx.tinker.store.database import reading, writing
 
 R = TypeVar("R", bound=SQLModel)
@@ -22,8 +22,8 @@ def checkpoint_row(model_id: str = "s:train:0", name: str = "x", **fields: Any) 
     return Checkpoint(model_id=model_id, name=name, **(defaults | fields))
 
 
-def request_row(kind: Kind = Kind.SAMPLE, **fields: Any) -> Request:
-    return Request(kind=kind, **({"payload": b"p", "payload_hash": ""} | fields))
+def request_row(kind: Kind = Kind.SAMPLE, **fields: Any) -> TxRequest:
+    return TxRequest(kind=kind, **({"payload": b"p", "payload_hash": ""} | fields))
 
 
 def add_all(db: Db, *rows: SQLModel) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Backend, Weights
 from tx.tinker.types import SampleRequest, SampleResult, SamplingParams, UserError
 from tx_kit.backends import (
@@ -69,7 +69,7 @@ class SamplingContract:
 
     def test_samples_are_independent_of_each_other(self, backend: Backend, model: str) -> None:
         """Prompts around the size of a page of the cache, 64, with three weights and all settings at once."""
-        backend.create_model("n", LoraConfig(rank=3, seed=9))
+        backend.create_model("n", AdapterConfig(rank=3, seed=9))
         train(backend, "n", random_data(5))
         weights = [backend.weights_of(model), backend.weights_of("n"), backend.base_weights()]
         lengths = ((1, 17, 64, 65), (3, 30, 63), (2, 7, 66, 129))

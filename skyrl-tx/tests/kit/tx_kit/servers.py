@@ -15,7 +15,7 @@ from sqlmodel import Session, SQLModel
 
 from tx.tinker.api import create_app
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import EngineState, Kind, Request
+from tx.tinker.db_models import EngineState, Kind, TxRequest
 from tx.tinker.server.service import Service
 from tx.tinker.server.supervisor import Supervisor
 from tx.tinker.store.database import writing
@@ -80,9 +80,9 @@ class Running(Address):
             session_id = new_session(http)
             return str(result_of(http, new_model(http, session_id))["model_id"])
 
-    def rows(self, kind: Kind) -> list[Request]:
+    def rows(self, kind: Kind) -> list[TxRequest]:
         """Return all requests of a kind, in order."""
-        return [one for one in read_rows(self.service.database, Request) if one.kind == kind]
+        return [one for one in read_rows(self.service.database, TxRequest) if one.kind == kind]
 
 
 def new_session(http: httpx.Client) -> str:
@@ -103,6 +103,10 @@ def result_of(http: httpx.Client, accepted: httpx.Response, **headers: str) -> d
     assert accepted.status_code == 200, accepted.text
     body = {"request_id": accepted.json()["request_id"], "allow_metadata_only": True}
     return dict(http.post("retrieve_future", json=body, headers=headers).json())
+
+
+def assert_refused(response: httpx.Response, words: str, status: int = 400) -> None:
+    assert (response.status_code, words in response.json()["detail"]) == (status, True), response.text
 
 
 def wait_until(is_true: Callable[[], object]) -> None:
@@ -134,43 +138,29 @@ def serving(
         assert thread.is_alive(), "the server has died"
         time.sleep(0.01)
     running = Running(service, server.servers[0].sockets[0].getsockname()[1])
-    answering = _Answering(running)
+    rung, is_over = threading.Event(), threading.Event()
+
+    def answer() -> None:
+        while not is_over.is_set():
+            rung.wait(0.1)  # if it was paused, there is no ring for what it missed
+            rung.clear()
+            if not running.is_engine_paused and running.change(
+                lambda db: answer_pending(db, config, running.fails_with)
+            ):
+                service._ring_from_thread()
+
+    answering = threading.Thread(target=answer, name="fake engine")
     if engine:
         running.change(lambda db: db.merge(EngineState(**STATE)))
+        service.ring = rung.set  # type: ignore[method-assign]
         answering.start()
     try:
         yield running
     finally:
-        answering.end()
+        is_over.set()
+        rung.set()
+        if engine:
+            answering.join()
         service.promises.release()
         server.should_exit = True
         thread.join()
-
-
-class _Answering(threading.Thread):
-    """Answers requests when the server rings."""
-
-    def __init__(self, running: Running) -> None:
-        super().__init__(name="fake engine")
-        self._running = running
-        self._rung, self._is_over = threading.Event(), False
-
-    def start(self) -> None:
-        self._running.service.ring = self._rung.set  # type: ignore[method-assign]
-        super().start()
-
-    def run(self) -> None:
-        running = self._running
-        while not self._is_over:
-            self._rung.wait(0.1)  # if it was paused, there is no ring for what it missed
-            self._rung.clear()
-            if not running.is_engine_paused and running.change(
-                lambda db: answer_pending(db, running.config, running.fails_with)
-            ):
-                running.service._ring_from_thread()
-
-    def end(self) -> None:
-        self._is_over = True
-        if self.is_alive():
-            self._rung.set()
-            self.join()

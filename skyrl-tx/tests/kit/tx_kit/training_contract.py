@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Backend
 from tx.tinker.types import AdamParams, Datum, Pass, UserError
 from tx_kit.backends import (
@@ -31,7 +31,7 @@ from tx_kit.models import VOCABULARY
 DATA = random_data()
 
 
-def trained_model(backend: Backend, lora: LoraConfig = LORA) -> str:
+def trained_model(backend: Backend, lora: AdapterConfig = LORA) -> str:
     backend.create_model("m", lora)
     for seed in range(2):
         train(backend, "m", random_data(seed))
@@ -64,15 +64,13 @@ class TrainingContract:
         np.testing.assert_allclose(prompt_logprobs(backend, prompts[0], backend.base_weights()), scored, atol=1e-5)
 
     def test_learning_lowers_the_loss(self, backend: Backend) -> None:
-        backend.create_model("m", LORA)
-        first, *_, last = [train(backend, "m", DATA) for _ in range(6)]
-        assert last < 0.95 * first
-
-    def test_a_forward_pass_adds_no_gradient(self, backend: Backend) -> None:
+        """Forward passes add no gradient."""
         backend.create_model("m", LORA)
         before = target_logprobs(backend, "m", DATA)
         assert backend.optim_step("m", STEP)["skyrl.ai/grad_norm"] == 0
         assert_same(target_logprobs(backend, "m", DATA), before)
+        first, *_, last = [train(backend, "m", DATA) for _ in range(6)]
+        assert last < 0.95 * first
 
     def test_gradients_accumulate_over_passes_and_micro_batches(self, backend: Backend) -> None:
         """On JAX, five sequences are a micro-batch of four and one of a single sequence."""
@@ -112,7 +110,7 @@ class TrainingContract:
         assert backend.optim_step("m", STEP)["skyrl.ai/grad_norm"] == 0
 
     def test_training_is_independent_of_other_models(self, backend: Backend) -> None:
-        names = {f"m{i}": LoraConfig(rank=rank, seed=i) for i, rank in enumerate((2, 8, 5))}
+        names = {f"m{i}": AdapterConfig(rank=rank, seed=i) for i, rank in enumerate((2, 8, 5))}
         for name, lora in names.items():
             backend.create_model(name, lora)
             backend.create_model(f"{name} alone", lora)
@@ -187,6 +185,10 @@ class TrainingContract:
                 assert expected / 3 <= n_written < 1.2 * expected + 50_000  # the ranks of experts may be padded
 
     def test_a_checkpoint_resumes_exactly(self, backend: Backend, model: str, tmp_path: Path) -> None:
+        """With its optimizer, which weights alone do not have."""
+        backend.save_weights(model, tmp_path)
+        with pytest.raises(UserError, match="no optimizer state"):
+            backend.load_model("resumed", tmp_path, with_optimizer=True)
         backend.save_model(model, tmp_path)
         backend.load_model("resumed", tmp_path, with_optimizer=True)
         backend.load_model("fresh", tmp_path, with_optimizer=False)
@@ -200,22 +202,14 @@ class TrainingContract:
         with pytest.raises(AssertionError):
             assert_same(target_logprobs(backend, "fresh", DATA), after)
 
-    def test_weights_alone_have_no_optimizer(self, backend: Backend, model: str, tmp_path: Path) -> None:
-        backend.save_weights(model, tmp_path)
-        backend.load_model("n", tmp_path, with_optimizer=False)
-        with pytest.raises(UserError, match="no optimizer state"):
-            backend.load_model("o", tmp_path, with_optimizer=True)
-
-    def test_sample_logprobs_match_prompt_logprobs(self, backend: Backend, model: str) -> None:
+    def test_samples_and_prompts_are_scored_as_in_training(self, backend: Backend, model: str) -> None:
         weights = backend.weights_of(model)
         (found,) = sample(backend, (sample_request(n=2, max_tokens=20), weights))
         for one in found.samples:
             again = prompt_logprobs(backend, np.array([5, 6, 7, *one.tokens], np.int32), weights)
             np.testing.assert_allclose(again[2:], one.logprobs, atol=1e-5)
-
-    def test_prompts_are_scored_as_in_training(self, backend: Backend, model: str) -> None:
         prompts = [random_datum(length + 1).tokens for length in (3, 31, 32, *LENGTHS)]
         trained = target_logprobs(backend, model, [next_tokens(prompt) for prompt in prompts])
         for prompt, expected in zip(prompts, trained, strict=True):
-            found = prompt_logprobs(backend, prompt, backend.weights_of(model))
-            np.testing.assert_allclose(found, expected, atol=1e-5)
+            scored = prompt_logprobs(backend, prompt, weights)
+            np.testing.assert_allclose(scored, expected, atol=1e-5)

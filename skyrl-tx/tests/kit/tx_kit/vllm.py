@@ -7,11 +7,7 @@ from typing import Any, NamedTuple
 
 from train_kit.http import Request, serving
 
-CHOICE = {
-    "token_ids": [3],
-    "finish_reason": "length",
-    "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{}]},
-}
+CHOICE = {"token_ids": [3], "finish_reason": "length", "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{}]}}
 HOLD_SEC = 60
 
 

@@ -19,14 +19,9 @@ from passes import Server, datum_of
 def server() -> Server:
     """The server under test."""
     description = json.loads(Path(os.environ["TX_SDK_SERVER"]).read_text())
-    return Server(
-        url=description["url"],
-        base_model=description["base_model"],
-        context=description["context"],
-        is_compressing=description["is_compressing"],
-        data=[datum_of(one["tokens"], one["targets"], weights=one["weights"]) for one in description["data"]],
-        logprobs=[np.asarray(one["logprobs"]) for one in description["data"]],
-    )
+    rows = description.pop("data")
+    data = [datum_of(one["tokens"], one["targets"], weights=one["weights"]) for one in rows]
+    return Server(**description, data=data, logprobs=[np.asarray(one["logprobs"]) for one in rows])
 
 
 @pytest.fixture(scope="session")

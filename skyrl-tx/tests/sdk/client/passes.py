@@ -32,8 +32,7 @@ class Server:
 def datum_of(tokens: list[int], targets: list[int], **inputs: Any) -> types.Datum:
     arrays = {name: np.asarray(value, np.float32) for name, value in inputs.items()}
     return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens),
-        loss_fn_inputs={"target_tokens": np.asarray(targets), **arrays},
+        model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": np.asarray(targets), **arrays}
     )
 
 

@@ -63,10 +63,8 @@ def test_names(service: tinker.ServiceClient, training: tinker.TrainingClient) -
     """A training and a sampler checkpoint may share a name; their paths differ."""
     paths = [training.save_state("0001").result().path, training.save_weights_for_sampler("0001").result().path]
     assert paths == [f"tinker://{training.model_id}/{kind}/0001" for kind in ("weights", "sampler_weights")]
-    assert [types.ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type for path in paths] == [
-        "training",
-        "sampler",
-    ]
+    parsed = [types.ParsedCheckpointTinkerPath.from_tinker_path(path) for path in paths]
+    assert [one.checkpoint_type for one in parsed] == ["training", "sampler"]
 
 
 @takes(tinker.TrainingClient.save_state, "overwrite")

@@ -34,13 +34,16 @@ class User(NamedTuple):
     def train(self, loss: str, settings: dict | None = None) -> Any:
         return self.training.forward_backward(self.server.data, loss, settings).result()
 
+    def sampler(self, **options: Any) -> Any:
+        return client_of(self.service.create_sampling_client(**options))
+
     def sample(self, prompt: types.ModelInput = PROMPT, max_tokens: int = 1, stop: Any = None, **options: Any) -> Any:
-        sampler = client_of(self.service.create_sampling_client(base_model=self.server.base_model))
-        return sampler.sample(prompt, 1, types.SamplingParams(max_tokens=max_tokens, stop=stop), **options).result()
+        params = types.SamplingParams(max_tokens=max_tokens, stop=stop)
+        return self.sampler(base_model=self.server.base_model).sample(prompt, 1, params, **options).result()
 
     def sample_for_another_loss(self) -> Any:
-        sampler = self.service.create_sampling_client(base_model=self.server.base_model, record_stability_info=True)
-        return client_of(sampler).sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result()
+        sampler = self.sampler(base_model=self.server.base_model, record_stability_info=True)
+        return sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result()
 
 
 def image() -> types.Datum:
@@ -69,15 +72,9 @@ MISTAKES: dict[str, tuple[str, Callable[[User], Any]]] = {
     "no name": ("cannot name a checkpoint", lambda user: user.training.save_state("../../up").result()),
     "no such setting": ("'beta'", lambda user: user.train(CE, {"beta": 1.0})),
     "a misspelled input": ("'weight', which no loss uses", lambda user: user.forward(datum_of([5], [6], weight=[1]))),
-    "checkpoint path": (
-        "is not a checkpoint path",
-        lambda user: client_of(user.service.create_sampling_client(model_path="tinker://x/y")),
-    ),
+    "checkpoint path": ("is not a checkpoint path", lambda user: user.sampler(model_path="tinker://x/y")),
     "no token to sample from": ("is empty", lambda user: user.sample(types.ModelInput.from_ints([]))),
-    "no such token to sample from": (
-        "has token 99999",
-        lambda user: user.sample(types.ModelInput.from_ints([99999])),
-    ),
+    "no such token to sample from": ("has token 99999", lambda user: user.sample(types.ModelInput.from_ints([99999]))),
     "too long a sample": ("the maximum for this prompt is", lambda user: user.sample(max_tokens=100000)),
     "too long a text to stop at": ("99 characters", lambda user: user.sample(stop=["x" * 99])),
     "too many of the likeliest": ("topk_prompt_logprobs=2000", lambda user: user.sample(topk_prompt_logprobs=2000)),

@@ -18,12 +18,8 @@ def datum(sequence: types.SampledSequence, advantage: float) -> types.Datum:
     """Return a sample as training data; its prompt has advantage 0."""
     tokens = [*PROMPT, *sequence.tokens]
     zeros = [0.0] * (len(PROMPT) - 1)
-    return datum_of(
-        tokens[:-1],
-        tokens[1:],
-        logprobs=[*zeros, *sequence.logprobs],
-        advantages=[*zeros, *[advantage] * len(sequence.tokens)],
-    )
+    advantages = [*zeros, *[advantage] * len(sequence.tokens)]
+    return datum_of(tokens[:-1], tokens[1:], logprobs=[*zeros, *sequence.logprobs], advantages=advantages)
 
 
 def test_reward_rises(training: tinker.TrainingClient) -> None:

@@ -24,9 +24,8 @@ def base(server: Server, service: tinker.ServiceClient) -> tinker.SamplingClient
 
 def full_input(datum: types.Datum) -> types.ModelInput:
     """Return the tokens of a datum, including its last target."""
-    return types.ModelInput.from_ints(
-        [*datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()[-1]]
-    )
+    last = datum.loss_fn_inputs["target_tokens"].tolist()[-1]
+    return types.ModelInput.from_ints([*datum.model_input.to_ints(), last])
 
 
 def test_what_a_sampler_and_training_say(server: Server, training: tinker.TrainingClient) -> None:

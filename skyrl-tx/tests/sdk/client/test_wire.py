@@ -80,9 +80,7 @@ def listener(server: Server) -> Iterator[tuple[str, list[Exchange]]]:
 
 
 def test_wire(
-    server: Server,
-    listener: tuple[str, list[Exchange]],
-    record_property: Callable[[str, object], None],
+    server: Server, listener: tuple[str, list[Exchange]], record_property: Callable[[str, object], None]
 ) -> None:
     """Passes and samples pass an HTTP/1.1 proxy."""
     url, seen = listener

@@ -1,6 +1,6 @@
 """The optimizer step of each backend equals that of `torch.optim.AdamW`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,34 +60,25 @@ def reference(params: Arrays) -> Step:
         for one, gradient in zip(now, gradients, strict=True):
             one.grad = torch.tensor(gradient, dtype=torch.float64)
         norm = torch.nn.utils.clip_grad_norm_(now, settings.grad_clip_norm or float("inf"))
-        optimizer.param_groups[0].update(
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        betas = (settings.beta1, settings.beta2)
+        group = {"lr": settings.learning_rate, "betas": betas, "eps": settings.eps}
+        optimizer.param_groups[0].update(group, weight_decay=settings.weight_decay)
         optimizer.step()
         return [one.detach().numpy().copy() for one in now], float(norm)
 
     return step
 
 
-def gradients_of_steps() -> Iterator[Arrays]:
-    """Yield the gradients of each step; one parameter never has any."""
-    rng = np.random.default_rng(1)
-    for size in (1.0, 2.0, 0.7, 1.0, 3.0, 1e-7):
-        gradients = [size * rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
-        gradients[1][0] = 0
-        yield gradients
-
-
 @pytest.mark.parametrize("stepper", [jax_step, torch_step])
 def test_settings_change_with_every_step(stepper: Callable[[Arrays], Step]) -> None:
+    """One parameter never has a gradient."""
     rng = np.random.default_rng(0)
     params = [0.1 * rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
     ours, theirs = stepper(params), reference(params)
     before: Arrays = params
-    for settings, gradients in zip(STEPS, gradients_of_steps(), strict=True):
+    for settings, size in zip(STEPS, (1.0, 2.0, 0.7, 1.0, 3.0, 1e-7), strict=True):
+        gradients = [size * rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
+        gradients[1][0] = 0
         (found, norm), (expected, expected_norm) = ours(gradients, settings), theirs(gradients, settings)
         np.testing.assert_allclose(norm, expected_norm, rtol=1e-6)
         assert settings.grad_clip_norm == 0 or (norm > settings.grad_clip_norm) == (settings.grad_clip_norm == CLIPPED)

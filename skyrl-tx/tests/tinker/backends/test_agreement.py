@@ -27,7 +27,7 @@ from tx_kit.backends import (
 )
 from tx_kit.models import save_minimal_model
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Backend
 from tx.tinker.losses import LOSSES
 from tx.tinker.types import AdamParams, Datum, SampleRequest, UserError
@@ -64,7 +64,7 @@ def both(kind: tuple[str, int], models: Path, tmp_path_factory: pytest.TempPathF
     """Both backends with the model `m`, which has taken one step in each."""
     family, rank = kind
     backends = load_both(models / family)
-    backends[0].create_model("m", LoraConfig(rank=rank, seed=5))
+    backends[0].create_model("m", AdapterConfig(rank=rank, seed=5))
     train(backends[0], "m", DATA, STEP)
     hand_over(*backends, tmp_path_factory.mktemp("first"))
     train(backends[1], "m", DATA[::-1], STEP)
@@ -143,7 +143,7 @@ def test_at_most_the_whole_vocabulary_is_reported(tmp_path: Path) -> None:
 def test_mixtures_of_experts_are_interchangeable(both: Pair, tmp_path: Path) -> None:
     """Files contain experts one by one; each backend stacks the experts of a layer in its own way."""
     ours, theirs = both
-    theirs.create_model("whole", LoraConfig(rank=0))
+    theirs.create_model("whole", AdapterConfig(rank=0))
     train(theirs, "whole", DATA, STEP)
     written = saved_tensors(theirs, "whole", tmp_path / "torch")
     ours.load_model("whole", tmp_path / "torch", with_optimizer=True)
@@ -159,7 +159,7 @@ def test_mixtures_of_experts_are_interchangeable(both: Pair, tmp_path: Path) -> 
 def test_an_adapter_with_nothing_to_train_is_refused(both: Pair) -> None:
     for backend in both:
         with pytest.raises(UserError, match="has nothing to train with train_unembed"):
-            backend.create_model("head", LoraConfig(rank=4, train_attn=False, train_mlp=False))  # tied to embeddings
+            backend.create_model("head", AdapterConfig(rank=4, train_attn=False, train_mlp=False))  # tied to embeddings
         assert "head" not in backend.models()
 
 
@@ -174,7 +174,7 @@ def test_gradients_and_a_step_equal_those_of_peft(
     before, after, gradients = (tmp_path / name for name in ("before", "after", "gradients"))
     for folder in (before, after):
         folder.mkdir()
-    backend.create_model("peft", LoraConfig(rank=rank or 8, seed=4))
+    backend.create_model("peft", AdapterConfig(rank=rank or 8, seed=4))
     train(backend, "peft", DATA)  # B must not be 0, so that A has a gradient
     backend.save_weights("peft", before)
     backend.load_model("stepped", before, with_optimizer=False)

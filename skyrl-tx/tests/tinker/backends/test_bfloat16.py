@@ -5,17 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from tx_kit.backends import (
-    LORA,
-    WHOLE,
-    load,
-    next_tokens,
-    random_data,
-    random_datum,
-    sample,
-    sample_request,
-    train,
-)
+from tx_kit.backends import LORA, WHOLE, load, next_tokens, random_data, random_datum, sample, sample_request, train
 
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.factory import BackendName

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import tinker
 from tinker import types
-from tx_kit.servers import BASE_MODEL, SECONDS, Running, serving, wait_until
+from tx_kit.servers import BASE_MODEL, SECONDS, Running, wait_until
 
 from tx.tinker.db_models import Kind
 from tx.tinker.wire.requests import CreateModelRequest, OptimStepRequest
@@ -13,12 +13,6 @@ from tx.tinker.wire.sample_job import SampleJob
 
 ADAM = types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("state")) as running:
-        yield running
 
 
 @pytest.fixture

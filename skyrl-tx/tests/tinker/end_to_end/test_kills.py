@@ -16,7 +16,7 @@ from tx_kit.models import MINIMAL_VOCABULARY
 from tx_kit.processes import SECONDS, ServerProcess, process
 from tx_kit.servers import BASE_MODEL, config_for
 
-from tx.tinker.db_models import Kind, Request, RequestStatus
+from tx.tinker.db_models import Kind, RequestStatus, TxRequest
 from tx.tinker.store.database import open_database, reading
 
 T = TypeVar("T")
@@ -76,11 +76,11 @@ def strike(server: ServerProcess, is_the_moment: Callable[[], bool], kill: Kill)
 def kill_during(server: ServerProcess, kind: Kind, kill: Kill, call: Callable[[], T]) -> tuple[T, bool]:
     """Run a call, and kill while a request of a kind is running; return its result, and False if it was too fast."""
     database = open_database(config_for(server.folder).database_url)
-    begun = (Request.kind == kind, Request.status == RequestStatus.PENDING, Request.n_tries > 0)
+    begun = (TxRequest.kind == kind, TxRequest.status == RequestStatus.PENDING, TxRequest.n_tries > 0)
 
     def is_running() -> bool:
         with reading(database) as db:
-            return db.exec(select(Request.request_id).where(*begun)).first() is not None
+            return db.exec(select(TxRequest.request_id).where(*begun)).first() is not None
 
     has_killed = False
     with ThreadPoolExecutor(1) as pool:
@@ -104,10 +104,12 @@ def results_until_kill(server: ServerProcess, kind: Kind, kill: Kill, call: Call
 def data(seed: int) -> list[types.Datum]:
     random = np.random.default_rng(seed)
     tokens, weights = random.integers(0, MINIMAL_VOCABULARY, (4, 21)), random.normal(size=20).astype(np.float32)
-    inputs = [types.ModelInput.from_ints(row[:-1].tolist()) for row in tokens]
     return [
-        types.Datum(model_input=one, loss_fn_inputs={"target_tokens": row[1:], "weights": weights})
-        for one, row in zip(inputs, tokens, strict=True)
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": row[1:], "weights": weights},
+        )
+        for row in tokens
     ]
 
 

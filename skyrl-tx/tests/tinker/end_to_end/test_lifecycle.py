@@ -12,6 +12,7 @@ from tx_kit.servers import (
     BASE_MODEL,
     SAMPLE,
     Running,
+    assert_refused,
     new_model,
     new_sampler,
     new_session,
@@ -25,19 +26,18 @@ from tx.tinker.server.cleaner import Cleaner
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, minimal_model: Path) -> Iterator[Running]:
+def server(tmp_path_factory: pytest.TempPathFactory, minimal_model: Path) -> Iterator[Running]:
     folder, settings = tmp_path_factory.mktemp("lifecycle"), {"max_models": 1, "session_cleanup_interval_sec": 0.1}
     with serving_with_engine(folder / "state", load_backend(minimal_model), **settings) as served:
         yield served
 
 
 @pytest.fixture
-def http(running: Running) -> Iterator[httpx.Client]:
+def http(http: httpx.Client) -> Iterator[httpx.Client]:
     """Finishes all sessions at the end, to make room."""
-    with running.client() as client:
-        yield client
-        for session_id in client.get("sessions").json()["sessions"]:
-            client.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
+    yield http
+    for session_id in http.get("sessions").json()["sessions"]:
+        finish(http, session_id)
 
 
 def new_model_when_there_is_room(http: httpx.Client, session_id: str) -> None:
@@ -55,26 +55,24 @@ def unload(http: httpx.Client, session_id: str) -> None:
 
 @pytest.mark.parametrize("end", [finish, unload])
 def test_finishing_a_session_frees_its_models(
-    running: Running, http: httpx.Client, end: Callable[[httpx.Client, str], None]
+    server: Running, http: httpx.Client, end: Callable[[httpx.Client, str], None]
 ) -> None:
     first, second = new_session(http), new_session(http)
     new_model_when_there_is_room(http, first)
-    refused = new_model(http, second)
-    assert refused.status_code == 400
     words = "1 models under training, which is the server's limit, --max-models; unload one, end its session"
-    assert words in refused.text
+    assert_refused(new_model(http, second), words)
     end(http, first)
     assert result_of(http, new_model(http, second))["model_id"] == f"{second}:train:0"
-    assert [one.model_id for one in running.rows(Kind.UNLOAD_MODEL)].count(f"{first}:train:0") == 1
+    assert [one.model_id for one in server.rows(Kind.UNLOAD_MODEL)].count(f"{first}:train:0") == 1
 
 
-def test_deleting_a_checkpoint_deletes_its_files(running: Running, http: httpx.Client) -> None:
+def test_deleting_a_checkpoint_deletes_its_files(server: Running, http: httpx.Client) -> None:
     session_id = new_session(http)
     new_model_when_there_is_room(http, session_id)
     model_id = f"{session_id}:train:0"
     saved = http.post("save_weights", json={"model_id": model_id, "path": "x"})
     assert result_of(http, saved)["path"] == f"tinker://{model_id}/weights/x"
-    folder = running.config.checkpoints_base / f"{session_id}_train_0" / "weights" / "x"
+    folder = server.config.checkpoints_base / f"{session_id}_train_0" / "weights" / "x"
     assert any(folder.iterdir())
     assert http.delete(f"training_runs/{model_id}/checkpoints/weights/x").is_success
     assert not folder.exists()
@@ -87,18 +85,16 @@ def test_an_ended_session_accepts_no_requests(http: httpx.Client) -> None:
     new_model_when_there_is_room(http, session_id)
     sampler_id = new_sampler(http, session_id)
     finish(http, session_id)
-    sampler = {"session_id": session_id, "sampling_session_seq_id": 1, "base_model": BASE_MODEL}
+    new = {"session_id": session_id, "base_model": BASE_MODEL}
     late = {
-        "create_model": {"session_id": session_id, "model_seq_id": 1, "base_model": BASE_MODEL},
+        "create_model": {**new, "model_seq_id": 1},
         "optim_step": {"model_id": model_id, "adam_params": {}},
         "save_weights": {"model_id": model_id, "path": "x"},
-        "create_sampling_session": sampler,
+        "create_sampling_session": {**new, "sampling_session_seq_id": 1},
         "asample": {**SAMPLE, "base_model": None, "sampling_session_id": sampler_id, "seq_id": 1},
     }
     for path, body in late.items():
-        refused = http.post(path, json=body)
-        assert refused.status_code == 400, path
-        assert f"session {session_id} is finished; create a new one" in refused.text
+        assert_refused(http.post(path, json=body), f"session {session_id} is finished; create a new one")
 
 
 def test_pending_saves_of_an_ended_session_run(tmp_path: Path, minimal_model: Path) -> None:
@@ -160,7 +156,5 @@ async def test_a_session_that_ends_during_the_creation_of_its_model(tmp_path: Pa
         for _ in range(2):
             await cleaner.clean()
         with engine_for(running, load_backend(minimal_model)) as engine:
-            wait_until(
-                lambda: running.change(lambda db: db.get_one(Model, f"{session_id}:train:0").status) == "unloaded"
-            )
+            wait_until(lambda: running.get(Model, f"{session_id}:train:0").status == "unloaded")
             assert dict(engine._backend.models()) == {}

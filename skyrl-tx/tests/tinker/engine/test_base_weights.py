@@ -6,10 +6,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tx_kit.engines import Desk
 
-from tx.models.config import ModelError
-from tx.models.files import INDEX, SINGLE, fingerprint
-from tx.tinker.db_models import Model, ModelStatus, Session, SessionStatus
-from tx.tinker.engine.base_weights import check_weights
+from tx.models.config import INDEX, SINGLE, ModelError
+from tx.tinker.db_models import ClientSession, Model, ModelStatus, SessionStatus
+from tx.tinker.engine.base_weights import check_weights, fingerprint
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def test_a_name_is_bound_to_its_weights(desk: Desk, tmp_path: Path, minimal_mode
         check_weights(desk.database, "org/tiny", changed)
     check_weights(desk.database, "org/other", changed)
     desk.set(Model, model, status=ModelStatus.UNLOADED)
-    desk.set(Session, "s", status=SessionStatus.FINISHED)
+    desk.set(ClientSession, "s", status=SessionStatus.FINISHED)
     check_weights(desk.database, "org/tiny", changed)  # nothing is left of it
 
 

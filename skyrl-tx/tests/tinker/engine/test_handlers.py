@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,14 +9,6 @@ from tx.tinker.db_models import Checkpoint, ModelStatus, SamplingSession
 from tx.tinker.store.checkpoint_files import checkpoint_folder
 from tx.tinker.submission import training as submission
 from tx.tinker.wire import requests as wire
-
-
-@pytest.fixture
-def model(desk: Desk) -> str:
-    name = desk.model()
-    desk.train(name)
-    desk.work()
-    return name
 
 
 def load(desk: Desk, path: str) -> str:
@@ -54,10 +47,8 @@ def test_a_name_is_taken_once(desk: Desk, model: str) -> None:
     samplers = [desk.save_for_sampler(model, "x") for _ in range(2)]
     desk.work()
     assert desk.result(first)
-    assert desk.error(second) == (
-        "user",
-        f"checkpoint tinker://{model}/weights/x already exists; choose another name, or overwrite it",
-    )
+    words = f"checkpoint tinker://{model}/weights/x already exists; choose another name, or overwrite it"
+    assert desk.error(second) == ("user", words)
     assert desk.result(third)
     assert desk.change(lambda db: db.get_one(Checkpoint, (model, "weights", "x")).user_metadata) == {"new": "yes"}
     assert (desk.row(samplers[0]).error, desk.row(samplers[1]).error_category) == (None, "user")
@@ -88,10 +79,8 @@ def test_snapshot_numbers_are_unique(desk: Desk, model: str) -> None:
     second = desk.save_for_sampler(other, sampling_session_seq_id=3)
     desk.work()
     assert desk.result(first)
-    assert desk.error(second) == (
-        "user",
-        "sampling session s:sample:3 already exists; increment its number for each new one",
-    )
+    words = "sampling session s:sample:3 already exists; increment its number for each new one"
+    assert desk.error(second) == ("user", words)
     assert desk.change(lambda db: db.get_one(SamplingSession, "s:sample:3").model_id) == model
 
 
@@ -111,9 +100,7 @@ def test_a_deleted_checkpoint(desk: Desk, model: str) -> None:
     path = f"tinker://{model}/weights/x"
     loading = desk.load(path, model_seq_id=1)
     sampling = desk.sample(model_path=path)
-    for file in checkpoint_folder(desk.config, path).iterdir():
-        file.unlink()
-    checkpoint_folder(desk.config, path).rmdir()
+    shutil.rmtree(checkpoint_folder(desk.config, path))
     desk.work()
     assert desk.error(loading) == ("user", f"there is no checkpoint {path}; it was deleted or has expired")
     assert desk.error(sampling) == ("user", f"there are no weights {path}; they were deleted")

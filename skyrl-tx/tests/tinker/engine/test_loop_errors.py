@@ -1,20 +1,24 @@
 """Errors of a backend: they fail single requests, and end neither the engine nor other requests."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tx_kit.engines import Desk
 
+from tx.tinker.backends.base import Done
 from tx.tinker.backends.jax.backend import JaxBackend
 from tx.tinker.db_models import ModelStatus, RequestStatus
-from tx.tinker.store.queries import pending_ids
-from tx.tinker.types import Pass, PassResult, SampleRequest
+from tx.tinker.engine import queue
+from tx.tinker.store.queries import cancel_sample, pending_ids
+from tx.tinker.types import Pass, PassResult, Sample, SampleRequest, SampleResult
 
 
 class Faulty(JaxBackend):
-    """Fails to train on token 13, and dies of it in a prompt."""
+    """Fails to train on token 13, dies of it in a prompt, and reports results of cancelled samples.
+
+    For prompts with token 14, it reports results that no message can contain.
+    """
 
     is_dying = False
 
@@ -23,9 +27,14 @@ class Faulty(JaxBackend):
             raise ZeroDivisionError("13")
         yield from super().compute(pass_)
 
-    def sample(self, request: SampleRequest, weights: Any, done: Any) -> Callable[[], None]:
+    def sample(self, request: SampleRequest, weights: Any, done: Done) -> Callable[[], None]:
         self.is_dying = self.is_dying or 13 in request.prompt
-        return super().sample(request, weights, done)
+
+        def report(result: SampleResult | Exception) -> None:
+            done(SampleResult([Sample(["?"], [0.0], is_stopped=False)]) if 14 in request.prompt else result)  # type: ignore[list-item]
+
+        super().sample(request, weights, report)
+        return lambda: None
 
     def step(self) -> bool:
         if self.is_dying:
@@ -34,10 +43,8 @@ class Faulty(JaxBackend):
 
 
 @pytest.fixture
-def faulty(tmp_path: Path, minimal_model: Path) -> Iterator[Desk]:
-    desk = Desk(tmp_path, minimal_model, kind=Faulty)
-    yield desk
-    desk.close()
+def faulty(new_desk: Callable[..., Desk]) -> Desk:
+    return new_desk(kind=Faulty)
 
 
 def test_a_step_after_a_failed_pass_fails_as_a_whole(faulty: Desk) -> None:
@@ -63,11 +70,31 @@ def test_a_step_after_a_failed_pass_fails_as_a_whole(faulty: Desk) -> None:
 def test_a_failed_forward_pass_does_not_fail_the_step(faulty: Desk) -> None:
     model = faulty.model()
     faulty.run_pass(model)
-    failed = faulty.score(model, [12, 13, 1])
-    step = faulty.step(model)
+    failed, step = faulty.score(model, [12, 13, 1]), faulty.step(model)
     faulty.work()
     assert faulty.row(failed).status is RequestStatus.FAILED
     assert faulty.result(step)
+
+
+def test_a_result_after_a_cancellation(faulty: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "CHECK_INTERVAL_SEC", 0.0)
+    cancelled = faulty.sample(max_tokens=100)
+    faulty.fetch()
+    faulty.engine.work()
+    faulty.change(lambda db: cancel_sample(db, cancelled))
+    faulty.fetch()
+    while faulty.engine.work():
+        pass
+    assert faulty.engine._queue.begun == set()
+    assert faulty.row(cancelled).result is None
+
+
+def test_a_result_that_cannot_be_serialized(faulty: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    wrong, right = faulty.sample([14]), faulty.sample()
+    faulty.work()
+    assert faulty.row(wrong).error_category == "server"
+    assert f"request {wrong} (sample) failed" in caplog.text
+    assert faulty.result(right)
 
 
 def test_requests_that_kill_engines_are_given_up(faulty: Desk) -> None:

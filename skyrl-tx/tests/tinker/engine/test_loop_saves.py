@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -95,9 +95,8 @@ def test_writes_of_a_killed_engine_are_repeated(desk: Desk, disk: Event) -> None
 
 
 def test_a_full_disk_fails_single_requests(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = desk.model()
     step = desk.step(model)
     desk.work()
     fail_writes(desk, monkeypatch, OSError(28, "No space left on device"))
@@ -111,11 +110,8 @@ def test_a_full_disk_fails_single_requests(
 
 
 def test_a_failed_restore_point_is_not_retried_after_every_step(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    desk: Desk, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = desk.model()
-    desk.step(model)
-    desk.work()
     fail_writes(desk, monkeypatch, RuntimeError("the device is out of memory"))
     desk.engine._points._written[model] = -1e9, 0.0
     for _ in range(3):
@@ -127,9 +123,9 @@ def test_a_failed_restore_point_is_not_retried_after_every_step(
 
 
 def test_writes_that_would_fill_the_disk_are_refused(
-    tmp_path: Path, minimal_model: Path, caplog: pytest.LogCaptureFixture
+    new_desk: Callable[..., Desk], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk = Desk(tmp_path, minimal_model, min_free_bytes=1 << 60)
+    desk = new_desk(min_free_bytes=1 << 60)
     model = desk.model()
     step = desk.step(model)
     saves = [desk.save(model), desk.save_for_sampler(model, sampling_session_seq_id=1)]
@@ -143,7 +139,6 @@ def test_writes_that_would_fill_the_disk_are_refused(
         assert re.search(f"the disk of {tmp_path} has .* {refusal}. Delete checkpoints", message)
         assert category == "server"
     assert not list(tmp_path.rglob("*.safetensors"))
-    desk.close()
 
 
 def test_waiting_writes_count_when_space_is_checked(desk: Desk, disk: Event, monkeypatch: pytest.MonkeyPatch) -> None:

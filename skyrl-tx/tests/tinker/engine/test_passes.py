@@ -2,14 +2,16 @@ from collections.abc import Iterator
 from typing import cast
 
 import numpy as np
+from tx_kit.fake_engine import STATE
+from tx_kit.rows import request_row
 
 from tx.tinker.backends.base import Backend
-from tx.tinker.db_models import EngineState, Kind, Request
+from tx.tinker.db_models import EngineState, Kind, TxRequest
 from tx.tinker.engine.passes import Passes
 from tx.tinker.types import Pass, PassResult
 from tx.tinker.wire import codec
 
-LIMITS = EngineState(base_model="m", vocab_size=9, max_context=9, eos_ids=[], can_train_all=False, has_tokenizer=False)
+LIMITS = EngineState(**STATE)
 DATUM = {
     "model_input": {"chunks": [{"tokens": [1]}]},
     "loss_fn_inputs": {"target_tokens": {"data": [2], "dtype": "int64"}},
@@ -35,17 +37,11 @@ class Slow:
             yield result
 
 
-def request(model_id: str, owner: str = "") -> Request:
+def request(model_id: str, owner: str = "") -> TxRequest:
     fields = {"data": [DATUM], "loss_fn": "cross_entropy"}
     payload = codec.message_from_json(model_id, None, fields, is_forward_only=False).SerializeToString()
-    return Request(
-        request_id=ord(model_id),
-        kind=Kind.FORWARD_BACKWARD,
-        owner=owner,
-        model_id=model_id,
-        payload=payload,
-        payload_hash="",
-    )
+    fields = {"request_id": ord(model_id), "owner": owner, "model_id": model_id, "payload": payload}
+    return request_row(Kind.FORWARD_BACKWARD, **fields)
 
 
 def test_users_and_their_models_take_turns() -> None:

@@ -6,10 +6,9 @@ import pytest
 from sqlalchemy import Engine as Database
 from tx_kit.rows import add_rows, change_row, read_rows, request_row
 
-from tx.tinker.db_models import Kind, Request, RequestStatus, Session
+from tx.tinker.db_models import ClientSession, Kind, RequestStatus, TxRequest
 from tx.tinker.engine import queue as queues
-from tx.tinker.engine.queue import Outcome, Queue, give_up
-from tx.tinker.store.database import reading
+from tx.tinker.engine.queue import Queue, RequestOutcome, give_up
 from tx.tinker.types import UserError
 
 
@@ -21,11 +20,17 @@ def queue(database: Database) -> Queue:
 def put(database: Database, kind: Kind = Kind.SAMPLE, **fields: Any) -> int:
     """Add a request; return its number."""
     add_rows(database, request_row(kind, **fields))
-    return read_rows(database, Request)[-1].request_id or 0
+    return read_rows(database, TxRequest)[-1].request_id or 0
+
+
+def begin(queue: Queue) -> list[int]:
+    """Fetch requests and begin samples; return their numbers."""
+    queue.fetch()
+    return [one.request_id or 0 for one in queue.begin(queue.next_samples(9, {}))]
 
 
 def cancel(database: Database, request_id: int) -> None:
-    change_row(database, Request, request_id, status=RequestStatus.CANCELLED)
+    change_row(database, TxRequest, request_id, status=RequestStatus.CANCELLED)
 
 
 def test_each_request_begins_once(database: Database, queue: Queue) -> None:
@@ -112,8 +117,7 @@ def test_cancellations_are_checked_at_intervals(
     clock = iter([10_000.0, 10_000.0, 13_599.0, 13_600.0, 13_600.0])
     monkeypatch.setattr(queues, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     request_id = put(database)
-    queue.fetch()
-    queue.begin(queue.next_samples(1, {}))
+    begin(queue)
     queue.fetch()
     assert queue.find_cancelled() == set()
     cancel(database, request_id)
@@ -124,41 +128,29 @@ def test_cancellations_are_checked_at_intervals(
 
 def test_outcomes_are_written_together(database: Database, queue: Queue) -> None:
     done, wrong, bug, cancelled = (put(database) for _ in range(4))
-    queue.fetch()
-    queue.begin(queue.next_samples(9, {}))
+    begin(queue)
     cancel(database, cancelled)
     queue.finish(
         [
-            Outcome(done, b"result", is_protobuf=True, also=lambda db: db.add(Session(session_id="new"))),
-            Outcome(wrong, error=UserError("no")),
-            Outcome(bug, error=ZeroDivisionError("1 / 0")),
-            Outcome(cancelled, b"late"),
+            RequestOutcome(done, b"result", is_protobuf=True, also=lambda db: db.add(ClientSession(session_id="new"))),
+            RequestOutcome(wrong, error=UserError("no")),
+            RequestOutcome(bug, error=ZeroDivisionError("1 / 0")),
+            RequestOutcome(cancelled, b"late"),
         ]
     )
-    found = read_rows(database, Request)
+    found = read_rows(database, TxRequest)
     assert [one.status.value for one in found] == ["done", "failed", "failed", "cancelled"]
     assert (found[0].result, found[0].is_result_protobuf) == (b"result", True)
-    assert [(one.error, one.error_category) for one in found[1:3]] == [
-        ("no", "user"),
-        ("ZeroDivisionError: 1 / 0", "server"),
-    ]
+    errors = [(one.error, one.error_category) for one in found[1:3]]
+    assert errors == [("no", "user"), ("ZeroDivisionError: 1 / 0", "server")]
     assert found[3].result is None
     assert queue.begun == set()
-    with reading(database) as db:
-        assert db.get(Session, "new") is not None
-
-
-def test_outcomes_are_written_atomically(database: Database, queue: Queue) -> None:
-    request_id = put(database)
-    queue.fetch()
-    queue.begin(queue.next_samples(1, {}))
-
-    def fail(db: object) -> None:
-        raise ZeroDivisionError
-
+    assert [one.session_id for one in read_rows(database, ClientSession)] == ["new"]
+    late = put(database)
+    begin(queue)
     with pytest.raises(ZeroDivisionError):
-        queue.finish([Outcome(request_id, b"result", also=fail)])
-    assert read_rows(database, Request)[0].status is RequestStatus.PENDING
+        queue.finish([RequestOutcome(late, b"result", also=lambda _: 1 / 0)])
+    assert read_rows(database, TxRequest)[-1].status is RequestStatus.PENDING
 
 
 @pytest.mark.parametrize(
@@ -166,34 +158,23 @@ def test_outcomes_are_written_atomically(database: Database, queue: Queue) -> No
     [("a\0b", "ValueError: a\\0b"), ("\udc80", "ValueError: \\udc80"), ("x" * 5000, "ValueError: " + "x" * 1988)],
 )
 def test_error_messages_of_libraries_are_stored(database: Database, queue: Queue, message: str, expected: str) -> None:
-    queue.finish([Outcome(put(database), error=ValueError(message))])
-    assert read_rows(database, Request)[0].error == expected
+    queue.finish([RequestOutcome(put(database), error=ValueError(message))])
+    assert read_rows(database, TxRequest)[0].error == expected
 
 
 def test_requests_released_on_shutdown_are_not_suspect(database: Database, queue: Queue) -> None:
     request_id = put(database)
-    queue.fetch()
-    queue.begin(queue.next_samples(1, {}))
-    assert read_rows(database, Request)[0].n_tries == 1
+    assert begin(queue) == [request_id]
+    assert read_rows(database, TxRequest)[0].n_tries == 1
     queue.release_running()
-    assert read_rows(database, Request)[0].n_tries == 0
+    assert read_rows(database, TxRequest)[0].n_tries == 0
     again = Queue(database, "m")
-    again.fetch()
-    assert [one.request_id for one in again.next_samples(1, {})] == [request_id]
-
-
-def test_requests_that_are_cut_short_by_a_requested_stop_are_not_suspect(database: Database, queue: Queue) -> None:
-    """Those that begin between the request and the end, too."""
-    for _ in range(2):
-        put(database)
-    queue.fetch()
-    queue.begin(queue.next_samples(1, {}) or queue.next_samples(2, {}))
-    queue.prepare_stop()
+    assert begin(again) == [request_id]
+    again.prepare_stop()
     put(database)
-    queue.fetch()
-    queue.begin(queue.next_samples(9, {}))
-    assert queue.begun
-    assert {one.n_tries for one in read_rows(database, Request)} == {0}  # and then the engine is killed
+    begin(again)  # between the request to stop and the end
+    assert len(again.begun) == 2
+    assert {one.n_tries for one in read_rows(database, TxRequest)} == {0}  # and then the engine is killed
 
 
 def test_suspects_run_alone_and_are_then_given_up(database: Database) -> None:

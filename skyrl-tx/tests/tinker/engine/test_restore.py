@@ -11,28 +11,21 @@ from sqlalchemy import event
 from tx_kit.engines import Desk
 
 from tx.tinker.backends.jax.backend import JaxBackend
-from tx.tinker.db_models import ModelStatus, RequestStatus, Session, SessionStatus
+from tx.tinker.db_models import ClientSession, ModelStatus, RequestStatus, SessionStatus
 from tx.tinker.engine import restore
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 from tx.tinker.store import queries
 from tx.tinker.types import Pass, PassResult
 
 
 @pytest.fixture
-def pair(desk: Desk) -> tuple[str, str]:
-    model, twin = desk.models()
-    for one in (model, twin):
+def pair(desk: Desk) -> list[str]:
+    """Two equal models."""
+    models = desk.models()
+    for one in models:
         desk.train(one, [1, 2, 5])
     desk.work()
-    return model, twin
-
-
-@pytest.fixture
-def model(desk: Desk) -> str:
-    name = desk.model()
-    desk.train(name, [1, 2, 5])
-    desk.work()
-    return name
+    return models
 
 
 def write_point(desk: Desk, model: str) -> int:
@@ -53,7 +46,7 @@ def out_of_memory(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_restored_model_is_the_same(desk: Desk, pair: tuple[str, str], is_written: bool) -> None:
+def test_a_restored_model_is_the_same(desk: Desk, pair: list[str], is_written: bool) -> None:
     model, twin = pair
     if is_written:
         assert write_point(desk, model) > 0
@@ -66,7 +59,7 @@ def test_a_restored_model_is_the_same(desk: Desk, pair: tuple[str, str], is_writ
     assert desk.probe(model) == expected
 
 
-def test_a_step_with_an_infinite_gradient_is_not_repeated(desk: Desk, pair: tuple[str, str]) -> None:
+def test_a_step_with_an_infinite_gradient_is_not_repeated(desk: Desk, pair: list[str]) -> None:
     model, twin = pair
     desk.run_pass(model, weight=3e38)
     failed = desk.step(model)
@@ -107,40 +100,35 @@ def test_loaded_models_are_restored_without_their_checkpoint(desk: Desk, model: 
     assert desk.probe("s:train:2") == expected
 
 
-def test_deleted_models_stay_deleted(desk: Desk) -> None:
-    models = desk.models()
+def test_unloaded_models_are_not_restored(desk: Desk) -> None:
+    """Nor one that only waits to be unloaded."""
+    models = desk.models(3)
     desk.work()
     desk.unload(models[0])
     desk.work()
     left = point_folder(desk, models[0]) / "7"
     left.mkdir(parents=True)
+    unload = desk.unload(models[1])
     desk.restart()
-    assert list(desk.backend.models()) == models[1:]
+    assert list(desk.backend.models()) == models[2:]
     assert not left.parent.exists()
-
-
-def test_a_model_that_only_waits_to_be_unloaded_is_not_restored(desk: Desk, model: str) -> None:
-    unload = desk.unload(model)
-    desk.restart()
-    assert dict(desk.backend.models()) == {}
     desk.work()
     assert desk.result(unload)
 
 
 def test_models_are_restored_when_their_base_model_is_served(
-    desk: Desk, pair: tuple[str, str], tmp_path: Path, minimal_model: Path
+    desk: Desk, pair: list[str], new_desk: Callable[..., Desk]
 ) -> None:
     model, twin = pair
     expected = desk.probe(twin)
     waiting, sample = desk.run_pass(model, [3, 4, 5]), desk.sample()
-    other = Desk(tmp_path, minimal_model, name="org/other")
+    other = new_desk(name="org/other")
     assert other.change(lambda db: queries.engine_state(db, "org/other")) is None
     other.engine.run(lambda: other.row(sample).status is not RequestStatus.PENDING)
     assert dict(other.backend.models()) == {}
     assert "the weights belong to base model org/tiny, and this server has org/other" in other.error(sample)[1]
     assert other.row(waiting).status is RequestStatus.PENDING
     assert other.change(lambda db: [queries.n_models(db, name) for name in ("org/tiny", "org/other")]) == [2, 0]
-    other.close()
     desk.restart()
     desk.step(model)
     assert desk.current_loss(model) == expected
@@ -169,7 +157,9 @@ def test_a_lost_model_waits_for_the_next_engine(
     desk.engine.serve(lambda: desk.row(waiting + 1).status is not RequestStatus.PENDING)
     assert list(desk.backend.models()) == [new]
     assert desk.row(waiting).status is RequestStatus.PENDING
-    with pytest.raises(Refusal, match=r"s:train:0 could not be restored .* MemoryError: no room; restart the server"):
+    with pytest.raises(
+        RefusalError, match=r"s:train:0 could not be restored .* MemoryError: no room; restart the server"
+    ):
         desk.step(lost)
     desk.restart()
     assert set(desk.backend.models()) == {lost, other, twin, new}
@@ -201,31 +191,23 @@ def spoilt(desk: Desk, model: str) -> Path:
     return folder
 
 
-def end_session(desk: Desk) -> None:
-    desk.change(lambda db: queries.end_session(db, db.get_one(Session, "s"), SessionStatus.FINISHED, ""))
-
-
-def test_a_lost_model_whose_session_has_ended_is_given_up(desk: Desk, model: str, spoilt: Path) -> None:
-    wanted = [desk.run_pass(model), desk.save(model)]
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_lost_model_whose_session_has_ended_is_given_up(
+    desk: Desk, model: str, spoilt: Path, is_wanted: bool
+) -> None:
+    """At the next start if a save is pending, and otherwise at once."""
+    wanted = [desk.run_pass(model), desk.save(model)] if is_wanted else []
     desk.restart()
-    end_session(desk)
+    desk.change(lambda db: queries.end_session(db, db.get_one(ClientSession, "s"), SessionStatus.FINISHED, ""))
     desk.fetch()
-    assert not desk.engine.work()
-    assert spoilt.exists()
+    if is_wanted:
+        assert not desk.engine.work()
+        assert spoilt.exists()
     desk.restart()
     for one in wanted:
         category, message = desk.error(one)
         assert f"model {model} could not be restored: FileNotFoundError" in message
         assert category == "server"
-    desk.work()
-    assert desk.model_row(model).status is ModelStatus.UNLOADED
-    assert not spoilt.exists()
-
-
-def test_a_lost_model_without_pending_saves_is_unloaded_at_once(desk: Desk, model: str, spoilt: Path) -> None:
-    desk.restart()
-    end_session(desk)
-    desk.restart()
     desk.work()
     assert desk.model_row(model).status is ModelStatus.UNLOADED
     assert not spoilt.exists()
@@ -256,8 +238,7 @@ def test_gradients_delay_a_restore_point(desk: Desk, queue: Callable[[Desk, str]
     assert write_point(desk, model) == (last_step if is_written else 0)
 
 
-def test_points_are_replaced_and_deleted(desk: Desk) -> None:
-    model = desk.model()
+def test_points_are_replaced_and_deleted(desk: Desk, model: str) -> None:
     for _ in range(2):
         desk.train(model)
         desk.work()

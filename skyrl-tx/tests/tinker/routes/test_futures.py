@@ -17,6 +17,7 @@ from tx_kit.servers import (
     BASE_MODEL,
     SAMPLE,
     Running,
+    assert_refused,
     config_for,
     new_model,
     new_sampler,
@@ -26,7 +27,7 @@ from tx_kit.servers import (
     wait_until,
 )
 
-from tx.tinker.db_models import Kind, Model, ModelStatus, Request
+from tx.tinker.db_models import Kind, Model, ModelStatus, TxRequest
 from tx.tinker.doorbell import UNUSABLE
 from tx.tinker.server.supervisor import Supervisor
 from tx.tinker.wire import codec
@@ -38,22 +39,13 @@ PASS = {"data": [DATUM], "loss_fn": "cross_entropy"}
 STEP = {"adam_params": {"learning_rate": 0.1}}
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with serving(tmp_path_factory.mktemp("state"), hold_sec=0.5, max_body_bytes=100_000) as running:
-        yield running
+SERVER_SETTINGS = {"hold_sec": 0.5, "max_body_bytes": 100_000}
 
 
-@pytest.fixture
-def server(shared: Running) -> Iterator[Running]:
-    yield shared
-    shared.is_engine_paused, shared.fails_with = False, None
-
-
-@pytest.fixture
-def http(server: Running) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
+@pytest.fixture(autouse=True)
+def _working_engine(server: Running) -> Iterator[None]:
+    yield
+    server.is_engine_paused, server.fails_with = False, None
 
 
 @pytest.fixture
@@ -105,21 +97,18 @@ def test_a_repeated_sample(http: httpx.Client, server: Running, session_id: str)
 # -- older clients write and read JSON
 
 
-def test_passes_in_json(http: httpx.Client, model_id: str) -> None:
+def test_passes_in_json(http: httpx.Client, server: Running, model_id: str) -> None:
     passed = http.post("forward_backward", json={"model_id": model_id, "seq_id": 1, "forward_backward_input": PASS})
     content = result_of(http, passed, Accept="application/json")
     assert content["metrics"] == {"loss:sum": 6.0}
     assert content["loss_fn_outputs"][0]["logprobs"] == {"data": [-1.0, -2.0, -3.0], "dtype": "float32", "shape": [3]}
-
-
-def test_the_forward_endpoint(http: httpx.Client, server: Running, model_id: str) -> None:
-    body = {"model_id": model_id, "seq_id": 1, "forward_input": PASS}
+    body = {"model_id": model_id, "seq_id": 2, "forward_input": PASS}
     assert result_of(http, http.post("forward", json=body))["loss_fn_outputs"]
-    row = server.rows(Kind.FORWARD_BACKWARD)[-1]
-    assert codec.message_from_bytes(row.payload).forward_only
+    assert codec.message_from_bytes(server.rows(Kind.FORWARD_BACKWARD)[-1].payload).forward_only
 
 
-def test_polls_without_a_result(http: httpx.Client, server: Running, model_id: str) -> None:
+def test_clients_wait_for_results(http: httpx.Client, server: Running, model_id: str) -> None:
+    """A poll is held for a while; any number of clients may wait for the same result."""
     server.is_engine_paused = True
     accepted = step(http, model_id)
     started = time.monotonic()
@@ -127,11 +116,6 @@ def test_polls_without_a_result(http: httpx.Client, server: Running, model_id: s
     assert 0.4 < time.monotonic() - started < 20
     assert (content["type"], content["queue_state"]) == ("try_again", "active")
     assert content["request_id"] == accepted.json()["request_id"]
-
-
-def test_many_clients_can_wait_for_one_result(http: httpx.Client, server: Running, model_id: str) -> None:
-    server.is_engine_paused = True
-    accepted = step(http, model_id)
     threading.Timer(0.2, lambda: setattr(server, "is_engine_paused", False)).start()
     with ThreadPoolExecutor(10) as pool:
         found = list(pool.map(lambda _: result_of(http, accepted), range(10)))
@@ -146,7 +130,7 @@ def test_unknown_and_forgotten_requests(http: httpx.Client, server: Running, mod
     accepted = step(http, model_id)
     assert result_of(http, accepted)["metrics"]
     request_id = accepted.json()["request_id"]
-    server.set(Request, int(request_id), result=None)
+    server.set(TxRequest, int(request_id), result=None)
     assert http.post("retrieve_future", json={"request_id": request_id}).status_code == 410
 
 
@@ -221,8 +205,7 @@ def test_requests_of_a_model_that_waits_for_another_engine(
     content = result_of(http, waiting)
     assert (content["type"], content["queue_state"]) == ("try_again", "paused_capacity")
     assert content["queue_state_reason"] == reason.format(model_id)
-    refused = step(http, model_id)
-    assert (refused.status_code, refusal.format(model_id) in refused.text) == (400, True)
+    assert_refused(step(http, model_id), refusal.format(model_id))
     unloaded = http.post("unload_model", json={"model_id": model_id})
     assert unloaded.status_code == (400 if "base_model" in fields else 200)
 
@@ -231,8 +214,7 @@ def test_failed_models(http: httpx.Client, server: Running, session_id: str) -> 
     server.fails_with = ("no memory left", "server")
     assert result_of(http, new_model(http, session_id))["error"] == "no memory left"
     server.set(Model, f"{session_id}:train:0", status=ModelStatus.FAILED)
-    late = step(http, f"{session_id}:train:0")
-    assert (late.status_code, "could not be created: no memory left" in late.text) == (400, True)
+    assert_refused(step(http, f"{session_id}:train:0"), "could not be created: no memory left")
 
 
 def test_unloaded_models(http: httpx.Client, model_id: str) -> None:
@@ -240,8 +222,7 @@ def test_unloaded_models(http: httpx.Client, model_id: str) -> None:
     assert result_of(http, first) == {"model_id": model_id, "type": "unload_model"}
     third = http.post("unload_model", json={"model_id": model_id})
     assert first.json() == second.json() == third.json()
-    late = step(http, model_id)
-    assert (late.status_code, "was unloaded" in late.text) == (400, True)
+    assert_refused(step(http, model_id), "was unloaded")
 
 
 def test_cancelling(http: httpx.Client, server: Running, model_id: str) -> None:
@@ -249,8 +230,8 @@ def test_cancelling(http: httpx.Client, server: Running, model_id: str) -> None:
     sample = http.post("asample", json=SAMPLE)
     assert http.post("cancel_future", json={"request_id": sample.json()["request_id"]}).status_code == 200
     assert result_of(http, sample) == {"error": "the request was cancelled", "category": "user"}
-    refused = http.post("cancel_future", json={"request_id": step(http, model_id).json()["request_id"]})
-    assert (refused.status_code, "is not a sample" in refused.text) == (400, True)
+    request_id = step(http, model_id).json()["request_id"]
+    assert_refused(http.post("cancel_future", json={"request_id": request_id}), "is not a sample")
 
 
 def test_too_many_at_once(tmp_path: Path) -> None:
@@ -258,7 +239,7 @@ def test_too_many_at_once(tmp_path: Path) -> None:
         assert [http.post("asample", json=SAMPLE).status_code for _ in range(7)] == [200] * 5 + [429] * 2
         assert new_model(http, new_session(http)).status_code == 200  # a separate queue
         refused = http.post("asample", json=SAMPLE)
-    assert "5 requests of the base model are pending" in refused.text
+    assert_refused(refused, "5 requests of the base model are pending", status=429)
     assert float(refused.headers["retry-after-ms"]) == 1000
 
 

@@ -26,10 +26,13 @@ class Words(HTMLParser):
 
     EMPTY = frozenset({"meta", "link", "polyline"})
 
-    def __init__(self) -> None:
+    def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.words: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         if tag not in self.EMPTY:
@@ -46,11 +49,7 @@ class Words(HTMLParser):
 def words_of(url: str, **headers: str) -> str:
     reply = httpx.get(url, headers=headers)
     assert reply.status_code == 200
-    page = Words()
-    page.feed(reply.text)
-    page.close()
-    assert page.open == []
-    return re.sub(r"\s+", " ", " ".join(page.words))
+    return re.sub(r"\s+", " ", " ".join(Words(reply.text).words))
 
 
 def test_a_page_with_objects(server: Running) -> None:

@@ -12,13 +12,13 @@ from tx_kit.servers import config_for
 
 from tx.tinker.db_models import (
     Checkpoint,
+    ClientSession,
     Kind,
     Model,
     ModelStatus,
-    Request,
     RequestStatus,
-    Session,
     SessionStatus,
+    TxRequest,
     now,
 )
 from tx.tinker.server.cleaner import Cleaner
@@ -40,32 +40,28 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 class Clock:
     """A monotonic clock that moves on request."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    seconds = 0.0
 
     def __call__(self) -> float:
         return self.seconds
 
 
-def session(name: str, status: SessionStatus = SessionStatus.ACTIVE, **fields: Any) -> Session:
-    return Session(session_id=name, status=status, **fields)
+def session(name: str, status: SessionStatus = SessionStatus.ACTIVE, **fields: Any) -> ClientSession:
+    return ClientSession(session_id=name, status=status, **fields)
 
 
 def model(session_id: str, status: ModelStatus = ModelStatus.READY, **fields: Any) -> Model:
     return model_row(session_id, status=status, **fields)
 
 
-def old_request(model_id: str | None = None, **fields: Any) -> Request:
-    done = {"status": RequestStatus.DONE, "completed_at": now() - OLD, "result": b"r"}
+def request(model_id: str | None = None, age: timedelta = OLD, **fields: Any) -> TxRequest:
+    """A finished request, by default an old one."""
+    done = {"status": RequestStatus.DONE, "completed_at": now() - age, "result": b"r"}
     return request_row(model_id=model_id, **(done | fields))
 
 
-def new_request(**fields: Any) -> Request:
-    return old_request(**{"completed_at": now(), **fields})
-
-
-def pending_request(**fields: Any) -> Request:
-    return old_request(**{"status": RequestStatus.PENDING, "completed_at": None, "result": None, **fields})
+NEW = timedelta()
+PENDING: dict[str, Any] = {"status": RequestStatus.PENDING, "completed_at": None, "result": None}
 
 
 async def test_silent_sessions_end(service: Service) -> None:
@@ -75,11 +71,11 @@ async def test_silent_sessions_end(service: Service) -> None:
     cleaner = Cleaner(service, clock)
     for _ in range(3):
         await cleaner.clean()
-        change_row(service.database, Session, "heard", last_seen_at=now() + timedelta(seconds=clock.seconds))
+        change_row(service.database, ClientSession, "heard", last_seen_at=now() + timedelta(seconds=clock.seconds))
         clock.seconds += 0.7 * service.config.session_timeout_sec
-    found = {one.session_id: one.status for one in read_rows(service.database, Session)}
+    found = {one.session_id: one.status for one in read_rows(service.database, ClientSession)}
     assert found == {"silent": SessionStatus.EXPIRED, "heard": SessionStatus.ACTIVE}
-    unloads = [(one.kind, one.model_id) for one in read_rows(service.database, Request)]
+    unloads = [(one.kind, one.model_id) for one in read_rows(service.database, TxRequest)]
     assert unloads == [(Kind.UNLOAD_MODEL, "silent:train:0")]
 
 
@@ -96,7 +92,7 @@ async def test_live_sessions_survive_jumps_of_the_wall_clock(service: Service, j
         await cleaner.clean()
         await service.write(lambda db: queries.active_session(db, "live", "local"))
         clock.seconds += 0.3 * service.config.session_timeout_sec
-    assert read_row(service.database, Session, "live").status is SessionStatus.ACTIVE
+    assert read_row(service.database, ClientSession, "live").status is SessionStatus.ACTIVE
     assert snapshot.is_dir()
 
 
@@ -109,7 +105,7 @@ async def test_session_expiry_can_be_disabled(tmp_path: Path) -> None:
         for _ in range(2):
             await cleaner.clean()
             clock.seconds += OLD.total_seconds()
-        assert read_row(service.database, Session, "silent").status is SessionStatus.ACTIVE
+        assert read_row(service.database, ClientSession, "silent").status is SessionStatus.ACTIVE
 
 
 async def test_expired_checkpoints(service: Service) -> None:
@@ -148,67 +144,52 @@ async def test_a_freed_name_can_be_reused_at_once(service: Service, monkeypatch:
 
 async def test_old_results_are_deleted_in_batches(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "MAX_ROWS", 2)
-    add_rows(service.database, session("s"), *(old_request(session_id="s") for _ in range(5)))
+    add_rows(service.database, session("s"), *(request(session_id="s") for _ in range(5)))
     assert await service.write(lambda db: retention.delete_results(db, 1.0)) == 2
     await Cleaner(service).clean()
-    assert [(one.payload, one.result) for one in read_rows(service.database, Request)] == [(b"", None)] * 5
+    assert [(one.payload, one.result) for one in read_rows(service.database, TxRequest)] == [(b"", None)] * 5
 
 
-async def test_requests_that_a_restore_needs_are_kept(service: Service) -> None:
-    """Requests after a model's restore point are repeated when an engine restarts."""
+async def test_requests_are_kept_as_long_as_they_are_needed(service: Service) -> None:
+    """A payload may be repeated by a restore, a result may be fetched again, and a row may be asked for."""
+    nothing = ("", "")  # payload and result
     rows = {
-        "before the restore point": old_request("s:train:0", request_id=1),
-        "at the restore point": old_request("s:train:0", request_id=2),
-        "after the restore point": old_request("s:train:0", request_id=3),
-        "of a gone model": old_request("t:train:0", request_id=4),
-        "sample": old_request(request_id=5),
-        "new": new_request(request_id=6),
-        "pending": pending_request(model_id="t:train:0", request_id=7),
-        "new, at another restore point": new_request(model_id="u:train:0", request_id=8),
-        "new, after another restore point": new_request(model_id="u:train:0", request_id=9),
-        "pending after it": pending_request(model_id="u:train:0", request_id=10),
+        "before the restore point": (request("s:train:0"), nothing),
+        "at the restore point": (request("s:train:0"), nothing),
+        "after the restore point": (request("s:train:0"), ("p", "")),
+        "of an unloaded model": (request("t:train:0"), None),
+        "pending, of an unloaded model": (request("t:train:0", **PENDING), ("p", "")),
+        "new, at another restore point": (request("u:train:0", NEW), ("", "r")),
+        "new, after another restore point": (request("u:train:0", NEW), ("p", "r")),
+        "pending after it": (request("u:train:0", **PENDING), ("p", "")),
+        "of an active session": (request(session_id="s"), nothing),
+        "of an ended session": (request(session_id="ended"), None),
+        "of a model of an ended session": (request("ended:train:0", session_id="ended"), None),
+        "of a model that may have to be restored": (request("stuck:train:0", session_id="stuck"), ("p", "")),
+        "without a session": (request(), None),
+        "new": (request(age=NEW), ("", "r")),
+        "pending": (request(**PENDING), ("p", "")),
     }
-    models = [model("s", restored_until=2), model("t", ModelStatus.UNLOADED), model("u", restored_until=8)]
-    add_rows(service.database, *map(session, "stu"), *models, *rows.values())
-    names = dict(enumerate(rows, start=1))
+    sessions = [session(name) for name in "stu"]
+    sessions += [session(name, SessionStatus.FINISHED) for name in ("ended", "stuck")]
+    models = [model("s", restored_until=2), model("t", ModelStatus.UNLOADED), model("u", restored_until=6)]
+    models += [model("ended", ModelStatus.UNLOADED), model("stuck", ModelStatus.UNLOADING)]
+    numbers = {name: number for number, name in enumerate(rows, start=1)}
+    for name, (row, _) in rows.items():
+        row.request_id = numbers[name]
+    add_rows(service.database, *sessions, *models, *(row for row, _ in rows.values()))
     await Cleaner(service).clean()
-    left = read_rows(service.database, Request)
-    payloads = {names[one.request_id] for one in left if one.payload}  # type: ignore[index]
-    later = {"new, after another restore point", "pending after it"}
-    assert payloads == {"after the restore point", "pending"} | later
-    results = {names[one.request_id] for one in left if one.result}  # type: ignore[index]
-    assert results == {"new", "new, at another restore point", "new, after another restore point"}
-
-
-async def test_requests_of_ended_sessions_are_deleted(service: Service) -> None:
-    rows = {
-        "of an active session, which may fetch it again": old_request(session_id="active", request_id=1),
-        "of an ended session": old_request(session_id="ended", request_id=2),
-        "of a model of an ended session": old_request("ended:train:0", session_id="ended", request_id=3),
-        "of a model that may have to be restored": old_request("stuck:train:0", session_id="stuck", request_id=4),
-        "without a session": old_request(request_id=5),
-        "new": new_request(request_id=6),
-        "pending": pending_request(request_id=7),
-    }
-    sessions = [session("active"), *(session(name, SessionStatus.FINISHED) for name in ("ended", "stuck"))]
-    models = [model("ended", ModelStatus.UNLOADED), model("stuck", ModelStatus.UNLOADING)]
-    add_rows(service.database, *sessions, *models, *rows.values())
-    names = dict(enumerate(rows, start=1))
-    await Cleaner(service).clean()
-    assert {names[one.request_id] for one in read_rows(service.database, Request)} == {  # type: ignore[index]
-        "of an active session, which may fetch it again",
-        "of a model that may have to be restored",
-        "new",
-        "pending",
-    }
+    left = {one.request_id: (one.payload, one.result or b"") for one in read_rows(service.database, TxRequest)}
+    found = {name: left.get(number) for name, number in numbers.items()}
+    assert found == {name: kept and tuple(part.encode() for part in kept) for name, (_, kept) in rows.items()}
 
 
 async def test_numbers_of_deleted_requests_are_not_reused(service: Service) -> None:
-    add_rows(service.database, old_request())
-    (first,) = read_rows(service.database, Request)
+    add_rows(service.database, request())
+    (first,) = read_rows(service.database, TxRequest)
     await Cleaner(service).clean()
-    add_rows(service.database, old_request())
-    (second,) = read_rows(service.database, Request)
+    add_rows(service.database, request())
+    (second,) = read_rows(service.database, TxRequest)
     assert second.request_id == first.request_id + 1  # type: ignore[operator]
 
 
@@ -234,7 +215,7 @@ async def test_unused_snapshots(service: Service) -> None:
     clock = Clock()
     cleaner = Cleaner(service, clock)
     for number in range(3):
-        change_row(service.database, Session, "s", last_seen_at=now() + timedelta(seconds=clock.seconds))
+        change_row(service.database, ClientSession, "s", last_seen_at=now() + timedelta(seconds=clock.seconds))
         await cleaner.clean()
         os.utime(used, (number, number))
         clock.seconds += 0.7 * service.config.snapshot_retention_sec

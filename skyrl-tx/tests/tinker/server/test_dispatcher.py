@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from tx_kit.fake_engine import STATE
 from tx_kit.rows import add_all, checkpoint_row, model_row
-from tx_kit.servers import BASE_MODEL, SAMPLE, Running, serving, wait_until
+from tx_kit.servers import BASE_MODEL, SAMPLE, Running, result_of, serving, wait_until
 from tx_kit.vllm import External, answering_server
 
 from tx.models import peft
-from tx.tinker.db_models import CheckpointKind, EngineState, Kind, ModelStatus, Request, RequestStatus, Session
+from tx.tinker.db_models import CheckpointKind, ClientSession, EngineState, Kind, ModelStatus, RequestStatus, TxRequest
 from tx.tinker.store.checkpoint_files import checkpoint_folder
 
 
@@ -40,14 +40,11 @@ def statuses(running: Running) -> set[RequestStatus]:
 
 
 def test_samples_need_no_engine(tmp_path: Path, external: External) -> None:
-    with dispatching(tmp_path, external.url) as running:
-        (request_id,) = submit(running, SAMPLE)
-        with running.client() as http:
-            found = http.post("retrieve_future", json={"request_id": request_id}).json()
+    with dispatching(tmp_path, external.url) as running, running.client() as http:
+        found = result_of(http, http.post("asample", json=SAMPLE))
         assert [one["tokens"] for one in found["sequences"]] == [[3]]
         assert running.service.counts(None)["tokens_sampled"] == 1
-        with running.client() as http:
-            assert "tx_engine" in http.get(f"{running.url}/metrics").text
+        assert "tx_engine" in http.get(f"{running.url}/metrics").text
 
 
 def test_samples_wait_for_the_state_of_the_model(tmp_path: Path, external: External) -> None:
@@ -66,7 +63,7 @@ def test_adapters_are_loaded_from_checkpoints(tmp_path: Path, external: External
         folder.mkdir(parents=True)
         for file in (peft.CONFIG, peft.WEIGHTS):
             (folder / file).write_text("x")
-        running.change(lambda db: add_all(db, Session(session_id="s"), model, saved))
+        running.change(lambda db: add_all(db, ClientSession(session_id="s"), model, saved))
         submit(running, {**SAMPLE, "base_model": None, "model_path": saved.path}, n=2)
         wait_until(lambda: statuses(running) == {RequestStatus.DONE})
         (load,) = external.bodies("/v1/load_lora_adapter")
@@ -89,7 +86,7 @@ def test_one_of_several_servers_dispatches(tmp_path: Path, external: External) -
         for server in (running, other):
             submit(server, SAMPLE, n=10)
         wait_until(lambda: statuses(running) == {RequestStatus.DONE})
-    assert len(external.bodies("/v1/completions")) == 20
+        assert len(external.bodies("/v1/completions")) == 20
 
 
 def test_samples_of_other_servers_do_not_wait_for_running_ones(tmp_path: Path, external: External) -> None:
@@ -107,7 +104,7 @@ def test_unfinished_samples_are_sent_again_after_a_restart(tmp_path: Path, exter
     """However often the server was killed: a sample on another server is not to blame."""
     with serving(tmp_path, engine=False) as running:
         (request_id,) = submit(running, SAMPLE)
-        running.set(Request, int(request_id), n_tries=9)
+        running.set(TxRequest, int(request_id), n_tries=9)
     with dispatching(tmp_path, external.url) as running:
         wait_until(lambda: RequestStatus.PENDING not in statuses(running))
         assert running.rows(Kind.SAMPLE)[-1].status is RequestStatus.DONE

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 from tx.tinker.server.downloads import KEY_SIZE, Download, files_of, sign, signing_key, tar_parts, verify
 
 KEY = b"k" * KEY_SIZE
@@ -27,15 +27,15 @@ def test_a_modified_address_is_refused(data: st.DataObject) -> None:
     token = sign(Download("tinker://a:train:0/weights/x", "file", LATER), KEY)
     place = data.draw(st.integers(0, len(token) - 1))
     other = data.draw(st.sampled_from("abcXYZ019._-%é\0").filter(lambda one: one != token[place]))
-    with pytest.raises(Refusal, match="is not signed by this server") as refused:
+    with pytest.raises(RefusalError, match="is not signed by this server") as refused:
         verify(token[:place] + other + token[place + 1 :], KEY)
     assert refused.value.status == 403
 
 
 def test_foreign_and_expired_addresses() -> None:
-    with pytest.raises(Refusal, match="is not signed"):
+    with pytest.raises(RefusalError, match="is not signed"):
         verify(sign(Download("p", "f", LATER), b"other"), KEY)
-    with pytest.raises(Refusal, match="this address has expired"):
+    with pytest.raises(RefusalError, match="this address has expired"):
         verify(sign(Download("p", "f", int(time.time()) - 1), KEY), KEY)
 
 

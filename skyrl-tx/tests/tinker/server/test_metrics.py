@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tx_kit.rows import request_row
 
-from tx.tinker.db_models import Kind, Request, RequestStatus, now
+from tx.tinker.db_models import Kind, RequestStatus, TxRequest, now
 from tx.tinker.server import metrics as module
 from tx.tinker.server.metrics import ServerMetrics
 from tx.tinker.types import Sample, SampleResult
@@ -16,15 +17,9 @@ THREE = sample_bytes(
 )
 
 
-def done(request_id: int, **fields: Any) -> Request:
-    at = now()
-    defaults = {
-        "kind": Kind.SAMPLE,
-        "status": RequestStatus.DONE,
-        "result": THREE,
-        "created_at": at - timedelta(seconds=3),
-    }
-    return Request(request_id=request_id, payload=b"", payload_hash="", completed_at=at, **{**defaults, **fields})
+def done(request_id: int, **fields: Any) -> TxRequest:
+    times = {"created_at": now() - timedelta(seconds=3), "completed_at": now()}
+    return request_row(**({"request_id": request_id, "status": RequestStatus.DONE, "result": THREE} | times | fields))
 
 
 def numbers(metrics: ServerMetrics, **values: Any) -> dict[tuple[str, ...], float]:

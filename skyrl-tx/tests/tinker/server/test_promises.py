@@ -12,32 +12,25 @@ from tx.tinker.server.promises import Promises
 
 
 class Pending:
-    """Pending ids, recently finished ones, and the number of queries."""
+    """Pending ids, recently finished ones, and the number of queries. The first `n_failing` queries fail."""
 
-    def __init__(self, *ids: int) -> None:
+    def __init__(self, *ids: int, n_failing: int = 0) -> None:
         self.ids = set(ids)
-        self.lately: set[int] = set()
-        self.n_asked = 0
+        self.recent: set[int] = set()
+        self.n_queries = 0
+        self._n_failing = n_failing
 
-    def finish(self, number: int, *, is_lately: bool = True) -> None:
-        self.ids.discard(number)
-        if is_lately:
-            self.lately.add(number)
-
-    async def still(self) -> set[int]:
-        self.n_asked += 1
+    async def query(self, ids: set[int]) -> set[int]:
+        self.n_queries += 1
         await asyncio.sleep(0)
-        return set(self.ids)
-
-    async def recent_ids(self) -> set[int]:
-        self.n_asked += 1
-        await asyncio.sleep(0)
-        return set(self.lately)
+        if self.n_queries <= self._n_failing:
+            raise OperationalError("select", {}, Exception("away"))
+        return set(ids)
 
 
 @asynccontextmanager
 async def watched(pending: Pending, poll_sec: float = 60.0) -> AsyncIterator[Promises]:
-    promises = Promises(pending.still, pending.recent_ids)
+    promises = Promises(lambda: pending.query(pending.ids), lambda: pending.query(pending.recent))
     task = asyncio.create_task(promises.watch(lambda: poll_sec))
     try:
         yield promises
@@ -52,7 +45,8 @@ async def test_a_ring_wakes_clients_whose_request_is_done() -> None:
         first, second = (asyncio.create_task(promises.wait(number, 60)) for number in (1, 2))
         await asyncio.sleep(0.05)
         assert promises.n_waiting == 2
-        pending.finish(1)
+        pending.ids.discard(1)
+        pending.recent.add(1)
         promises.ring()
         await asyncio.wait_for(first, 20)
         assert not second.done()
@@ -71,18 +65,19 @@ async def test_no_queries_without_waiting_clients() -> None:
     async with watched(pending, poll_sec=0.001) as promises:
         promises.ring()
         await asyncio.sleep(0.05)
-    assert pending.n_asked == 0
+    assert pending.n_queries == 0
 
 
-@pytest.mark.parametrize("is_lately", [True, False])
-async def test_it_polls_without_rings(monkeypatch: pytest.MonkeyPatch, is_lately: bool) -> None:
+@pytest.mark.parametrize("is_recent", [True, False])
+async def test_it_polls_without_rings(monkeypatch: pytest.MonkeyPatch, is_recent: bool) -> None:
     """Results that are not reported as recent, because the engine's clock is wrong, are found by the backup."""
-    monkeypatch.setattr("tx.tinker.server.promises.BACKUP_SEC", 3600 if is_lately else 0.1)
+    monkeypatch.setattr("tx.tinker.server.promises.BACKUP_SEC", 3600 if is_recent else 0.1)
     pending = Pending(1)
     async with watched(pending, poll_sec=0.02) as promises:
         task = asyncio.create_task(promises.wait(1, 60))
         await asyncio.sleep(0.05)
-        pending.finish(1, is_lately=is_lately)
+        pending.ids.discard(1)
+        pending.recent |= {1} if is_recent else set()
         await asyncio.wait_for(task, 20)
 
 
@@ -100,17 +95,5 @@ async def test_waits_time_out() -> None:
 
 async def test_it_survives_an_unavailable_database(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tx.tinker.server.promises.BACKUP_SEC", 0.01)
-    n_asked = 0
-
-    async def ask() -> set[int]:
-        nonlocal n_asked
-        n_asked += 1
-        if n_asked < 3:
-            raise OperationalError("select", {}, Exception("away"))
-        return set()
-
-    promises = Promises(ask, ask)
-    task = asyncio.create_task(promises.watch(lambda: 0.01))
-    await asyncio.wait_for(promises.wait(1, 60), 20)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with watched(Pending(n_failing=2), poll_sec=0.01) as promises:
+        await asyncio.wait_for(promises.wait(1, 60), 20)

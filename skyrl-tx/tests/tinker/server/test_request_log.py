@@ -1,6 +1,6 @@
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -36,38 +36,33 @@ async def answer(request: Request) -> Response:
     return PlainTextResponse("ok", 201)
 
 
+LOG = "tx.tinker.server.request_log"
+
+
 @pytest.fixture
 def metrics() -> ServerMetrics:
     return ServerMetrics()
 
 
 @pytest.fixture
-def client(metrics: ServerMetrics) -> Iterator[httpx.AsyncClient]:
+def client(metrics: ServerMetrics, caplog: pytest.LogCaptureFixture) -> httpx.AsyncClient:
+    caplog.set_level(logging.INFO, LOG)
     things = Route("/things/{name}", answer, methods=["GET", "POST", "BREW"])
     app = Starlette(routes=[things, Route("/stream", stream)])
     app.add_middleware(RequestLog, metrics=metrics)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://x")  # type: ignore[return-value]
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x")
 
 
 async def test_one_line_per_request(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "tx.tinker.server.request_log")
+    """Tokens of downloads are hidden, also in addresses that lead nowhere."""
     await client.get("/things/a%0Ab")
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "tx.tinker.server.request_log"]
-    assert line.startswith(r"GET /things/a\nb 201 ")
-    assert line.endswith(r"ms session=s\nERROR forged request=7")
-
-
-async def test_tokens_of_downloads_are_hidden(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
-    """Also in addresses that lead nowhere."""
-    caplog.set_level(logging.INFO, "tx.tinker.server.request_log")
     await client.get("/api/v1/downloads/cGF5bG9hZA.5iGnAtUrE/weights.bin")
     await client.get("/api/v1/downloads/cGF5bG9hZA.5iGnAtUrE")
-    lines = [one.getMessage() for one in caplog.records if one.name == "tx.tinker.server.request_log"]
-    assert [line.split()[1] for line in lines] == [
-        "/api/v1/downloads/[hidden]/weights.bin",
-        "/api/v1/downloads/[hidden]",
-    ]
+    line, *downloads = [one.getMessage() for one in caplog.records if one.name == LOG]
+    assert line.startswith(r"GET /things/a\nb 201 ")
+    assert line.endswith(r"ms session=s\nERROR forged request=7")
+    paths = [line.split()[1] for line in downloads]
+    assert paths == ["/api/v1/downloads/[hidden]/weights.bin", "/api/v1/downloads/[hidden]"]
 
 
 async def test_metrics_are_grouped_by_endpoint(client: httpx.AsyncClient, metrics: ServerMetrics) -> None:
@@ -77,11 +72,8 @@ async def test_metrics_are_grouped_by_endpoint(client: httpx.AsyncClient, metric
         await client.get(f"/elsewhere/{number}")
         await client.request(f"BREW{number}", "/things/a")
     await client.request("BREW", "/things/a")
-    (family,) = [
-        one
-        for one in text_string_to_metric_families(metrics.to_text({}, 0, 0, {}, is_engine_up=False).decode())
-        if one.name == "tx_http_requests"
-    ]
+    families = text_string_to_metric_families(metrics.to_text({}, 0, 0, {}, is_engine_up=False).decode())
+    (family,) = (one for one in families if one.name == "tx_http_requests")
     found = {tuple(one.labels.values()): one.value for one in family.samples if one.name.endswith("_total")}
     assert found == {
         ("/things/{name}", "GET", "201"): 2,
@@ -92,24 +84,20 @@ async def test_metrics_are_grouped_by_endpoint(client: httpx.AsyncClient, metric
     }
 
 
-async def test_a_request_that_a_shutdown_cancels_is_sent_again_later(
-    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "tx.tinker.server.request_log")
+async def cancel_on_shutdown(client: httpx.AsyncClient, path: str) -> httpx.Response:
+    """Cancel a request once it is being answered, as uvicorn does when it stops."""
     WAITING.append(asyncio.Event())
-    request = asyncio.create_task(client.get("/things/wait"))
+    request = asyncio.create_task(client.get(path))
     await WAITING[-1].wait()
     request.cancel()
-    answered = await request
+    return await request
+
+
+async def test_a_shutdown_cancels_requests(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    """Clients send them again later. A reply that has begun is cut off."""
+    answered = await cancel_on_shutdown(client, "/things/wait")
     assert (answered.status_code, answered.headers["Retry-After"]) == (503, "10")
     assert "the server is stopping" in answered.json()["detail"]
     assert "GET /things/wait 503" in caplog.text
-
-
-async def test_a_reply_that_has_begun_is_cut_off_by_a_shutdown(client: httpx.AsyncClient) -> None:
-    WAITING.append(asyncio.Event())
-    request = asyncio.create_task(client.get("/stream"))
-    await WAITING[-1].wait()
-    request.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await request
+        await cancel_on_shutdown(client, "/stream")

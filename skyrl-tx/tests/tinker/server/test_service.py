@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import event
-from tx_kit.servers import BASE_MODEL, serving
+from tx_kit.servers import SAMPLE, serving
 
 from tx.tinker.server import service
 
@@ -47,8 +47,7 @@ def test_accepted_training_survives_a_power_loss(tmp_path: Path) -> None:
 
         accepted: list[str] = []
         event.listen(running.service.database, "before_cursor_execute", record)
-        sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "base_model": BASE_MODEL}
         with running.client() as http:
             assert http.post("optim_step", json={"model_id": model_id, "adam_params": {}}).status_code == 200
-            assert http.post("asample", json=sample).status_code == 200
+            assert http.post("asample", json=SAMPLE).status_code == 200
     assert accepted == ["FULL", "NORMAL"]

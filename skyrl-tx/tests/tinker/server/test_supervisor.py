@@ -35,18 +35,12 @@ def child(program: str) -> tuple[str, ...]:
     return sys.executable, "-c", textwrap.dedent(program)
 
 
-def supervise(program: str, folder: Path, on_ring: Callable[[], None] = lambda: None, **settings: float) -> Supervisor:
+def supervise(
+    program: str | tuple[str, ...], folder: Path, on_ring: Callable[[], None] = lambda: None, **settings: float
+) -> Supervisor:
     config = TxConfig(base_model="org/m", checkpoints_base=folder, **settings)
-    return Supervisor(config, on_ring, command=child(program), first_pause_sec=0.01)
-
-
-def unusable_after_the_first_start(folder: Path) -> str:
-    before = str(folder / "before")
-    return f"""
-        import pathlib, sys
-        if pathlib.Path({before!r}).exists(): sys.exit({UNUSABLE})
-        pathlib.Path({before!r}).touch()
-    """
+    command = child(program) if isinstance(program, str) else program
+    return Supervisor(config, on_ring, command=command, first_pause_sec=0.01)
 
 
 @asynccontextmanager
@@ -96,18 +90,17 @@ async def test_it_restarts_a_dead_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("program", "words"),
     [
-        (child("raise SystemExit('no such model')"), "exit status 1; its last output: no such model"),
+        ("raise SystemExit('no such model')", "exit status 1; its last output: no such model"),
         (("/nowhere/python",), "FileNotFoundError"),
     ],
 )
 async def test_it_gives_up(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: tuple[str, ...], words: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], program: str | tuple[str, ...], words: str
 ) -> None:
     rung = asyncio.Event()
-    config = TxConfig(base_model="org/m", checkpoints_base=tmp_path)
-    supervisor = Supervisor(config, rung.set, command=command, first_pause_sec=0.01)
+    supervisor = supervise(program, tmp_path, rung.set)
     async with running(supervisor) as task:
         await asyncio.wait_for(task, 30)
     assert supervisor.n_starts == supervision.MAX_FAST_DEATHS
@@ -132,7 +125,13 @@ async def test_an_engine_that_was_usable_before_is_restarted(
 ) -> None:
     """The folder may be unavailable for a moment. It is given up at last, however long it takes to find out."""
     monkeypatch.setattr(supervision, "STABLE_SEC", stable_sec)
-    supervisor = supervise(unusable_after_the_first_start(tmp_path), tmp_path)
+    started = str(tmp_path / "started")
+    program = f"""
+        import pathlib, sys
+        if pathlib.Path({started!r}).exists(): sys.exit({UNUSABLE})
+        pathlib.Path({started!r}).touch()
+    """
+    supervisor = supervise(program, tmp_path)
     async with running(supervisor) as task:
         await asyncio.wait_for(task, 30)
     assert (supervisor.n_starts, supervisor.unusable) == (supervision.MAX_FAST_DEATHS, None)
@@ -203,10 +202,9 @@ async def test_a_hung_engine_is_restarted(
     action: str, reason: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It shows where it hangs. An engine that compiles for hours reports progress."""
-    config = TxConfig(base_model="org/m", checkpoints_base=tmp_path, engine_hang_sec=HANG_SECONDS)
-    program = child(HANGS.format(database=config.database_url.removeprefix("sqlite:///"), action=action))
-    supervisor = Supervisor(config, lambda: None, command=program, first_pause_sec=0.01)
-    service = Service(config, supervisor)
+    program = HANGS.format(database=str(tmp_path / "tinker.db"), action=action)
+    supervisor = supervise(program, tmp_path, engine_hang_sec=HANG_SECONDS)
+    service = Service(supervisor._config, supervisor)
     add_rows(service.database, EngineState(**(STATE | {"base_model": "org/m", "status": {STALLED: 99}})))
     async with service.running():
         if reason is None:

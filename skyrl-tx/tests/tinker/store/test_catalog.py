@@ -9,7 +9,7 @@ from sqlalchemy import Engine as Database
 from sqlmodel import Session as Db
 from tx_kit.rows import add_rows, change_row, checkpoint_row, model_row
 
-from tx.tinker.db_models import Checkpoint, CheckpointKind, Session, SessionStatus, now
+from tx.tinker.db_models import Checkpoint, CheckpointKind, ClientSession, SessionStatus, now
 from tx.tinker.store import catalog
 from tx.tinker.store.database import reading
 from tx.tinker.types import UserError
@@ -25,19 +25,16 @@ def db(database: Database) -> Iterator[Db]:
     for number, name in enumerate(("a0", "a1", "a2", "a3", "b0")):
         at = START + timedelta(hours=number)
         model = model_row(name, rank=number % 2 * 4, last_request_at=at)
-        checkpoints = [
-            checkpoint_row(
-                model.model_id, "c", kind=kind, size_bytes=1 << 40, created_at=at + timedelta(minutes=minute)
-            )
-            for minute, kind in enumerate((CheckpointKind.TRAINING, CheckpointKind.SAMPLER))
-        ]
-        add_rows(database, session(name, number), model, *checkpoints)
+        add_rows(database, session(name, number), model)
+        for minute, kind in enumerate((CheckpointKind.TRAINING, CheckpointKind.SAMPLER)):
+            fields = {"kind": kind, "size_bytes": 1 << 40, "created_at": at + timedelta(minutes=minute)}
+            add_rows(database, checkpoint_row(model.model_id, "c", **fields))
     with reading(database) as opened:
         yield opened
 
 
-def session(name: str, number: int) -> Session:
-    return Session(
+def session(name: str, number: int) -> ClientSession:
+    return ClientSession(
         session_id=name,
         owner=name[0],
         project_id="p" if number < 2 else None,
@@ -83,7 +80,7 @@ def test_checkpoints(db: Db, database: Database) -> None:
 def test_sessions(db: Db) -> None:
     assert catalog.list_sessions(db, "a", limit=9, offset=0).sessions == ["a2", "a3", "a0", "a1"]
     assert catalog.list_sessions(db, "a", limit=1, offset=2).sessions == ["a0"]
-    info = catalog.session_info(db, db.get_one(Session, "a1"))
+    info = catalog.session_info(db, db.get_one(ClientSession, "a1"))
     assert (info.training_run_ids, info.user_metadata) == (["a1:train:0"], {"number": "1", "all": "yes"})
 
 
@@ -118,9 +115,8 @@ def test_pages_contain_each_session_once(db: Db, limit: int) -> None:
     seen: list[str] = []
     cursor = None
     while True:
-        page = catalog.search_sessions(
-            db, "a", SearchSessionsRequest.model_validate({"limit": limit, "cursor": cursor})
-        )
+        query = SearchSessionsRequest.model_validate({"limit": limit, "cursor": cursor})
+        page = catalog.search_sessions(db, "a", query)
         seen += [one.session_id for one in page.sessions]
         if page.next_cursor is None:
             break
@@ -129,10 +125,8 @@ def test_pages_contain_each_session_once(db: Db, limit: int) -> None:
 
 
 def test_cursor_times(db: Db) -> None:
-    naive = {"last_created_at": "2026-01-01T01:00:00", "last_session_id": "a2"}  # in UTC
-    assert search(db, cursor=naive) == ["a1", "a0"]
-    elsewhere = {"last_created_at": "2026-01-01T06:30:00+05:30", "last_session_id": "a2"}
-    assert search(db, cursor=elsewhere) == ["a1", "a0"]
+    for time in ("2026-01-01T01:00:00", "2026-01-01T06:30:00+05:30"):  # without a zone, in UTC
+        assert search(db, cursor={"last_created_at": time, "last_session_id": "a2"}) == ["a1", "a0"]
     with pytest.raises(UserError, match="is out of range"):
         search(db, cursor={"last_created_at": "0001-01-01T00:00:00+12:00", "last_session_id": "x"})
 

@@ -8,13 +8,14 @@ from tx_kit.rows import add_rows, change_row, checkpoint_row, model_row, read_ro
 from tx_kit.servers import config_for
 
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import Checkpoint, Model, ModelStatus, Session, SessionStatus
-from tx.tinker.refusal import Refusal
+from tx.tinker.db_models import Checkpoint, ClientSession, Model, ModelStatus, SessionStatus
+from tx.tinker.refusal import RefusalError
 from tx.tinker.store import copying
 from tx.tinker.store.checkpoint_files import checkpoint_folder, delete_folder
 from tx.tinker.store.database import reading, writing
 from tx.tinker.wire.requests import CopyWeightsRequest
 
+KEY = ("s:train:0", "weights", "x")
 SOURCE = "tinker://s:train:0/weights/x"
 
 
@@ -26,7 +27,7 @@ def config(tmp_path: Path) -> TxConfig:
 @pytest.fixture
 def database(config: TxConfig, database: Database) -> Database:
     """A database with a user who has a checkpoint, and one who has a session."""
-    sessions = [Session(session_id="s", owner="alice"), Session(session_id="t", owner="bob")]
+    sessions = [ClientSession(session_id="s", owner="alice"), ClientSession(session_id="t", owner="bob")]
     add_rows(database, *sessions, model_row(), checkpoint_row(size_bytes=7, user_metadata={"a": "b"}))
     folder = checkpoint_folder(config, SOURCE)
     (folder / "deep").mkdir(parents=True)
@@ -52,7 +53,7 @@ def test_a_copy_is_independent(config: TxConfig, database: Database) -> None:
     assert (checkpoint_folder(config, target) / "deep" / "file").read_bytes() == b"weights"
     with reading(database) as db:
         found = db.exec(select(Checkpoint).where(Checkpoint.model_id != "s:train:0")).one()
-        model, session = db.get_one(Model, found.model_id), db.get_one(Session, found.model_id.partition(":")[0])
+        model, session = db.get_one(Model, found.model_id), db.get_one(ClientSession, found.model_id.partition(":")[0])
     assert (found.path, found.size_bytes, found.user_metadata) == (target, 7, {"a": "b"})
     assert found.expires_at is not None
     assert (model.status, model.rank) == (ModelStatus.UNLOADED, 4)
@@ -73,18 +74,18 @@ def test_a_copy_that_is_not_recorded_has_no_files(config: TxConfig, database: Da
     target = copying.target_path("alice", body, None)
     complete = copying.copy_files(config, SOURCE, target)
     with writing(database) as db:
-        db.delete(db.get_one(Checkpoint, ("s:train:0", "weights", "x")))
-    with pytest.raises(Refusal, match="there is no checkpoint"), writing(database) as db:
+        db.delete(db.get_one(Checkpoint, KEY))
+    with pytest.raises(RefusalError, match="there is no checkpoint"), writing(database) as db:
         copying.record_copy(db, "alice", config, body, target, complete)
     assert not checkpoint_folder(config, target).exists()
 
 
 def test_copies_of_public_checkpoints(config: TxConfig, database: Database) -> None:
-    with pytest.raises(Refusal, match="there is no checkpoint"):
+    with pytest.raises(RefusalError, match="there is no checkpoint"):
         copy(config, database, "bob", session_id="t", model_seq_id=0)
-    change_row(database, Checkpoint, ("s:train:0", "weights", "x"), is_public=True)
+    change_row(database, Checkpoint, KEY, is_public=True)
     assert copy(config, database, "bob", session_id="t", model_seq_id=0) == "tinker://t:train:0/weights/x"
-    with pytest.raises(Refusal, match="there is no session"):
+    with pytest.raises(RefusalError, match="there is no session"):
         copy(config, database, "bob", session_id="s", model_seq_id=1)
 
 
@@ -94,21 +95,18 @@ def test_copies_of_public_checkpoints(config: TxConfig, database: Database) -> N
         ({}, "takes either destination_project_id, or session_id and model_seq_id"),
         ({"session_id": "s"}, "takes either"),
         ({"session_id": "s", "model_seq_id": 7}, "model s:train:7 already exists"),
-        (
-            {"session_id": "s", "model_seq_id": 0, "source_path": "tinker://s:train:1/weights/y"},
-            "there is no checkpoint",
-        ),
+        ({"session_id": "s", "model_seq_id": 0, "source_path": f"{SOURCE}y"}, "there is no checkpoint"),
     ],
 )
 def test_refused_copies(config: TxConfig, database: Database, fields: dict[str, Any], words: str) -> None:
     add_rows(database, model_row(number=7))
-    with pytest.raises(Refusal, match=words):
+    with pytest.raises(RefusalError, match=words):
         copy(config, database, **fields)
 
 
 def test_deleted_files(config: TxConfig, database: Database) -> None:
     delete_folder(checkpoint_folder(config, SOURCE))
-    with pytest.raises(Refusal, match=r"the files of .* are gone") as refused:
+    with pytest.raises(RefusalError, match=r"the files of .* are gone") as refused:
         copy(config, database, destination_project_id="p")
     assert refused.value.status == 404
     assert not list(config.checkpoints_base.rglob(".unfinished-*"))

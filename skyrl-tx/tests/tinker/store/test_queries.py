@@ -2,15 +2,15 @@ import pytest
 from sqlalchemy import Engine as Database
 from tx_kit.rows import request_row
 
-from tx.tinker.db_models import Kind, Request, RequestStatus
-from tx.tinker.refusal import Refusal
+from tx.tinker.db_models import Kind, RequestStatus, TxRequest
+from tx.tinker.refusal import RefusalError
 from tx.tinker.store import queries
 from tx.tinker.store.database import reading, writing
 
 MODEL = "s:train:0"
 
 
-def request(kind: Kind, payload: bytes) -> Request:
+def request(kind: Kind, payload: bytes) -> TxRequest:
     return request_row(kind, model_id=MODEL, seq_id=3, payload=payload, payload_hash=queries.hash_of(payload))
 
 
@@ -23,7 +23,7 @@ def test_a_repeated_request_has_the_same_kind_and_the_same_payload(database: Dat
         assert found is not None
         assert found.request_id == first.request_id
         for other in (request(Kind.SAVE_WEIGHTS, b"y"), request(Kind.SAVE_WEIGHTS_FOR_SAMPLER, b"x")):
-            with pytest.raises(Refusal, match=f"seq_id=3 of {MODEL} was used by another request, save_weights"):
+            with pytest.raises(RefusalError, match=f"seq_id=3 of {MODEL} was used by another request, save_weights"):
                 queries.earlier_request(db, other)
 
 
@@ -36,5 +36,5 @@ def test_a_sample_that_is_done_cannot_be_cancelled(database: Database) -> None:
             queries.cancel_sample(db, sample.request_id or 0)
     with reading(database) as db:
         pairs = zip(RequestStatus, samples, strict=True)
-        found = {status: db.get_one(Request, one.request_id).status for status, one in pairs}
+        found = {status: db.get_one(TxRequest, one.request_id).status for status, one in pairs}
     assert found == {status: status for status in RequestStatus} | {RequestStatus.PENDING: RequestStatus.CANCELLED}

@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import Engine as Database
 from tx_kit.rows import add_rows, read_rows, request_row
 
-from tx.tinker.db_models import Request, RequestStatus, now
+from tx.tinker.db_models import RequestStatus, TxRequest, now
 from tx.tinker.store import retention
 from tx.tinker.store.database import writing
 
@@ -20,4 +20,4 @@ def test_old_requests_are_deleted_in_batches(database: Database, monkeypatch: py
         with writing(database) as db:
             n_deleted.append(retention.delete_requests(db, 1.0))
     assert n_deleted == [2, 2, 1, 0]
-    assert read_rows(database, Request) == []
+    assert read_rows(database, TxRequest) == []

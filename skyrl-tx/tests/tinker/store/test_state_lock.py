@@ -22,11 +22,6 @@ def config(each_database_url: str, tmp_path: Path) -> TxConfig:
 on_sqlite = pytest.mark.parametrize("each_database_url", ["sqlite"], indirect=True)
 
 
-def elsewhere(config: TxConfig, tmp_path: Path) -> TxConfig:
-    """Settings with the same database and another folder."""
-    return config.model_copy(update={"checkpoints_base": tmp_path / "other"})
-
-
 def start(config: TxConfig, *program: str) -> subprocess.Popen[str]:
     flags = [*arguments_of(config), f"--database-url={config.database_url}"]
     return start_python(*program, *flags, stderr=subprocess.PIPE)
@@ -36,7 +31,8 @@ def test_only_one_engine_holds_it(config: TxConfig, tmp_path: Path) -> None:
     with StateLock(config, "engine") as first:
         first.take()
         assert first.is_held()
-        for other in (config, elsewhere(config, tmp_path)):
+        elsewhere = config.model_copy(update={"checkpoints_base": tmp_path / "other"})
+        for other in (config, elsewhere):
             with (
                 StateLock(other, "engine") as second,
                 pytest.raises(StateTakenError, match=r"another engine, process \d+ on .* since"),

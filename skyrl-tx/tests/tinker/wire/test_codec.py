@@ -1,9 +1,12 @@
 """Compare messages with the encoders and decoders of the real client."""
 
+import contextlib
 import json
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -36,13 +39,15 @@ def data(draw: st.DrawFn) -> sdk.Datum:
     )
 
 
+def datum_of(tokens: list[int], **inputs: Any) -> sdk.Datum:
+    return sdk.Datum(model_input=sdk.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
 def encoded(datums: list[sdk.Datum], config: dict[str, float | str] | None = None, loss_fn: str = "ppo") -> bytes:
     """Encode data with the client."""
-    forward_backward_input = sdk.ForwardBackwardInput(data=datums, loss_fn=loss_fn, loss_fn_config=config)
-    message = forward_backward_request_to_proto(
-        ForwardBackwardRequest(forward_backward_input, model_id="s:train:0", seq_id=3)
-    )
-    return message.SerializeToString()
+    data = sdk.ForwardBackwardInput(data=datums, loss_fn=loss_fn, loss_fn_config=config)
+    request = ForwardBackwardRequest(data, model_id="s:train:0", seq_id=3)
+    return forward_backward_request_to_proto(request).SerializeToString()
 
 
 @given(st.lists(data(), max_size=3), st.dictionaries(st.sampled_from(["a", "b"]), st.floats(-9, 9)))
@@ -58,23 +63,16 @@ def test_passes_of_the_client_are_decoded(datums: list[sdk.Datum], config: dict[
 
 
 def test_inputs_are_cast_for_backends() -> None:
-    datum = sdk.Datum(
-        model_input=sdk.ModelInput.from_ints([1, 2]),
-        loss_fn_inputs={"target_tokens": np.array([1, 2]), "weights": np.array([0, 1])},
-    )
+    datum = datum_of([1, 2], target_tokens=np.array([1, 2]), weights=np.array([0, 1]))
     inputs = codec.pass_of(codec.message_from_bytes(encoded([datum]))).data[0].inputs
     assert (inputs["target_tokens"].dtype, inputs["weights"].dtype) == (np.int32, np.float32)
 
 
 @pytest.mark.parametrize("n_columns", [1, 40])
 def test_sparse_targets_of_the_client_are_decoded(n_columns: int) -> None:
-    torch = pytest.importorskip("torch")
     dense = torch.zeros(5, n_columns, dtype=torch.int64)
     dense[1, 0], dense[4, n_columns - 1] = 7, 9
-    datum = sdk.Datum(
-        model_input=sdk.ModelInput.from_ints([1] * 5), loss_fn_inputs={"target_tokens": dense, "weights": dense.float()}
-    )
-    message = codec.message_from_bytes(encoded([datum]))
+    message = codec.message_from_bytes(encoded([datum_of([1] * 5, target_tokens=dense, weights=dense.float())]))
     is_sparse = message.data[0].loss_fn_inputs["target_tokens"].WhichOneof("layout") == "sparse_csr"
     assert is_sparse == (n_columns == 40)
     np.testing.assert_array_equal(codec.pass_of(message).data[0].inputs["target_tokens"], dense.numpy())
@@ -82,8 +80,17 @@ def test_sparse_targets_of_the_client_are_decoded(n_columns: int) -> None:
 
 @given(st.lists(data(), min_size=1, max_size=3))
 def test_json_of_older_clients_is_equivalent(datums: list[sdk.Datum]) -> None:
-    body = {"data": [_as_json(datum) for datum in datums], "loss_fn": "ppo", "loss_fn_config": {"beta": 0.5}}
-    body = json.loads(json.dumps(body))
+    as_json = [
+        {
+            "model_input": {"chunks": [{"tokens": chunk.tokens} for chunk in datum.model_input.chunks]},
+            "loss_fn_inputs": {
+                name: {"data": value.to_numpy().reshape(-1).tolist(), "dtype": value.dtype, "shape": value.shape}
+                for name, value in datum.loss_fn_inputs.items()
+            },
+        }
+        for datum in datums
+    ]
+    body = json.loads(json.dumps({"data": as_json, "loss_fn": "ppo", "loss_fn_config": {"beta": 0.5}}))
     ours = codec.pass_of(codec.message_from_json("s:train:0", 3, body, is_forward_only=True))
     theirs = codec.pass_of(codec.message_from_bytes(encoded(datums, {"beta": 0.5})))
     assert ours.is_forward_only
@@ -92,16 +99,6 @@ def test_json_of_older_clients_is_equivalent(datums: list[sdk.Datum]) -> None:
         np.testing.assert_array_equal(one.tokens, other.tokens)
         for name in other.inputs:
             np.testing.assert_array_equal(one.inputs[name], other.inputs[name])
-
-
-def _as_json(datum: sdk.Datum) -> dict[str, object]:
-    return {
-        "model_input": {"chunks": [{"tokens": chunk.tokens} for chunk in datum.model_input.chunks]},
-        "loss_fn_inputs": {
-            name: {"data": value.to_numpy().reshape(-1).tolist(), "dtype": value.dtype, "shape": value.shape}
-            for name, value in datum.loss_fn_inputs.items()
-        },
-    }
 
 
 ROWS = st.lists(
@@ -165,31 +162,25 @@ def test_the_client_decodes_samples(result: SampleResult) -> None:
         assert all(row == [(5, -2.0)] * 2 for row in read.topk_prompt_logprobs[1:])
 
 
-def is_understood(body: bytes) -> bool:
-    """Return whether a body is valid. If not, it must raise the user's error, and nothing else."""
-    try:
+def check_bytes(body: bytes) -> None:
+    """Decode a body. Only the user's error may be raised."""
+    with contextlib.suppress(UserError):
         codec.pass_of(codec.message_from_bytes(body))
-    except UserError:
-        return False
-    return True
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_a_user_error(body: bytes) -> None:
-    assert is_understood(body) in (True, False)
+    check_bytes(body)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 30))
 def test_damaged_bytes_are_a_message_or_a_user_error(seed: int, n_changes: int) -> None:
     rng = np.random.default_rng(seed)
-    datum = sdk.Datum(
-        model_input=sdk.ModelInput.from_ints([1, 2, 3]),
-        loss_fn_inputs={"target_tokens": np.array([1, 2, 3]), "weights": np.ones(3, np.float32)},
-    )
+    datum = datum_of([1, 2, 3], target_tokens=np.array([1, 2, 3]), weights=np.ones(3, np.float32))
     body = bytearray(encoded([datum, datum], {"a": 1.0}))
     for place in rng.integers(0, len(body), n_changes):
         body[place] = rng.integers(256)
-    assert is_understood(bytes(body)) in (True, False)
+    check_bytes(bytes(body))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +206,6 @@ def test_text_settings() -> None:
     ("values", "words"), [(np.array([0.5]), "must be int64"), (np.array([1 << 40]), "which is not a token")]
 )
 def test_invalid_targets(values: np.ndarray, words: str) -> None:
-    tensor = sdk.TensorData.from_numpy(values)
-    datum = sdk.Datum(model_input=sdk.ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": tensor})
+    datum = datum_of([1], target_tokens=sdk.TensorData.from_numpy(values))
     with pytest.raises(UserError, match=words):
         codec.pass_of(codec.message_from_bytes(encoded([datum])))

@@ -45,16 +45,10 @@ def test_inconsistent_tensors_are_refused_by_name(tensor: pb.Tensor, words: str)
     assert "weights of data[3]" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"data": [1 << 70], "dtype": "int64"}, "does not fit"),
-        ({"data": [1], "dtype": "int64", "shape": [1 << 70]}, "does not fit"),
-    ],
-)
-def test_numbers_that_do_not_fit_in_json(fields: dict[str, object], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        tensor_from_json(fields, "t")
+@pytest.mark.parametrize("fields", [{"data": [1 << 70]}, {"data": [1], "shape": [1 << 70]}])
+def test_numbers_that_do_not_fit_in_json(fields: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="does not fit"):
+        tensor_from_json({"dtype": "int64", **fields}, "t")
 
 
 @pytest.mark.parametrize("shape", [[1, 1 << 23], [-1, 1 << 23], [1 << 40, 1 << 20]])
@@ -66,14 +60,9 @@ def test_large_sparse_tensors_are_refused(shape: list[int]) -> None:
 
 
 def test_sparse_json() -> None:
-    fields = {
-        "data": [5.0],
-        "dtype": "float32",
-        "shape": [2, 2],
-        "sparse_crow_indices": [0, 0, 1],
-        "sparse_col_indices": [1],
-    }
-    assert dense_array(tensor_from_json(fields, "t"), "t").tolist() == [[0, 0], [0, 5]]
+    fields = {"data": [5.0], "dtype": "float32", "shape": [2, 2]}
+    sparse = {"sparse_crow_indices": [0, 0, 1], "sparse_col_indices": [1]}
+    assert dense_array(tensor_from_json({**fields, **sparse}, "t"), "t").tolist() == [[0, 0], [0, 5]]
 
 
 @pytest.mark.parametrize(

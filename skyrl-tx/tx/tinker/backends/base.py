@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest, SampleResult
 
 Done = Callable[[SampleResult | Exception], None]
@@ -60,13 +60,13 @@ class Backend(Sampler, Protocol):
     def is_compiling(self) -> bool:
         """True while a program compiles. This may take minutes. Any thread may read it."""
 
-    def create_model(self, model_id: str, lora: LoraConfig) -> None:
+    def create_model(self, model_id: str, lora: AdapterConfig) -> None:
         """Create a model that starts from the base model."""
 
     def delete_model(self, model_id: str) -> None:
         """Delete a model. Its frozen weights stay valid."""
 
-    def models(self) -> Mapping[str, LoraConfig]:
+    def models(self) -> Mapping[str, AdapterConfig]:
         """Return the models under training."""
 
     def counts(self) -> Mapping[str, int]:

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from tx.flags import format_setting_errors
 from tx.models.config import ModelError
 from tx.tinker.backends.base import Backend
-from tx.tinker.backends.jax.config import JaxConfig
-from tx.tinker.backends.torch.config import TorchConfig
+from tx.tinker.backends.config import JaxConfig, TorchConfig
 
 BackendName = Literal["jax", "torch"]
 TORCH_PACKAGES = ("skyrl_train", "torch", "transformers")  # of the extra

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.types import UserError
 
 T = TypeVar("T")
@@ -17,14 +17,14 @@ SETTINGS, WHOLE_MODEL, OPTIMIZER = "training.json", "model.safetensors", "optimi
 N_STEPS = "n_steps"
 
 
-def save_settings(folder: Path, lora: LoraConfig) -> None:
+def save_settings(folder: Path, lora: AdapterConfig) -> None:
     """Write the adapter's settings."""
     (folder / SETTINGS).write_text(json.dumps({"lora": asdict(lora)}), encoding="utf-8")
 
 
-def load_settings(folder: Path) -> LoraConfig:
+def load_settings(folder: Path) -> AdapterConfig:
     """Read the adapter's settings."""
-    return LoraConfig(**json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["lora"])
+    return AdapterConfig(**json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["lora"])
 
 
 def optimizer_file(folder: Path) -> Path:

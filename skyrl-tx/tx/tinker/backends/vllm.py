@@ -69,7 +69,10 @@ class _PendingSample:
         """Report the result."""
         if self.is_wanted:
             error = self.future.exception()
-            self.done(self.future.result() if error is None else _as_exception(error))
+            if error is None:
+                self.done(self.future.result())
+            else:
+                self.done(error if isinstance(error, Exception) else TinkerError(repr(error)))
 
 
 class VllmSampler:
@@ -156,14 +159,12 @@ class VllmSampler:
         if not self._n_under_way:
             return False
         with contextlib.suppress(Empty):
-            self._take(self._found.get(timeout=WAIT_SEC))
+            pending = self._found.get(timeout=WAIT_SEC)
             while True:
-                self._take(self._found.get_nowait())
+                self._n_under_way -= 1
+                pending.report()
+                pending = self._found.get_nowait()
         return True
-
-    def _take(self, pending: _PendingSample) -> None:
-        self._n_under_way -= 1
-        pending.report()
 
     async def _ask(self, request: SampleRequest, weights: VllmWeights | None) -> SampleResult:
         if weights is None:
@@ -205,11 +206,15 @@ class VllmSampler:
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         try:
-            response = _check_response(await self._client.request(method, path, json=body))
+            response = await self._client.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise TinkerError(
                 f"the request to the external server at {self._client.base_url} failed: {error!r}"
             ) from error
+        if not response.is_success:
+            raise ERRORS_BY_STATUS.get(response.status_code, TinkerError)(
+                f"the external server returned {response.status_code} for {response.url.path}: {response.text[:500]}"
+            )
         is_json = response.headers.get("content-type", "").startswith("application/json")
         content: Mapping[str, Any] = response.json() if is_json else {}
         return content
@@ -220,18 +225,6 @@ class _NotFoundError(TinkerError):
 
 
 ERRORS_BY_STATUS: Mapping[int, type[TinkerError]] = {400: UserError, 404: _NotFoundError}
-
-
-def _check_response(response: httpx.Response) -> httpx.Response:
-    if response.is_success:
-        return response
-    raise ERRORS_BY_STATUS.get(response.status_code, TinkerError)(
-        f"the external server returned {response.status_code} for {response.url.path}: {response.text[:500]}"
-    )
-
-
-def _as_exception(error: BaseException) -> Exception:
-    return error if isinstance(error, Exception) else TinkerError(repr(error))
 
 
 def body_of(request: SampleRequest, model: str) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from tx.tinker.backends.factory import model_folder, new_backend
 from tx.tinker.config import parse_config
 from tx.tinker.doorbell import UNUSABLE, Doorbell
 from tx.tinker.engine.base_weights import check_weights
-from tx.tinker.engine.loop import Engine
-from tx.tinker.engine.state import report_alive
+from tx.tinker.engine.loop import Engine, report_alive
 from tx.tinker.engine.watcher import Watcher
 from tx.tinker.store.database import open_database
 from tx.tinker.store.state_lock import StateLock, StateTakenError

@@ -10,12 +10,12 @@ from functools import partial
 from sqlalchemy import Engine as Database
 from sqlmodel import Session
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Backend
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, ModelStatus, Request, SamplingSession
+from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, ModelStatus, SamplingSession, TxRequest
 from tx.tinker.engine.passes import failed_outcome
-from tx.tinker.engine.queue import Also, Outcome
+from tx.tinker.engine.queue import Also, RequestOutcome
 from tx.tinker.engine.restore import RestorePoints, freeze
 from tx.tinker.engine.samplers import Samplers
 from tx.tinker.store.checkpoint_files import (
@@ -42,12 +42,13 @@ from tx.tinker.wire.responses import (
     ModelCreated,
     ModelUnloaded,
     OptimStepDone,
+    ResponseBody,
     SnapshotSaved,
     WeightsLoaded,
     WeightsSaved,
 )
 
-Write = Callable[[], Outcome]
+Write = Callable[[], RequestOutcome]
 """The rest of a saving request. It only writes files, in any thread. The model's next request waits for it."""
 CREATING = (Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)
 """Kinds of requests that create a model."""
@@ -65,7 +66,7 @@ class Handlers:
         self._points = points
         self._samplers = samplers
         self._unfinished_snapshots: set[str] = set()
-        self._by_kind: Mapping[Kind, Callable[[Request], Outcome | Write]] = {
+        self._by_kind: Mapping[Kind, Callable[[TxRequest], RequestOutcome | Write]] = {
             Kind.CREATE_MODEL: self._create_model,
             Kind.LOAD_WEIGHTS: self._load_weights,
             Kind.OPTIM_STEP: self._optim_step,
@@ -75,7 +76,7 @@ class Handlers:
             Kind.UNLOAD_MODEL: self._unload,
         }
 
-    def handle(self, request: Request) -> Outcome | Write:
+    def handle(self, request: TxRequest) -> RequestOutcome | Write:
         """Run a request. Return its outcome, or the rest of the work if files remain to be written.
 
         If it fails, the model is unchanged, except that a failed step drops the gradients.
@@ -84,15 +85,15 @@ class Handlers:
             handled = self._by_kind[request.kind](request)
         except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)
             return self._failed_outcome(request, error)
-        return handled if isinstance(handled, Outcome) else partial(self._run_write, request, handled)
+        return handled if isinstance(handled, RequestOutcome) else partial(self._run_write, request, handled)
 
-    def _run_write(self, request: Request, write: Write) -> Outcome:
+    def _run_write(self, request: TxRequest, write: Write) -> RequestOutcome:
         try:
             return write()
         except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)
             return self._failed_outcome(request, error)
 
-    def _failed_outcome(self, request: Request, error: Exception) -> Outcome:
+    def _failed_outcome(self, request: TxRequest, error: Exception) -> RequestOutcome:
         outcome = failed_outcome(request, error)
         if request.kind in CREATING and request.model_id not in self._backend.models():
             outcome.also = _set_status(request, ModelStatus.FAILED)
@@ -100,15 +101,15 @@ class Handlers:
 
     # -- models
 
-    def _create_model(self, request: Request) -> Outcome:
+    def _create_model(self, request: TxRequest) -> RequestOutcome:
         body = CreateModelRequest.model_validate_json(request.payload)
         with reading(self._database) as session:
-            lora = LoraConfig(**session.get_one(Model, body.model_id).lora)
+            lora = AdapterConfig(**session.get_one(Model, body.model_id).lora)
         with self._rollback(body.model_id, None):
             self._backend.create_model(body.model_id, lora)
-        return _done_outcome(request, ModelCreated(model_id=body.model_id).to_bytes(), _mark_ready(request))
+        return _done_outcome(request, ModelCreated(model_id=body.model_id), _mark_ready(request))
 
-    def _load_weights(self, request: Request) -> Outcome:
+    def _load_weights(self, request: TxRequest) -> RequestOutcome:
         body = LoadWeightsRequest.model_validate_json(request.payload)
         model_id = request.model_id
         assert model_id is not None
@@ -122,12 +123,10 @@ class Handlers:
             self._backend.load_model(model_id, folder, with_optimizer=body.optimizer)
             self._points.write(model_id, request.request_id)  # the checkpoint may be deleted later
         lora = self._backend.models()[model_id]
-        return _done_outcome(
-            request, WeightsLoaded(model_id=model_id, path=body.path).to_bytes(), _mark_ready(request, lora)
-        )
+        return _done_outcome(request, WeightsLoaded(model_id=model_id, path=body.path), _mark_ready(request, lora))
 
     @contextmanager
-    def _rollback(self, model_id: str, before: LoraConfig | None) -> Iterator[None]:
+    def _rollback(self, model_id: str, before: AdapterConfig | None) -> Iterator[None]:
         """Restore a model's previous state if its creation fails: untrained or absent."""
         try:
             yield
@@ -137,7 +136,7 @@ class Handlers:
                 self._backend.create_model(model_id, before)
             raise
 
-    def _optim_step(self, request: Request) -> Outcome:
+    def _optim_step(self, request: TxRequest) -> RequestOutcome:
         assert request.model_id is not None
         body = OptimStepRequest.model_validate_json(request.payload)
         try:
@@ -146,9 +145,9 @@ class Handlers:
         except BaseException:
             self._backend.drop_gradients(request.model_id)
             raise
-        return _done_outcome(request, OptimStepDone(metrics=metrics).to_bytes())
+        return _done_outcome(request, OptimStepDone(metrics=metrics))
 
-    def _check_passes(self, step: Request) -> None:
+    def _check_passes(self, step: TxRequest) -> None:
         """Raise if a pass with gradients failed since the previous step.
 
         The client may have sent this step before it knew about the failure, and one call of the client may be several
@@ -164,23 +163,23 @@ class Handlers:
                 f"{pass_.error}. All gradients since the previous step were dropped; repeat the passes, then the step"
             )
 
-    def _unload(self, request: Request) -> Outcome:
+    def _unload(self, request: TxRequest) -> RequestOutcome:
         assert request.model_id is not None
         self._backend.delete_model(request.model_id)
         self._points.delete(request.model_id)
         response = ModelUnloaded(model_id=request.model_id)
-        return _done_outcome(request, response.to_bytes(), _set_status(request, ModelStatus.UNLOADED))
+        return _done_outcome(request, response, _set_status(request, ModelStatus.UNLOADED))
 
     # -- folders
 
-    def _save_weights(self, request: Request) -> Write:
+    def _save_weights(self, request: TxRequest) -> Write:
         body = SaveWeightsRequest.model_validate_json(request.payload)
         path = TinkerPath(body.model_id, CheckpointKind.TRAINING, body.path or str(request.request_id))
         checkpoint = self._checkpoint(path, body.ttl_seconds, body.user_metadata)
         response = WeightsSaved(path=str(path), type="save_weights")
         return self._save_checkpoint(request, checkpoint, response, overwrite=body.overwrite)
 
-    def _save_for_sampler(self, request: Request) -> Write:
+    def _save_for_sampler(self, request: TxRequest) -> Write:
         body = SaveWeightsForSamplerRequest.model_validate_json(request.payload)
         if body.path is not None:
             path = TinkerPath(body.model_id, CheckpointKind.SAMPLER, body.path)
@@ -188,9 +187,6 @@ class Handlers:
             return self._save_checkpoint(
                 request, checkpoint, WeightsSaved(path=str(path), type="save_weights_for_sampler")
             )
-        return self._save_snapshot(request, body)
-
-    def _save_snapshot(self, request: Request, body: SaveWeightsForSamplerRequest) -> Write:
         assert body.sampling_session_id is not None
         assert body.sampling_session_seq_id is not None
         assert request.session_id is not None
@@ -220,24 +216,24 @@ class Handlers:
             if not is_external:
                 self._samplers.add(new.sampling_session_id, weights)
 
-        def write() -> Outcome:
+        def write() -> RequestOutcome:
             try:
                 write_folder(folder, save)
             except BaseException:
                 self._unfinished_snapshots.discard(new.sampling_session_id)
                 raise
-            return _done_outcome(request, response.to_bytes(), also)
+            return _done_outcome(request, response, also)
 
         return write
 
-    def _save_external(self, request: Request) -> Write:
+    def _save_external(self, request: TxRequest) -> Write:
         body = SaveWeightsExternalRequest.model_validate_json(request.payload)
         path = TinkerPath(body.model_id, CheckpointKind.EXTERNAL, body.path)
         checkpoint = self._checkpoint(path, body.ttl_seconds, None)
         return self._save_checkpoint(request, checkpoint, WeightsSaved(path=str(path), type="save_weights_external"))
 
     def _save_checkpoint(
-        self, request: Request, new: Checkpoint, response: WeightsSaved, *, overwrite: bool = False
+        self, request: TxRequest, new: Checkpoint, response: WeightsSaved, *, overwrite: bool = False
     ) -> Write:
         """Freeze the model. Return the function that writes the checkpoint's files. The outcome adds row and name."""
         with reading(self._database) as session:
@@ -249,7 +245,7 @@ class Handlers:
         with_optimizer = new.kind is CheckpointKind.TRAINING
         save = freeze(self._config, self._backend, new.model_id, with_optimizer=with_optimizer)
 
-        def write() -> Outcome:
+        def write() -> RequestOutcome:
             complete = fill_folder(folder, save)
             new.size_bytes = sum(file.stat().st_size for file in complete.iterdir())
             reported = {"size_bytes": new.size_bytes} if new.kind is CheckpointKind.EXTERNAL else {}
@@ -259,7 +255,7 @@ class Handlers:
                 session.flush()
                 rename_into_place(complete, folder)
 
-            return _done_outcome(request, response.model_copy(update=reported).to_bytes(), also)
+            return _done_outcome(request, response.model_copy(update=reported), also)
 
         return write
 
@@ -278,7 +274,7 @@ class Handlers:
         )
 
 
-def _mark_ready(request: Request, lora: LoraConfig | None = None) -> Also:
+def _mark_ready(request: TxRequest, lora: AdapterConfig | None = None) -> Also:
     """Return the change that marks a model as ready, unless it was cancelled."""
 
     def also(session: Session) -> None:
@@ -291,13 +287,10 @@ def _mark_ready(request: Request, lora: LoraConfig | None = None) -> Also:
     return also
 
 
-def _done_outcome(request: Request, result: bytes, also: Also | None = None) -> Outcome:
+def _set_status(request: TxRequest, status: ModelStatus) -> Also:
+    return lambda session: setattr(session.get_one(Model, request.model_id), "status", status)
+
+
+def _done_outcome(request: TxRequest, response: ResponseBody, also: Also | None = None) -> RequestOutcome:
     assert request.request_id is not None
-    return Outcome(request.request_id, result, also=also)
-
-
-def _set_status(request: Request, status: ModelStatus) -> Also:
-    def also(session: Session) -> None:
-        session.get_one(Model, request.model_id).status = status
-
-    return also
+    return RequestOutcome(request.request_id, response.to_bytes(), also=also)

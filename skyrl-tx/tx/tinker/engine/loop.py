@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 from sqlalchemy import Engine as Database
+from sqlalchemy import update
+from sqlmodel import col
 
 from tx.tinker.backends.base import Backend
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import STALLED, Kind, Request, now
+from tx.tinker.db_models import STALLED, EngineState, Kind, TxRequest, now
 from tx.tinker.doorbell import Doorbell
 from tx.tinker.engine.handlers import Handlers
 from tx.tinker.engine.passes import Passes, failed_outcome
-from tx.tinker.engine.queue import Outcome, PendingRequest, Queue, give_up
+from tx.tinker.engine.queue import PendingRequest, Queue, RequestOutcome, give_up
 from tx.tinker.engine.restore import RestorePoints
 from tx.tinker.engine.samplers import Samplers
 from tx.tinker.engine.sampling import Sampling
-from tx.tinker.engine.state import describe, report_alive, status_of
 from tx.tinker.store.checkpoint_files import restore_replaced
 from tx.tinker.store.database import writing
 
@@ -34,11 +35,11 @@ STATE_SECONDS = 1.0
 POINT_DELAY_SECONDS = 5.0  # idle time after a step before its restore point is written
 
 
-class _RunningSave(NamedTuple):
-    """A request whose files are being written."""
-
-    request: Request
-    outcome: Future[Outcome]
+def report_alive(database: Database, base_model: str, **columns: object) -> None:
+    """Report that a base model's engine is alive, whatever its loop is doing, and change other columns."""
+    values = {"last_seen_at": now(), **columns}
+    with writing(database) as session:
+        session.exec(update(EngineState).where(col(EngineState.base_model) == base_model).values(values))
 
 
 class Engine:
@@ -47,12 +48,12 @@ class Engine:
     One turn of `work` begins requests, computes one slice of one pass, samples a few tokens for every running sample,
     and writes the outcomes. A forward-backward of 100 micro-batches therefore takes 100 turns, and a sample that
     arrives in the middle starts after one micro-batch instead of 100. Requests of one model never overlap: the next one
-    begins when the previous outcome is in the database. So a
-    model changes in the order of its client's requests, whatever other models do in between.
+    begins when the previous outcome is in the database. So a model changes in the order of its client's requests,
+    whatever other models do in between.
 
-    A crash loses no accepted request. A request counts as unfinished until its outcome is committed, and
-    `restore` repeats the finished passes and steps of each model. If the same request is running each time the engine
-    dies, it becomes a suspect: it runs alone and is eventually failed, so that one bad request cannot block all users.
+    A crash loses no accepted request. A request counts as unfinished until its outcome is committed, and `restore`
+    repeats the finished passes and steps of each model. If the same request is running each time the engine dies, it
+    becomes a suspect: it runs alone and is eventually failed, so that one bad request cannot block all users.
     """
 
     def __init__(self, config: TxConfig, database: Database, backend: Backend, doorbell: Doorbell) -> None:
@@ -65,12 +66,20 @@ class Engine:
         self._points = RestorePoints(config, database, backend)
         self._samplers = Samplers(config, backend)
         self._handlers = Handlers(config, database, backend, self._points, self._samplers)
-        self._state = describe(backend)
+        base = backend.base_model
+        self._state = EngineState(
+            base_model=base.name,
+            vocab_size=base.vocab_size,
+            max_context=base.max_context,
+            eos_ids=list(base.eos_ids),
+            can_train_all=base.can_train_all,
+            has_tokenizer=(base.folder / "tokenizer.json").is_file(),
+        )
         self._passes = Passes(backend, self._state, lambda model_id: self._stepped.pop(model_id, None))
         self._sampling = Sampling(backend, self._samplers, self._state)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="writer")
-        self._saves: dict[str, _RunningSave] = {}  # by model. The model waits for its save.
-        self._outcomes: list[Outcome] = []
+        self._saves: dict[str, tuple[TxRequest, Future[RequestOutcome]]] = {}  # by model, which waits for its save
+        self._outcomes: list[RequestOutcome] = []
         self._stepped: dict[str, tuple[int, float]] = {}  # models without gradients: their last step and its time
         self._alone: int | None = None  # the running suspect: nothing else begins until it ends
         self._counts: Counter[str] = Counter()  # requests by kind
@@ -99,7 +108,7 @@ class Engine:
             self._report()
             idle = 0.0 if has_worked else WRITING_SECONDS if self._saves else IDLE_SECONDS
             was_rung = self._doorbell.wait(idle) or idle == IDLE_SECONDS
-        futures.wait(save.outcome for save in self._saves.values())
+        futures.wait(outcome for _, outcome in self._saves.values())
         self._collect_saves()
         self._points.wait()
         self._queue.release_running()
@@ -126,9 +135,14 @@ class Engine:
 
     def work(self) -> bool:
         """Do one slice of each kind of work. Return True if there was any."""
-        self._drop_cancelled()
+        for request_id in self._queue.find_cancelled():
+            if self._sampling.cancel(request_id):
+                self._queue.drop(request_id)
         has_worked = self._begin()
-        has_worked |= self._compute()
+        if self._passes:
+            has_worked = True
+            computed = self._passes.step()
+            self._outcomes += [] if computed is None else [computed]
         has_worked |= self._sampling.step()
         has_worked |= self._collect_saves()
         self._outcomes += self._sampling.take_outcomes()
@@ -137,7 +151,7 @@ class Engine:
             self._finish(outcomes)
         return has_worked
 
-    def _finish(self, outcomes: Sequence[Outcome]) -> None:
+    def _finish(self, outcomes: Sequence[RequestOutcome]) -> None:
         self._queue.finish(outcomes)
         self._doorbell.ring()
 
@@ -175,7 +189,7 @@ class Engine:
                 self._outcomes.append(outcome)
         return True
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: TxRequest) -> None:
         self._counts[request.kind] += 1
         if request.kind == Kind.SAMPLE:
             self._sampling.begin(request)
@@ -183,26 +197,20 @@ class Engine:
             refused = self._passes.begin(request)
             if refused is not None:
                 self._outcomes.append(refused)
+        elif isinstance(handled := self._handlers.handle(request), RequestOutcome):
+            self._complete(request, handled)  # before the model continues
         else:
-            self._run_now(request)
-
-    def _run_now(self, request: Request) -> None:
-        """Run a request of one slice, or start writing its files. Its outcome is written before the model continues."""
-        handled = self._handlers.handle(request)
-        if isinstance(handled, Outcome):
-            self._complete(request, handled)
-        else:
-            self._saves[request.model_id or ""] = _RunningSave(request, self._writer.submit(handled))
+            self._saves[request.model_id or ""] = request, self._writer.submit(handled)
 
     def _collect_saves(self) -> bool:
         """Complete the saves whose files are written. Return True if there were any."""
-        written = [model_id for model_id, save in self._saves.items() if save.outcome.done()]
+        written = [model_id for model_id, (_, outcome) in self._saves.items() if outcome.done()]
         for model_id in written:
-            save = self._saves.pop(model_id)
-            self._complete(save.request, save.outcome.result())
+            request, outcome = self._saves.pop(model_id)
+            self._complete(request, outcome.result())
         return bool(written)
 
-    def _complete(self, request: Request, outcome: Outcome) -> None:
+    def _complete(self, request: TxRequest, outcome: RequestOutcome) -> None:
         try:
             self._finish([outcome])
         except OSError as error:  # e.g. a folder could not be renamed
@@ -218,21 +226,7 @@ class Engine:
             if self._points.is_due(model_id):
                 self._write_point(model_id)
 
-    # -- continue
-
-    def _compute(self) -> bool:
-        """Compute one slice of a pass."""
-        if not self._passes:
-            return False
-        outcome = self._passes.step()
-        if outcome is not None:
-            self._outcomes.append(outcome)
-        return True
-
-    def _drop_cancelled(self) -> None:
-        for request_id in self._queue.find_cancelled():
-            if self._sampling.cancel(request_id):
-                self._queue.drop(request_id)
+    # -- report
 
     def _write_points(self) -> None:
         """Write restore points of models that have been idle since their last step."""
@@ -252,6 +246,16 @@ class Engine:
         self._state_at = time.monotonic()
         self._samplers.evict_deleted()
         self._state.last_seen_at = now()
-        self._state.status = status_of(self._backend, self._passes, self._sampling, self._counts)
+        self._state.status = {  # for the status page
+            "pid": os.getpid(),
+            "requests": dict(self._counts),
+            "tokens_trained": self._passes.n_tokens,
+            "tokens_sampled": self._sampling.n_tokens,
+            "models": sorted(self._backend.models()),
+            STALLED: 0,
+            "training": len(self._passes),
+            "sampling": len(self._sampling),
+            **self._backend.counts(),
+        }
         with writing(self._database) as session:
             session.merge(self._state)

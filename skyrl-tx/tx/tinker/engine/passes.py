@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tx.tinker.backends.base import Backend
-from tx.tinker.db_models import EngineState, Request
-from tx.tinker.engine.queue import Outcome, pop_next
+from tx.tinker.db_models import EngineState, TxRequest
+from tx.tinker.engine.queue import RequestOutcome, pop_next
 from tx.tinker.submission.validation import check_pass
 from tx.tinker.types import PassResult, UserError
 from tx.tinker.wire import codec
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _RunningPass:
     """A pass and its remaining computation."""
 
-    request: Request
+    request: TxRequest
     parts: Iterator[PassResult | None]
 
 
@@ -33,7 +33,7 @@ class Passes:
         self._backend = backend
         self._limits = limits
         self._on_gradients = on_gradients
-        self._running: dict[str, deque[_Running]] = {}  # by user, in order of turns
+        self._running: dict[str, deque[_RunningPass]] = {}  # by user, in order of turns
         self.busy: set[str] = set()
         """Models with a running pass."""
         self.n_tokens = 0
@@ -42,13 +42,13 @@ class Passes:
     def __len__(self) -> int:
         return len(self.busy)
 
-    def begin(self, request: Request) -> Outcome | None:
+    def begin(self, request: TxRequest) -> RequestOutcome | None:
         """Begin a pass. Return its outcome if it fails immediately."""
         assert request.model_id is not None
         try:
             pass_ = codec.pass_of(codec.message_from_bytes(request.payload))
             check_pass(pass_, self._limits)  # again: the server may have accepted it before it knew the model's limits
-            running = _Running(request, self._backend.compute(pass_))
+            running = _RunningPass(request, self._backend.compute(pass_))
         except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)
             return failed_outcome(request, error)
         self._running.setdefault(request.owner, deque()).append(running)
@@ -57,13 +57,21 @@ class Passes:
             self._on_gradients(request.model_id)
         return None
 
-    def step(self) -> Outcome | None:
+    def step(self) -> RequestOutcome | None:
         """Compute one slice of the next pass. Return its outcome if that was the last slice."""
         if not self._running:
             return None
         owner, waiting = pop_next(self._running)
         running = waiting.popleft()
-        outcome = self._compute_part(running)
+        outcome = None
+        try:
+            result = next(running.parts)
+            if result is not None:
+                payload = codec.forward_backward_bytes(result)
+                outcome = RequestOutcome(running.request.request_id or 0, payload, is_protobuf=True)
+                self.n_tokens += sum(len(row) for row in result.logprobs)
+        except Exception as error:  # noqa: BLE001 (an error of the backend fails this pass only)
+            outcome = failed_outcome(running.request, error)
         if outcome is None:
             waiting.append(running)
         else:
@@ -72,20 +80,9 @@ class Passes:
             self._running[owner] = waiting
         return outcome
 
-    def _compute_part(self, running: _Running) -> Outcome | None:
-        try:
-            result = next(running.parts)
-            payload = None if result is None else codec.forward_backward_bytes(result)
-        except Exception as error:  # noqa: BLE001 (an error of the backend fails this pass only)
-            return failed_outcome(running.request, error)
-        if result is None or payload is None:
-            return None
-        self.n_tokens += sum(len(row) for row in result.logprobs)
-        return Outcome(running.request.request_id or 0, payload, is_protobuf=True)
 
-
-def failed_outcome(request: Request, error: Exception) -> Outcome:
+def failed_outcome(request: TxRequest, error: Exception) -> RequestOutcome:
     """Return the outcome of a failed request. Log errors that are not the user's fault."""
     if not isinstance(error, UserError):
         logger.error("request %s (%s) failed", request.request_id, request.kind, exc_info=error)
-    return Outcome(request.request_id or 0, error=error)
+    return RequestOutcome(request.request_id or 0, error=error)

@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from sqlalchemy import Engine as Database
@@ -18,7 +17,7 @@ from sqlalchemy import update
 from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
 
-from tx.tinker.db_models import Kind, Model, ModelStatus, Request, RequestStatus, now
+from tx.tinker.db_models import Kind, Model, ModelStatus, RequestStatus, TxRequest, now
 from tx.tinker.store.database import reading, writing
 from tx.tinker.types import TinkerError, UserError, error_text
 
@@ -46,7 +45,7 @@ class PendingRequest(NamedTuple):
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """The outcome of a request."""
 
     request_id: int
@@ -79,29 +78,27 @@ class Queue:
     def fetch(self) -> int:
         """Fetch new requests and return their number. Request numbers become visible in ascending order."""
         self._has_news = True
-        columns = tuple(getattr(Request, name) for name in PendingRequest._fields)
+        columns = tuple(getattr(TxRequest, name) for name in PendingRequest._fields)
         is_elsewhere = (col(Model.base_model) != self.base_model) | col(Model.lost_because).is_not(None)
         is_new = (
-            Request.status == RequestStatus.PENDING,
-            col(Request.request_id) > self._last,
-            col(Request.kind).in_(self.kinds),
+            TxRequest.status == RequestStatus.PENDING,
+            col(TxRequest.request_id) > self._last,
+            col(TxRequest.kind).in_(self.kinds),
         )
         with reading(self.database) as session:
-            elsewhere = select(Model.model_id).where(Model.model_id == Request.model_id, is_elsewhere)
+            elsewhere = select(Model.model_id).where(Model.model_id == TxRequest.model_id, is_elsewhere)
             query = select(*columns).where(*is_new, ~elsewhere.exists())
-            new = [PendingRequest(*row) for row in session.exec(query.order_by(col(Request.request_id)))]
+            new = [PendingRequest(*row) for row in session.exec(query.order_by(col(TxRequest.request_id)))]
         for pending in new:
-            self._put(pending)
             self._last = pending.request_id
+            if pending.kind != Kind.SAMPLE:
+                self.by_model.setdefault(pending.model_id or "", deque()).append(pending)
+            elif pending.is_suspect and self.counts_tries:
+                self.suspects.append(pending)
+            else:
+                sessions = self.samples.setdefault(pending.owner, {})
+                sessions.setdefault(pending.session_id or "", deque()).append(pending)
         return len(new)
-
-    def _put(self, pending: PendingRequest) -> None:
-        if pending.kind != Kind.SAMPLE:
-            self.by_model.setdefault(pending.model_id or "", deque()).append(pending)
-        elif pending.is_suspect and self.counts_tries:
-            self.suspects.append(pending)
-        else:
-            self.samples.setdefault(pending.owner, {}).setdefault(pending.session_id or "", deque()).append(pending)
 
     # -- begin
 
@@ -136,34 +133,31 @@ class Queue:
             if sessions:
                 self.samples[owner] = sessions
 
-    def begin(self, chosen: Sequence[PendingRequest]) -> list[Request]:
+    def begin(self, chosen: Sequence[PendingRequest]) -> list[TxRequest]:
         """Mark requests as running. Return them with payloads, except those that were cancelled while pending."""
         if not chosen:
             return []
         for pending in chosen:
-            self._take(pending)
+            if pending.kind == Kind.SAMPLE:
+                if self.suspects and self.suspects[0] is pending:
+                    self.suspects.popleft()
+                continue
+            of_model = self.by_model[pending.model_id or ""]
+            assert of_model[0] is pending, "requests of a model begin in their order"
+            of_model.popleft()
+            if not of_model:
+                del self.by_model[pending.model_id or ""]
         ids = [pending.request_id for pending in chosen]
-        waiting = (col(Request.request_id).in_(ids), col(Request.status) == RequestStatus.PENDING)
+        waiting = (col(TxRequest.request_id).in_(ids), col(TxRequest.status) == RequestStatus.PENDING)
         n_new_tries = int(self.counts_tries)
         with writing(self.database) as session:
-            session.exec(update(Request).where(*waiting).values(n_tries=col(Request.n_tries) + n_new_tries))
-            found = select(Request).where(*waiting).options(defer(col(Request.result)))  # type: ignore[arg-type]
-            requests = list(session.exec(found.order_by(col(Request.request_id))))
-        self.begun.update(_id(request) for request in requests)
+            session.exec(update(TxRequest).where(*waiting).values(n_tries=col(TxRequest.n_tries) + n_new_tries))
+            found = select(TxRequest).where(*waiting).options(defer(col(TxRequest.result)))  # type: ignore[arg-type]
+            requests = list(session.exec(found.order_by(col(TxRequest.request_id))))
+        self.begun.update(request.request_id or 0 for request in requests)
         if n_new_tries and not self.counts_tries:  # `prepare_stop` was called meanwhile
             self._forget_tries()
         return requests
-
-    def _take(self, pending: PendingRequest) -> None:
-        if pending.kind == Kind.SAMPLE:
-            if self.suspects and self.suspects[0] is pending:
-                self.suspects.popleft()
-            return
-        waiting = self.by_model[pending.model_id or ""]
-        assert waiting[0] is pending, "requests of a model begin in their order"
-        waiting.popleft()
-        if not waiting:
-            del self.by_model[pending.model_id or ""]
 
     # -- end
 
@@ -175,23 +169,28 @@ class Queue:
             return set()
         self._has_news, self._checked_at = False, time.monotonic()
         with reading(self.database) as session:
-            is_cancelled = (col(Request.request_id).in_(self.begun), col(Request.status) == RequestStatus.CANCELLED)
-            return set(session.exec(select(Request.request_id).where(*is_cancelled)))  # type: ignore[arg-type]
+            is_cancelled = (col(TxRequest.request_id).in_(self.begun), col(TxRequest.status) == RequestStatus.CANCELLED)
+            return set(session.exec(select(TxRequest.request_id).where(*is_cancelled)))  # type: ignore[arg-type]
 
     def drop(self, request_id: int) -> None:
         """Drop a running request without an outcome."""
         self.begun.discard(request_id)
 
-    def finish(self, outcomes: Iterable[Outcome]) -> None:
+    def finish(self, outcomes: Iterable[RequestOutcome]) -> None:
         """Write outcomes. Requests that were cancelled meanwhile stay cancelled."""
         written = list(outcomes)
+        is_pending = col(TxRequest.status) == RequestStatus.PENDING
         with writing(self.database) as session:
             for outcome in written:
-                session.exec(
-                    update(Request)
-                    .where(col(Request.request_id) == outcome.request_id, col(Request.status) == RequestStatus.PENDING)
-                    .values(_columns(outcome))
-                )
+                columns: dict[str, object] = {"status": RequestStatus.DONE, "completed_at": now()}
+                if outcome.error is None:
+                    columns |= {"result": outcome.result, "is_result_protobuf": outcome.is_protobuf}
+                else:
+                    category = "user" if isinstance(outcome.error, UserError) else "server"
+                    columns |= {"status": RequestStatus.FAILED, "error": error_text(outcome.error)}
+                    columns["error_category"] = category
+                is_it = col(TxRequest.request_id) == outcome.request_id
+                session.exec(update(TxRequest).where(is_it, is_pending).values(columns))
                 if outcome.also is not None:
                     outcome.also(session)
         self.begun.difference_update(outcome.request_id for outcome in written)
@@ -208,7 +207,7 @@ class Queue:
 
     def _forget_tries(self) -> None:
         with writing(self.database) as session:
-            session.exec(update(Request).where(col(Request.request_id).in_(list(self.begun))).values(n_tries=0))
+            session.exec(update(TxRequest).where(col(TxRequest.request_id).in_(list(self.begun))).values(n_tries=0))
 
 
 def pop_next(turns: dict[str, T]) -> tuple[str, T]:
@@ -217,38 +216,16 @@ def pop_next(turns: dict[str, T]) -> tuple[str, T]:
     return key, turns.pop(key)
 
 
-def give_up(pending: PendingRequest) -> Outcome | None:
+def give_up(pending: PendingRequest) -> RequestOutcome | None:
     """Return the failed outcome of a request that was running each time an engine died, or None for all others."""
     if pending.n_tries < MAX_TRIES:
         return None
+
+    def fail_creation(session: Session) -> None:
+        model = None if pending.model_id is None else session.get(Model, pending.model_id)
+        if model is not None and model.status is ModelStatus.PENDING:
+            model.status = ModelStatus.FAILED
+
     message = f"the engine died {pending.n_tries} times during this request, the last time while it ran alone"
     error = TinkerError(f"{message}; the server's log has the reason")
-    return Outcome(pending.request_id, error=error, also=partial(_fail_creation, model_id=pending.model_id))
-
-
-def _fail_creation(session: Session, model_id: str | None) -> None:
-    """Mark a model as failed if the request that creates it was given up."""
-    model = None if model_id is None else session.get(Model, model_id)
-    if model is not None and model.status is ModelStatus.PENDING:
-        model.status = ModelStatus.FAILED
-
-
-def _columns(outcome: Outcome) -> dict[str, object]:
-    if outcome.error is None:
-        return {
-            "status": RequestStatus.DONE,
-            "result": outcome.result,
-            "is_result_protobuf": outcome.is_protobuf,
-            "completed_at": now(),
-        }
-    return {
-        "status": RequestStatus.FAILED,
-        "error": error_text(outcome.error),
-        "error_category": "user" if isinstance(outcome.error, UserError) else "server",
-        "completed_at": now(),
-    }
-
-
-def _id(request: Request) -> int:
-    assert request.request_id is not None
-    return request.request_id
+    return RequestOutcome(pending.request_id, error=error, also=fail_creation)

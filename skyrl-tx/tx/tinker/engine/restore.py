@@ -15,23 +15,20 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import ColumnElement, func, update
 from sqlalchemy import Engine as Database
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import defer
 from sqlmodel import col, select
-from sqlmodel.sql.expression import SelectOfScalar
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Backend, Save
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import GONE, Kind, Model, ModelStatus, Request, RequestStatus
+from tx.tinker.db_models import GONE, Kind, Model, ModelStatus, RequestStatus, TxRequest
 from tx.tinker.store.checkpoint_files import check_space, write_folder
 from tx.tinker.store.database import reading, writing
 from tx.tinker.store.queries import fail_waiting
@@ -60,7 +57,7 @@ class RestorePoints:
 
     def folder(self, model_id: str, request_id: int) -> Path:
         """Return the folder of a restore point that includes all requests up to this one."""
-        return self._model_folder(model_id) / str(request_id)
+        return self._base / model_id.replace(":", "_") / str(request_id)
 
     def is_due(self, model_id: str) -> bool:
         """Return True if a model needs a new restore point. This includes retries after a failed write."""
@@ -74,21 +71,19 @@ class RestorePoints:
 
     def write(self, model_id: str, request_id: int) -> None:
         """Write a restore point of a model without gradients. All its requests up to `request_id` are done."""
-        self._save(model_id, request_id, self._freeze(model_id))
+        self._save(model_id, request_id, freeze(self._config, self._backend, model_id, with_optimizer=True))
 
     def begin_write(self, model_id: str, request_id: int, writer: Executor) -> None:
         """Write a restore point like `write`, but in the background.
 
         Errors are only logged: a restart then has more to repeat, but nothing is lost.
         """
-        self._writes[model_id] = writer.submit(self._try_save, model_id, request_id, self._freeze(model_id))
+        save = freeze(self._config, self._backend, model_id, with_optimizer=True)
+        self._writes[model_id] = writer.submit(self._try_save, model_id, request_id, save)
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
         futures.wait(self._writes.values())
-
-    def _freeze(self, model_id: str) -> Save:
-        return freeze(self._config, self._backend, model_id, with_optimizer=True)
 
     def _try_save(self, model_id: str, request_id: int, save: Save) -> None:
         started = time.monotonic()
@@ -115,13 +110,29 @@ class RestorePoints:
         write = self._writes.pop(model_id, None)
         if write is not None and not write.cancel():
             futures.wait([write])
-        shutil.rmtree(self._model_folder(model_id), ignore_errors=True)
+        shutil.rmtree(self.folder(model_id, 0).parent, ignore_errors=True)
         self._written.pop(model_id, None)
 
     def restore(self) -> None:
-        """Restore every model of the base model. Models that fail wait for the next engine."""
-        self._delete_orphans()
-        for model in self._models_to_restore():
+        """Restore every model of the base model, except those that only wait to be unloaded.
+
+        Models that fail wait for the next engine. The restore points of models that are gone are deleted.
+        """
+        is_only_unloading = _is_only_unloading()
+        is_created = select(TxRequest.request_id).where(  # otherwise, the pending request will create it
+            TxRequest.model_id == Model.model_id,
+            TxRequest.status == RequestStatus.DONE,
+            col(TxRequest.kind).in_((Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)),
+        )
+        is_served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(RESTORABLE))
+        with writing(self._database) as session:
+            for folder in self._base.glob("*"):
+                is_theirs = func.replace(col(Model.model_id), ":", "_") == folder.name
+                if session.exec(select(Model.model_id).where(is_theirs, col(Model.status).in_(GONE))).first():
+                    shutil.rmtree(folder, ignore_errors=True)
+            session.exec(update(Model).where(is_only_unloading).values(lost_because=None))
+            models = session.exec(select(Model).where(*is_served, is_created.exists(), ~is_only_unloading)).all()
+        for model in models:
             started = time.monotonic()
             try:
                 n_requests = self._restore(model)
@@ -134,21 +145,6 @@ class RestorePoints:
                     session.get_one(Model, model.model_id).lost_because = None
             seconds = time.monotonic() - started
             logger.info("restored model %s: repeated %d requests in %.1f s", model.model_id, n_requests, seconds)
-
-    def _models_to_restore(self) -> Sequence[Model]:
-        """Return the models to restore: all except those that only wait to be unloaded."""
-        served = (Model.base_model == self._backend.base_model.name, col(Model.status).in_(RESTORABLE))
-        with writing(self._database) as session:
-            session.exec(update(Model).where(_is_only_unloading()).values(lost_because=None))
-            return session.exec(select(Model).where(*served, _creation_request().exists(), ~_is_only_unloading())).all()
-
-    def _delete_orphans(self) -> None:
-        """Delete the restore points of models that are gone."""
-        with reading(self._database) as session:
-            for folder in self._base.glob("*"):
-                is_theirs = func.replace(col(Model.model_id), ":", "_") == folder.name
-                if session.exec(select(Model.model_id).where(is_theirs, col(Model.status).in_(GONE))).first():
-                    shutil.rmtree(folder, ignore_errors=True)
 
     def _mark_lost(self, model: Model, reason: str) -> None:
         """Mark a model as lost until the next engine.
@@ -172,22 +168,22 @@ class RestorePoints:
                 point = self.folder(model.model_id, model.restored_until)
                 self._backend.load_model(model.model_id, point, with_optimizer=True)
             else:  # not loaded from a checkpoint: a load writes a restore point immediately
-                self._backend.create_model(model.model_id, LoraConfig(**model.lora))
-            is_step, is_done = Request.kind == Kind.OPTIM_STEP, Request.status == RequestStatus.DONE
-            repeated = select(Request).where(
-                Request.model_id == model.model_id,
-                col(Request.request_id) > model.restored_until,
-                is_done & (is_step | (Request.kind == Kind.FORWARD_BACKWARD))
-                | is_step & (Request.status == RequestStatus.FAILED),
+                self._backend.create_model(model.model_id, AdapterConfig(**model.lora))
+            is_step, is_done = TxRequest.kind == Kind.OPTIM_STEP, TxRequest.status == RequestStatus.DONE
+            repeated = select(TxRequest).where(
+                TxRequest.model_id == model.model_id,
+                col(TxRequest.request_id) > model.restored_until,
+                is_done & (is_step | (TxRequest.kind == Kind.FORWARD_BACKWARD))
+                | is_step & (TxRequest.status == RequestStatus.FAILED),
             )
-            in_order = repeated.order_by(col(Request.request_id)).options(defer(col(Request.result)))  # type: ignore[arg-type]
+            in_order = repeated.order_by(col(TxRequest.request_id)).options(defer(col(TxRequest.result)))  # type: ignore[arg-type]
             n_requests = 0
             for request in session.exec(in_order.execution_options(yield_per=BATCH_SIZE)):
                 self._repeat_request(request)
                 n_requests += 1
             return n_requests
 
-    def _repeat_request(self, request: Request) -> None:
+    def _repeat_request(self, request: TxRequest) -> None:
         assert request.model_id is not None
         if request.kind == Kind.OPTIM_STEP and request.status is RequestStatus.FAILED:
             self._backend.drop_gradients(request.model_id)
@@ -200,9 +196,6 @@ class RestorePoints:
         if not pass_.is_forward_only:
             for _ in self._backend.compute(pass_):
                 pass
-
-    def _model_folder(self, model_id: str) -> Path:
-        return self._base / model_id.replace(":", "_")
 
 
 def freeze(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer: bool) -> Save:
@@ -222,18 +215,9 @@ def freeze(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer:
 
 def _is_only_unloading() -> ColumnElement[bool]:
     """Match models with no pending request but the one to unload them."""
-    has_more = select(Request.request_id).where(
-        Request.model_id == Model.model_id,
-        Request.status == RequestStatus.PENDING,
-        col(Request.kind) != Kind.UNLOAD_MODEL,
+    has_more = select(TxRequest.request_id).where(
+        TxRequest.model_id == Model.model_id,
+        TxRequest.status == RequestStatus.PENDING,
+        col(TxRequest.kind) != Kind.UNLOAD_MODEL,
     )
     return (col(Model.status) == ModelStatus.UNLOADING) & ~has_more.exists()
-
-
-def _creation_request() -> SelectOfScalar[Any]:
-    """Match the request that created a model, unless it is still pending and will create it."""
-    return select(Request.request_id).where(
-        Request.model_id == Model.model_id,
-        Request.status == RequestStatus.DONE,
-        col(Request.kind).in_((Kind.CREATE_MODEL, Kind.LOAD_WEIGHTS)),
-    )

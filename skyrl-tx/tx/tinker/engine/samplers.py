@@ -47,33 +47,28 @@ class Samplers:
             UserError: they were deleted.
         """
         if weights.snapshot is not None:
-            return self._find_snapshot(weights.snapshot)
-        if weights.model_path is None:
+            folder, stamp = snapshot_folder(self._config, weights.snapshot), 0
+            if not folder.is_dir():
+                raise UserError(
+                    f"there are no weights {weights.snapshot}; unnamed weights are deleted after "
+                    f"{self._config.snapshot_retention_sec:g} s without use, so save them under a name"
+                )
+            if abs(time.time() - folder.stat().st_mtime) > TOUCH_INTERVAL_SEC:  # the clock may have been set back
+                os.utime(folder)  # marks it as used
+        elif weights.model_path is None:
             return self._sampler.base_weights()
-        folder = checkpoint_folder(self._config, weights.model_path)
-        if not folder.is_dir():
-            raise UserError(f"there are no weights {weights.model_path}; they were deleted")
-        return self._read(folder, folder.stat().st_mtime_ns)  # a checkpoint may have been overwritten
-
-    def _find_snapshot(self, sampling_session_id: str) -> Weights:
-        folder = snapshot_folder(self._config, sampling_session_id)
-        if not folder.is_dir():
-            raise UserError(
-                f"there are no weights {sampling_session_id}; unnamed weights are deleted after "
-                f"{self._config.snapshot_retention_sec:g} s without use, so save them under a name"
-            )
-        if abs(time.time() - folder.stat().st_mtime) > TOUCH_INTERVAL_SEC:  # the clock may have been set back
-            os.utime(folder)  # marks it as used
-        return self._read(folder, 0)
-
-    def _read(self, folder: Path, stamp: int) -> Weights:
+        else:
+            folder = checkpoint_folder(self._config, weights.model_path)
+            if not folder.is_dir():
+                raise UserError(f"there are no weights {weights.model_path}; they were deleted")
+            stamp = folder.stat().st_mtime_ns  # it may have been overwritten
         known = self._in_memory.get(folder)
         if known is not None and known.stamp == stamp:
             self._in_memory.move_to_end(folder)
             return known.weights
-        weights = self._sampler.load_weights(folder)
-        self._cache(folder, stamp, weights)
-        return weights
+        loaded = self._sampler.load_weights(folder)
+        self._cache(folder, stamp, loaded)
+        return loaded
 
     def evict_deleted(self) -> None:
         """Evict weights whose folders are gone, because they were deleted or their sessions ended."""

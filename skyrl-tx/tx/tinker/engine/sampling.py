@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tx.tinker.backends.base import Sampler
-from tx.tinker.db_models import EngineState, Request
+from tx.tinker.db_models import EngineState, TxRequest
 from tx.tinker.engine.passes import failed_outcome
-from tx.tinker.engine.queue import Outcome
+from tx.tinker.engine.queue import RequestOutcome
 from tx.tinker.engine.samplers import Samplers
-from tx.tinker.submission.sample_validation import check_job
+from tx.tinker.submission.validation import check_job
 from tx.tinker.types import SampleResult, UserError
 from tx.tinker.wire import codec
 from tx.tinker.wire.sample_job import SampleJob
@@ -20,7 +20,7 @@ MAX_RUNNING = 512
 """Maximum number of requests in the sampler. A single user gets half of them: see `Queue.next_samples`."""
 
 
-class _Running(NamedTuple):
+class _RunningSample(NamedTuple):
     """A request in the sampler."""
 
     owner: str
@@ -37,8 +37,8 @@ class Sampling:
         self._samplers = samplers
         self._limits = limits
         self._max_running = max_running
-        self._running: dict[int, _Running] = {}
-        self._outcomes: list[Outcome] = []
+        self._running: dict[int, _RunningSample] = {}
+        self._outcomes: list[RequestOutcome] = []
         self.n_tokens = 0
         """Number of tokens sampled so far."""
 
@@ -55,33 +55,29 @@ class Sampling:
         """Number of running requests by user."""
         return Counter(running.owner for running in self._running.values())
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: TxRequest) -> None:
         """Hand a request to the sampler."""
-        assert request.request_id is not None
-        try:
-            self._begin(request, request.request_id)
-        except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)
-            self._outcomes.append(failed_outcome(request, error))
-
-    def _begin(self, request: Request, request_id: int) -> None:
-        job = SampleJob.model_validate_json(request.payload)
-        if job.weights.base_model != self._limits.base_model:
-            raise UserError(
-                f"the weights belong to base model {job.weights.base_model}, "
-                f"and this server has {self._limits.base_model}"
-            )
-        check_job(job, self._limits)  # again: the server may have accepted it before it knew the model's limits
+        request_id, limits = request.request_id, self._limits
+        assert request_id is not None
 
         def done(result: SampleResult | Exception) -> None:
             if self._running.pop(request_id, None) is not None:  # otherwise it was cancelled
                 self._outcomes.append(self._outcome(request, result))
 
-        limits = self._limits
-        sample_request = job.request(owner=request.owner, eos_ids=limits.eos_ids, max_context=limits.max_context)
-        cancel = self._sampler.sample(sample_request, self._samplers.find(job.weights), done)
-        self._running[request_id] = _Running(request.owner, cancel)
+        try:
+            job = SampleJob.model_validate_json(request.payload)
+            if job.weights.base_model != limits.base_model:
+                theirs, ours = job.weights.base_model, limits.base_model
+                raise UserError(f"the weights belong to base model {theirs}, and this server has {ours}")
+            check_job(job, limits)  # again: the server may have accepted it before it knew the model's limits
+            sample_request = job.request(owner=request.owner, eos_ids=limits.eos_ids, max_context=limits.max_context)
+            cancel = self._sampler.sample(sample_request, self._samplers.find(job.weights), done)
+        except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)
+            self._outcomes.append(failed_outcome(request, error))
+        else:
+            self._running[request_id] = _RunningSample(request.owner, cancel)
 
-    def _outcome(self, request: Request, result: SampleResult | Exception) -> Outcome:
+    def _outcome(self, request: TxRequest, result: SampleResult | Exception) -> RequestOutcome:
         if isinstance(result, Exception):
             return failed_outcome(request, result)
         try:
@@ -89,7 +85,7 @@ class Sampling:
         except Exception as error:  # noqa: BLE001 (an error of the sampler fails this request only)
             return failed_outcome(request, error)
         self.n_tokens += sum(len(sample.tokens) for sample in result.samples)
-        return Outcome(request.request_id or 0, payload, is_protobuf=True)
+        return RequestOutcome(request.request_id or 0, payload, is_protobuf=True)
 
     def cancel(self, request_id: int) -> bool:
         """Cancel a request. Return True if it was running."""
@@ -102,7 +98,7 @@ class Sampling:
         """Sample a few tokens for every running request. Return True if there was any."""
         return self._sampler.step()
 
-    def take_outcomes(self) -> list[Outcome]:
+    def take_outcomes(self) -> list[RequestOutcome]:
         """Return the outcomes since the last call."""
         taken, self._outcomes = self._outcomes, []
         return taken

@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Self
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class Watcher:
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno())
         for number in STOP_SIGNALS:
-            signal.signal(number, _ignore)
+            signal.signal(number, lambda *_: None)  # the thread handles it
         self._thread.start()
         return self
 
@@ -62,7 +61,3 @@ class Watcher:
             action()
         except Exception:  # e.g. the database is busy. Without this thread, stop signals would have no effect.
             logger.exception("the engine's watcher failed; it continues")
-
-
-def _ignore(_: int, __: FrameType | None) -> None:
-    """Do nothing: the thread handles the signal."""

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
-from sqlmodel import Session
 from starlette.responses import FileResponse, StreamingResponse
 
 from tx.tinker.db_models import CheckpointKind
@@ -27,11 +26,7 @@ router = APIRouter()
 
 async def _folder(call: Call, path: str) -> Path:
     """Return the folder of a checkpoint that the user may read."""
-
-    def check(db: Session, owner: str) -> None:
-        queries.find_checkpoint(db, path, owner)
-
-    await call.read(check)
+    await call.read(lambda db, owner: queries.find_checkpoint(db, path, owner))
     folder = checkpoint_folder(call.service.config, path)
     if not folder.is_dir():
         not_found(f"the files of {path} are gone")

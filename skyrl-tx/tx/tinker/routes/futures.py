@@ -8,9 +8,9 @@ from functools import partial
 from fastapi import APIRouter, Response
 from sqlmodel import Session
 
-from tx.tinker.db_models import Kind, Request, RequestStatus
-from tx.tinker.refusal import Refusal
-from tx.tinker.server.replies import PROTOBUF, json_reply, protobuf_reply, reply
+from tx.tinker.db_models import Kind, RequestStatus, TxRequest
+from tx.tinker.refusal import refuse
+from tx.tinker.server.replies import PROTOBUF, raw_reply, reply
 from tx.tinker.server.service import Call, Caller, Service
 from tx.tinker.store import queries
 from tx.tinker.wire import codec
@@ -26,7 +26,7 @@ async def retrieve_future(call: Caller, body: wire.RetrieveFutureRequest) -> Res
     request_id = queries.request_number(body.request_id)
     deadline = time.monotonic() + call.service.config.hold_sec
 
-    def query(db: Session, owner: str) -> tuple[Request, Request | None]:
+    def query(db: Session, owner: str) -> tuple[TxRequest, TxRequest | None]:
         return queries.find_request(db, request_id, owner), queries.finished_request(db, request_id)
 
     found, request = await call.read(query)
@@ -41,7 +41,7 @@ async def retrieve_future(call: Caller, body: wire.RetrieveFutureRequest) -> Res
     return await _result(call, request)
 
 
-async def _wait(service: Service, request_id: int, deadline: float) -> Request | None:
+async def _wait(service: Service, request_id: int, deadline: float) -> TxRequest | None:
     """Wait for a request to finish. Return None if the client should poll again."""
     while True:
         left = deadline - time.monotonic()
@@ -56,33 +56,27 @@ async def _wait(service: Service, request_id: int, deadline: float) -> Request |
 def _pending_reply(service: Service, request_id: int, waiting_reason: str | None) -> responses.ResponseBody:
     if service.failure is not None:
         return responses.Failure(error=service.failure, category="server")
-    if waiting_reason is not None:
-        return _paused_reply(request_id, waiting_reason)
-    if service.supervisor is not None and not service.supervisor.is_running:
-        return _paused_reply(request_id, "the engine died and is restarting; nothing is lost")
-    return responses.TryAgain(request_id=str(request_id))
-
-
-def _paused_reply(request_id: int, reason: str) -> responses.ResponseBody:
+    reason = waiting_reason
+    if reason is None and service.supervisor is not None and not service.supervisor.is_running:
+        reason = "the engine died and is restarting; nothing is lost"
+    if reason is None:
+        return responses.TryAgain(request_id=str(request_id))
     return responses.TryAgain(request_id=str(request_id), queue_state="paused_capacity", queue_state_reason=reason)
 
 
-async def _result(call: Call, request: Request) -> Response:
+async def _result(call: Call, request: TxRequest) -> Response:
     if request.status is RequestStatus.CANCELLED:
         return reply(responses.Failure(error="the request was cancelled", category="user"))
     if request.status is RequestStatus.FAILED:
-        return reply(responses.Failure(error=request.error or "unknown", category=_category(request.error_category)))
+        category: responses.Category = "user" if request.error_category == "user" else "server"
+        return reply(responses.Failure(error=request.error or "unknown", category=category))
     assert request.result is not None
     if not request.is_result_protobuf:
-        return json_reply(request.result)
+        return raw_reply(request.result)
     if PROTOBUF in call.http.headers.get("accept", ""):
-        return protobuf_reply(request.result)
+        return raw_reply(request.result, PROTOBUF)
     to_json = codec.sample_json if request.kind is Kind.SAMPLE else codec.forward_backward_json
-    return json_reply(await call.service.compute(partial(to_json, request.result)))
-
-
-def _category(category: str | None) -> responses.Category:
-    return "user" if category == "user" else "server" if category == "server" else "unknown"
+    return raw_reply(await call.service.compute(partial(to_json, request.result)))
 
 
 @router.post("/cancel_future")
@@ -92,9 +86,7 @@ async def cancel_future(call: Caller, body: wire.CancelFutureRequest) -> Respons
 
     def cancel(db: Session, owner: str) -> None:
         if queries.find_request(db, request_id, owner).kind is not Kind.SAMPLE:
-            raise Refusal(
-                400, f"request {request_id} is not a sample; requests that change a model cannot be cancelled"
-            )
+            refuse(f"request {request_id} is not a sample; requests that change a model cannot be cancelled")
         queries.cancel_sample(db, request_id)
 
     await call.write(cancel)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter, Response
 from sqlmodel import Session
 
+from tx.tinker.db_models import CheckpointKind
 from tx.tinker.refusal import refuse
-from tx.tinker.routes.older_clients import readable_kinds
-from tx.tinker.routes.paging import Limit, Offset
 from tx.tinker.server.replies import reply
-from tx.tinker.server.service import Call, Caller
+from tx.tinker.server.service import Call, Caller, Limit, Offset
 from tx.tinker.store import catalog, queries
 from tx.tinker.store.checkpoint_files import SCHEME, delete_aside, parse_path
 from tx.tinker.store.copying import check_copy, copy_files, record_copy, target_path
@@ -26,6 +26,16 @@ router = APIRouter()
 
 RUNS = "/training_runs"
 CHECKPOINT = RUNS + "/{run_id}/checkpoints/{checkpoint_id:path}"
+CLIENT_VERSION = "x-stainless-package-version"
+FIRST_WITH_EXTERNAL = (0, 28)
+
+
+def readable_kinds(headers: Mapping[str, str]) -> tuple[CheckpointKind, ...]:
+    """Return the checkpoint kinds that a client can parse. Older clients reject a whole list for one unknown kind."""
+    version = headers.get(CLIENT_VERSION, "").split(".")[:2]
+    if all(part.isdecimal() for part in version) and tuple(map(int, version)) < FIRST_WITH_EXTERNAL:
+        return CheckpointKind.TRAINING, CheckpointKind.SAMPLER
+    return tuple(CheckpointKind)
 
 
 @router.get(RUNS)
@@ -33,11 +43,8 @@ async def get_training_runs(
     call: Caller, limit: Limit = 20, offset: Offset = 0, project_id: wire.Text | None = None
 ) -> Response:
     """List training runs, most recently used first."""
-
-    def query(db: Session, owner: str) -> listings.TrainingRunList:
-        return catalog.list_training_runs(db, owner, project_id, limit=limit, offset=offset)
-
-    return reply(await call.read(query))
+    page = {"limit": limit, "offset": offset}
+    return reply(await call.read(lambda db, owner: catalog.list_training_runs(db, owner, project_id, **page)))
 
 
 @router.get(RUNS + "/{run_id}")
@@ -70,25 +77,18 @@ async def get_run_checkpoints(call: Caller, run_id: str) -> Response:
 async def get_checkpoints(call: Caller, limit: Limit = 100, offset: Offset = 0) -> Response:
     """List the checkpoints of all runs, newest first."""
     kinds = readable_kinds(call.http.headers)
-
-    def query(db: Session, owner: str) -> listings.CheckpointList:
-        return catalog.list_checkpoints(db, owner, kinds, limit=limit, offset=offset)
-
-    return reply(await call.read(query))
+    page = {"limit": limit, "offset": offset}
+    return reply(await call.read(lambda db, owner: catalog.list_checkpoints(db, owner, kinds, **page)))
 
 
 @router.post("/weights_info")
 async def weights_info(call: Caller, body: wire.WeightsInfoRequest) -> Response:
     """Describe the weights of a checkpoint."""
-
-    def query(db: Session, owner: str) -> responses.WeightsInfo:
-        lora = (found := queries.find_checkpoint(db, body.tinker_path, owner)).lora
-        parts = {name: lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
-        rank = int(lora["rank"])
-        # Always set a rank: older clients create the model they load into with it.
-        return responses.WeightsInfo(base_model=found.base_model, is_lora=rank > 0, lora_rank=rank, **parts)
-
-    return reply(await call.read(query))
+    found = await call.read(lambda db, owner: queries.find_checkpoint(db, body.tinker_path, owner))
+    parts = {name: found.lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
+    rank = int(found.lora["rank"])
+    # Always set a rank: older clients create the model they load into with it.
+    return reply(responses.WeightsInfo(base_model=found.base_model, is_lora=rank > 0, lora_rank=rank, **parts))
 
 
 def path_of(run_id: str, checkpoint_id: str) -> str:

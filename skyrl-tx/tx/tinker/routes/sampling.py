@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
-from sqlmodel import Session
 
 from tx.tinker.db_models import Kind
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 from tx.tinker.server.replies import reply
 from tx.tinker.server.service import Caller
 from tx.tinker.store import queries
@@ -28,21 +27,16 @@ async def create_sampling_session(call: Caller, body: wire.CreateSamplingSession
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(call: Caller, sampler_id: str) -> Response:
     """Describe a sampling session."""
-
-    def describe(db: Session, owner: str) -> responses.SamplerInfo:
-        found = queries.find_sampling_session(db, sampler_id, owner)
-        return responses.SamplerInfo(
-            sampler_id=found.sampling_session_id, base_model=found.base_model, model_path=found.model_path
-        )
-
-    return reply(await call.read(describe))
+    found = await call.read(lambda db, owner: queries.find_sampling_session(db, sampler_id, owner))
+    fields = {"base_model": found.base_model, "model_path": found.model_path}
+    return reply(responses.SamplerInfo(sampler_id=found.sampling_session_id, **fields))
 
 
 @router.post("/asample")
 async def asample(call: Caller, body: wire.AsampleRequest) -> Response:
     """Queue a sample request. Return a promise and an id for each sample."""
     if call.service.failure is not None:
-        raise Refusal(503, call.service.failure, retry_after=10)
+        raise RefusalError(503, call.service.failure, retry_after=10)
     request = await call.prepare(lambda to: sample_submission.sample_request(to, body))
     request_id = await call.submit(lambda to: sample_submission.accept_sample(to, request), is_durable=False)
     metrics = call.service.metrics

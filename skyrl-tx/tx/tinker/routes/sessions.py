@@ -8,12 +8,10 @@ from functools import partial
 from fastapi import APIRouter, Response
 from sqlmodel import Session
 
-from tx.tinker.db_models import Session as ClientSession
-from tx.tinker.db_models import SessionStatus, now
-from tx.tinker.refusal import Refusal
-from tx.tinker.routes.paging import Limit, Offset
+from tx.tinker.db_models import ClientSession, SessionStatus, now
+from tx.tinker.refusal import RefusalError
 from tx.tinker.server.replies import reply
-from tx.tinker.server.service import Caller
+from tx.tinker.server.service import Caller, Limit, Offset
 from tx.tinker.store import queries
 from tx.tinker.store.catalog import list_sessions, search_sessions, session_info
 from tx.tinker.store.checkpoint_files import delete_folder, snapshots_folder
@@ -79,7 +77,7 @@ async def session_heartbeat(call: Caller, body: wire.SessionHeartbeatRequest) ->
     def hear(db: Session, owner: str) -> None:
         session = queries.find_session(db, body.session_id, owner)
         if session.status is not SessionStatus.ACTIVE:
-            raise Refusal(410, f"session {body.session_id} is {session.status}")
+            raise RefusalError(410, f"session {body.session_id} is {session.status}")
         session.last_seen_at = now()
 
     await call.write(hear)

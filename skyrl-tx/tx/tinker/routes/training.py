@@ -7,10 +7,9 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
-from sqlmodel import Session
 
 from tx.tinker.db_models import EngineState, Kind
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 from tx.tinker.server.replies import PROTOBUF, reply
 from tx.tinker.server.service import Call, Caller
 from tx.tinker.store import queries
@@ -32,7 +31,7 @@ PASS_BODY = {"requestBody": {"content": {JSON: {"schema": wire.ForwardBackwardRe
 
 async def _promise(call: Call, kind: Kind, accept: Accept, model_id: str | None) -> Response:
     if call.service.failure is not None:
-        raise Refusal(503, call.service.failure, retry_after=10)
+        raise RefusalError(503, call.service.failure, retry_after=10)
     request_id = await call.submit(accept, is_durable=True)
     call.service.metrics.accepted.labels(kind).inc()
     call.add_notes(model=model_id, request=request_id)
@@ -103,7 +102,7 @@ async def _pass(call: Call, request: Request, *, is_forward_only: bool) -> Respo
     body = await request.body()
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in (PROTOBUF, JSON):
-        raise Refusal(415, f"Content-Type {kind[:50]!r} is not supported; send {PROTOBUF} or {JSON}")
+        raise RefusalError(415, f"Content-Type {kind[:50]!r} is not supported; send {PROTOBUF} or {JSON}")
     read: Callable[[bytes], ForwardBackwardMessage]
     read = codec.message_from_bytes if kind == PROTOBUF else partial(_from_json, is_forward_only)
     state = await call.service.read(call.service.engine_state)
@@ -124,14 +123,11 @@ def _from_json(is_forward_only: bool, body: bytes) -> ForwardBackwardMessage:
     try:
         request = wire.ForwardBackwardRequest.model_validate_json(body)
     except ValidationError as error:
-        raise Refusal(422, f"the body is not a valid forward_backward request: {_format_error(error)}") from error
+        problem = error.errors(include_input=False)[0]
+        reason = f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+        raise RefusalError(422, f"the body is not a valid forward_backward request: {reason}") from error
     data = request.forward_backward_input.model_dump(exclude_none=True)
     return codec.message_from_json(request.model_id, request.seq_id, data, is_forward_only=is_forward_only)
-
-
-def _format_error(error: ValidationError) -> str:
-    problem = error.errors(include_input=False)[0]
-    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
 
 
 def _read_pass(
@@ -140,10 +136,10 @@ def _read_pass(
     """Parse a pass. Return its head, and either the pass or the error in its data."""
     try:
         message = read(body)
-    except Refusal:
+    except RefusalError:
         raise
     except UserError as error:
-        raise Refusal(422, str(error)) from error
+        raise RefusalError(422, str(error)) from error
     if is_forward_only:
         message.forward_only = True
     original = message.SerializeToString(deterministic=True)
@@ -162,16 +158,13 @@ def _read_pass(
 async def get_info(call: Caller, body: wire.ModelRequest) -> Response:
     """Describe a model."""
     call.add_notes(model=body.model_id)
-
-    def describe(db: Session, owner: str) -> responses.ModelInfo:
-        model = queries.find_model(db, body.model_id, owner)
-        tokenizer = call.service.config.tokenizer
-        return responses.ModelInfo(
-            model_id=model.model_id,
-            model_data=responses.ModelData(model_name=model.base_model, tokenizer_id=tokenizer),
-            model_name=model.base_model,
-            is_lora=model.rank > 0,
-            lora_rank=model.rank or None,
-        )
-
-    return reply(await call.read(describe))
+    model = await call.read(lambda db, owner: queries.find_model(db, body.model_id, owner))
+    tokenizer = call.service.config.tokenizer
+    info = responses.ModelInfo(
+        model_id=model.model_id,
+        model_data=responses.ModelData(model_name=model.base_model, tokenizer_id=tokenizer),
+        model_name=model.base_model,
+        is_lora=model.rank > 0,
+        lora_rank=model.rank or None,
+    )
+    return reply(info)

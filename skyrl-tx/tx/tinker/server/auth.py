@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tx.tinker.config import TxConfig
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 from tx.tinker.server.body_limit import BODILESS_METHODS, has_body
 from tx.tinker.server.replies import refusal_reply
 
@@ -19,16 +19,16 @@ LOCAL_USER = "local"
 
 
 def owner_of(headers: Mapping[str, str], config: TxConfig) -> str:
-    """Return a request's user. Raise `Refusal` 401 if a key is required and missing or unknown."""
+    """Return a request's user. Raise `RefusalError` 401 if a key is required and missing or unknown."""
     if not config.api_keys:
         return LOCAL_USER
     key_given = _read_key(headers)
     if key_given is None:
-        raise Refusal(401, "this server needs an API key: set TINKER_API_KEY")
+        raise RefusalError(401, "this server needs an API key: set TINKER_API_KEY")
     for key, user in config.users_by_key.items():
         if hmac.compare_digest(key.encode(), key_given.encode()):
             return user
-    raise Refusal(401, "the API key is unknown to this server: check TINKER_API_KEY")
+    raise RefusalError(401, "the API key is unknown to this server: check TINKER_API_KEY")
 
 
 class KeyCheck:
@@ -45,7 +45,7 @@ class KeyCheck:
         if scope["type"] == "http" and (scope["method"] not in BODILESS_METHODS or has_body(Headers(scope=scope))):
             try:
                 owner_of(Headers(scope=scope), self._config)
-            except Refusal as refusal:
+            except RefusalError as refusal:
                 await refusal_reply(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -9,7 +9,7 @@ import zstandard
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 from tx.tinker.server.replies import refusal_reply
 
 MAX_WINDOW = 1 << 27
@@ -23,7 +23,7 @@ def has_body(headers: Headers) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
-class BodyLimit:
+class BodyReader:
     """ASGI middleware that buffers, decompresses and limits request bodies."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -40,16 +40,26 @@ class BodyLimit:
             return
         try:
             if scope["method"] in BODILESS_METHODS:
-                raise Refusal(413, f"a {scope['method']} request takes no body; leave it out, or use another method")
+                raise RefusalError(
+                    413, f"a {scope['method']} request takes no body; leave it out, or use another method"
+                )
             body = await self._read(headers, receive)
             if body is None:
                 return
             if encoding := headers.get("content-encoding"):
                 body = await asyncio.to_thread(self._unpack, body, encoding)
-        except Refusal as refusal:
+        except RefusalError as refusal:
             await refusal_reply(refusal)(scope, receive, send)
             return
-        await self._app(scope, _Replay(body, receive), send)
+        unread = [body]
+
+        async def replay() -> Message:
+            """Replay the body as one message, then forward the disconnect."""
+            if not unread:
+                return await receive()
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+
+        await self._app(scope, replay, send)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """Read the whole body. Return None if the client disconnects, since a partial message may look complete."""
@@ -74,7 +84,7 @@ class BodyLimit:
         if encoding.lower() == "identity":
             return body
         if encoding.lower() != "zstd":
-            raise Refusal(415, f"Content-Encoding {encoding[:50]!r} is not supported; use zstd or none")
+            raise RefusalError(415, f"Content-Encoding {encoding[:50]!r} is not supported; use zstd or none")
         unpacked = bytearray()
         decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
         try:
@@ -84,22 +94,8 @@ class BodyLimit:
                     if len(unpacked) > self._max_bytes:
                         self._refuse_size()
         except zstandard.ZstdError as error:
-            raise Refusal(400, f"the body is not valid zstd, contrary to its Content-Encoding: {error}") from error
+            raise RefusalError(400, f"the body is not valid zstd, contrary to its Content-Encoding: {error}") from error
         return bytes(unpacked)
 
     def _refuse_size(self) -> None:
-        raise Refusal(413, f"the body is more than {self._max_bytes} bytes; split the request")
-
-
-class _Replay:
-    """A receive channel that replays the buffered body as one message, then forwards the disconnect."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
-
-    async def __call__(self) -> Message:
-        if self._body is None:
-            return await self._receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+        raise RefusalError(413, f"the body is more than {self._max_bytes} bytes; split the request")

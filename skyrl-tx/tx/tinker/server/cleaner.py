@@ -15,9 +15,7 @@ from typing import Generic, TypeVar
 
 from sqlmodel import Session
 
-from tx.tinker.config import TxConfig
-from tx.tinker.db_models import Session as ClientSession
-from tx.tinker.db_models import SessionStatus
+from tx.tinker.db_models import ClientSession, SessionStatus
 from tx.tinker.server.service import Service, run_forever
 from tx.tinker.store import queries, retention
 from tx.tinker.store.checkpoint_files import (
@@ -88,7 +86,12 @@ class Cleaner:
             await self._end_stale_sessions(config.session_timeout_sec)
         await self._delete_snapshots()
         await service.compute(self._delete_leftovers)
-        for path, aside in await service.write(partial(_drop_expired, config=config)):
+
+        def drop_expired(db: Session) -> list[tuple[str, Path | None]]:
+            expired = retention.expired_checkpoints(db)
+            return [(checkpoint.path, queries.drop_checkpoint(db, checkpoint, config)) for checkpoint in expired]
+
+        for path, aside in await service.write(drop_expired):
             await service.compute(partial(delete_aside, aside))
             logger.info("deleted checkpoint %s: it has expired", path)
         delete_batches: tuple[Callable[[Session], int], ...] = (
@@ -128,22 +131,15 @@ class Cleaner:
             delete_folder(folder)
             logger.info("deleted snapshot %s: unused for %g s", folder, config.snapshot_retention_sec)
         limit = config.max_snapshots_per_session
-        for folder in _find_surplus(used, limit):
-            delete_folder(folder)
-            logger.info("deleted snapshot %s: its session has %d that were used later", folder, limit)
+        for _, of_session in groupby(sorted(used), key=lambda folder: folder.parent):
+            for folder in sorted(of_session, key=lambda folder: used[folder])[:-limit]:  # least recently used first
+                delete_folder(folder)
+                logger.info("deleted snapshot %s: its session has %d that were used later", folder, limit)
 
     def _delete_leftovers(self) -> None:
         times = write_times(leftovers(self._service.config.checkpoints_base))
         for folder in self._leftover_ages.find_older(times, ABANDONED_SEC):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _find_surplus(used: Mapping[Path, int], max_snapshots: int) -> list[Path]:
-    """Return the least recently used snapshots of sessions with more than `max_snapshots`, by time of last use."""
-    surplus: list[Path] = []
-    for _, of_session in groupby(sorted(used), key=lambda folder: folder.parent):
-        surplus += sorted(of_session, key=lambda folder: used[folder])[:-max_snapshots]
-    return surplus
 
 
 def _end_unseen(db: Session, seen: Mapping[str, object]) -> list[str]:
@@ -157,10 +153,3 @@ def _end_unseen(db: Session, seen: Mapping[str, object]) -> list[str]:
     for session in stale:
         queries.end_session(db, session, SessionStatus.EXPIRED, "timed out")
     return [session.session_id for session in stale]
-
-
-def _drop_expired(db: Session, config: TxConfig) -> list[tuple[str, Path | None]]:
-    return [
-        (checkpoint.path, queries.drop_checkpoint(db, checkpoint, config))
-        for checkpoint in retention.expired_checkpoints(db)
-    ]

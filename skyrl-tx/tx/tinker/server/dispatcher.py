@@ -29,7 +29,7 @@ POLL_SEC = 0.5
 RETRY_SEC = 2.0
 
 
-class Dispatcher:
+class SampleDispatcher:
     """The link to the external server: takes samples from the database, sends them, and writes the results back.
 
     If several servers share a database, only one dispatches. The base model's state comes from the engine.
@@ -73,10 +73,10 @@ class Dispatcher:
                     lock.take()
                     self._dispatch(lock)
             except StateTakenError:
-                self._wait(RETRY_SEC)  # a different server dispatches
+                self._rung.wait(RETRY_SEC)  # a different server dispatches
             except Exception:
                 logger.exception("samples cannot be dispatched; retrying")
-                self._wait(RETRY_SEC)
+                self._rung.wait(RETRY_SEC)
 
     def _dispatch(self, lock: StateLock) -> None:
         """Dispatch until the server stops. Unanswered requests stay pending in the database."""
@@ -84,7 +84,7 @@ class Dispatcher:
         while (state := self._read_state()) is None:
             if self._is_ending:
                 return
-            self._wait(POLL_SEC)
+            self._rung.wait(POLL_SEC)
         folder = config.external_inference_lora_base or config.checkpoints_base / "external"
         key = config.external_inference_api_key.get_secret_value()
         with contextlib.closing(VllmSampler(self._url, key, folder, config.external_inference_answer_sec)) as sampler:
@@ -99,7 +99,7 @@ class Dispatcher:
                     queue.fetch()
                     samplers.evict_deleted()
                 if not self._work(queue, sampling):
-                    self._wait(POLL_SEC)
+                    self._rung.wait(POLL_SEC)
 
     def _work(self, queue: Queue, sampling: Sampling) -> bool:
         """Begin new samples and write results. Return True if there were any."""
@@ -118,7 +118,3 @@ class Dispatcher:
     def _read_state(self) -> EngineState | None:
         with reading(self._database) as db:
             return queries.engine_state(db, self._config.model_name)
-
-    def _wait(self, seconds: float) -> None:
-        """Wait for a ring."""
-        self._rung.wait(seconds)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,13 @@ def sign(download: Download, key: bytes) -> str:
 
 
 def verify(token: str, key: bytes) -> Download:
-    """Return the download that a token permits. Raise `Refusal` 403 if the signature is invalid or expired."""
+    """Return the download that a token permits. Raise `RefusalError` 403 if the signature is invalid or expired."""
     payload, _, signature = token.partition(".")
     if not hmac.compare_digest(_signature(payload, key).encode(), signature.encode()):
-        raise Refusal(403, "this address is not signed by this server; request a new one")
+        raise RefusalError(403, "this address is not signed by this server; request a new one")
     download = Download(*json.loads(urlsafe_b64decode(payload + "=" * (-len(payload) % 4))))
     if time.time() > download.expires:
-        raise Refusal(403, "this address has expired; request a new one")
+        raise RefusalError(403, "this address has expired; request a new one")
     return download
 
 

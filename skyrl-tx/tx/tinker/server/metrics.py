@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
-from tx.tinker.db_models import Kind, Request, RequestStatus
+from tx.tinker.db_models import Kind, RequestStatus, TxRequest
 from tx.tinker.wire import tinker_pb2 as pb
 
 BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
@@ -19,44 +19,31 @@ class ServerMetrics:
     """A server's metrics."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.http_requests = Counter(
-            "tx_http_requests", "HTTP requests answered.", ["endpoint", "method", "status"], registry=self.registry
-        )
+        self.registry = registry = CollectorRegistry()
+        http_labels = ["endpoint", "method", "status"]
+        self.http_requests = Counter("tx_http_requests", "HTTP requests answered.", http_labels, registry=registry)
         self.http_seconds = Histogram(
-            "tx_http_seconds", "Time to answer.", ["endpoint"], buckets=BUCKETS, registry=self.registry
+            "tx_http_seconds", "Time to answer.", ["endpoint"], buckets=BUCKETS, registry=registry
         )
         self.accepted = Counter(
-            "tx_requests_accepted", "Requests accepted for the engine.", ["kind"], registry=self.registry
+            "tx_requests_accepted", "Requests accepted for the engine.", ["kind"], registry=registry
         )
-        self.finished = Counter(
-            "tx_requests_finished",
-            "Requests whose result was first fetched.",
-            ["kind", "status"],
-            registry=self.registry,
-        )
+        fetched = "Requests whose result was first fetched."
+        self.finished = Counter("tx_requests_finished", fetched, ["kind", "status"], registry=registry)
         self.seconds = Histogram(
-            "tx_request_seconds",
-            "From acceptance to result.",
-            ["kind"],
-            buckets=BUCKETS,
-            registry=self.registry,
+            "tx_request_seconds", "From acceptance to result.", ["kind"], buckets=BUCKETS, registry=registry
         )
-        self.tokens = Counter(
-            "tx_tokens",
-            "Tokens of accepted passes and prompts, and of fetched samples.",
-            ["of"],
-            registry=self.registry,
-        )
-        self.pending = Gauge("tx_requests_pending", "Pending requests.", ["kind"], registry=self.registry)
-        self.waiting = Gauge("tx_polls_held", "Held polls of clients.", registry=self.registry)
-        self.models = Gauge("tx_models", "Models under training.", registry=self.registry)
-        Info("tx_build", "What is running.", registry=self.registry).info({"version": version("skyrl-tx")})
-        self.engine_up = Gauge("tx_engine_up", "1 if the engine has reported recently.", registry=self.registry)
-        self.engine = Gauge("tx_engine", "Counters of the engine.", ["of"], registry=self.registry)
+        counted = "Tokens of accepted passes and prompts, and of fetched samples."
+        self.tokens = Counter("tx_tokens", counted, ["of"], registry=registry)
+        self.pending = Gauge("tx_requests_pending", "Pending requests.", ["kind"], registry=registry)
+        self.waiting = Gauge("tx_polls_held", "Held polls of clients.", registry=registry)
+        self.models = Gauge("tx_models", "Models under training.", registry=registry)
+        Info("tx_build", "What is running.", registry=registry).info({"version": version("skyrl-tx")})
+        self.engine_up = Gauge("tx_engine_up", "1 if the engine has reported recently.", registry=registry)
+        self.engine = Gauge("tx_engine", "Counters of the engine.", ["of"], registry=registry)
         self._seen: OrderedDict[int, None] = OrderedDict()
 
-    def count_finished(self, request: Request) -> None:
+    def count_finished(self, request: TxRequest) -> None:
         """Count a finished request the first time its result is fetched."""
         assert request.request_id is not None
         if request.request_id in self._seen:
@@ -68,7 +55,8 @@ class ServerMetrics:
         if request.completed_at is not None:
             self.seconds.labels(request.kind).observe((request.completed_at - request.created_at).total_seconds())
         if request.kind is Kind.SAMPLE and request.status is RequestStatus.DONE:
-            self.tokens.labels("sampled").inc(_n_sampled(request.result or b""))
+            sequences = pb.SampleResponse.FromString(request.result or b"").sequences
+            self.tokens.labels("sampled").inc(sum(len(sequence.tokens) // 4 for sequence in sequences))
 
     def to_text(
         self,
@@ -89,7 +77,3 @@ class ServerMetrics:
                 self.engine.labels(name).set(count)
         self.engine_up.set(is_engine_up)
         return generate_latest(self.registry)
-
-
-def _n_sampled(result: bytes) -> int:
-    return sum(len(sequence.tokens) // 4 for sequence in pb.SampleResponse.FromString(result).sequences)

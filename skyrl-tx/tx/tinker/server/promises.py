@@ -81,23 +81,20 @@ class Promises:
                 await asyncio.sleep(PAUSE_SEC)
 
     async def _query(self) -> None:
+        """Wake the clients of finished requests."""
         try:
-            done = await self._done()
+            if time.monotonic() - self._all_checked_at < BACKUP_SEC:
+                done = await self._recent_ids()
+            else:
+                waiting = set(self._waiting)
+                done = waiting - await self._pending_ids()
+                self._all_checked_at = time.monotonic()
         except SQLAlchemyError:
             logger.exception("the database could not be queried for results; retrying")
             await asyncio.sleep(BACKUP_SEC)
             return
         for request_id in done & self._waiting.keys():
             _wake(self._waiting[request_id])
-
-    async def _done(self) -> Ids:
-        """Return finished requests: all that clients wait for, and possibly more."""
-        if time.monotonic() - self._all_checked_at < BACKUP_SEC:
-            return await self._recent_ids()
-        waiting = set(self._waiting)
-        pending = await self._pending_ids()
-        self._all_checked_at = time.monotonic()
-        return waiting - pending
 
 
 def _wake(waiting: set[asyncio.Future[None]]) -> None:

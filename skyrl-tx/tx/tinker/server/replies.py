@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 from tx.tinker.server.downloads import hide_token
 from tx.tinker.types import UserError
 from tx.tinker.wire.responses import ResponseBody
@@ -29,21 +29,16 @@ def reply(body: ResponseBody, status: int = 200) -> Response:
     return Response(body.to_bytes(), status, media_type="application/json")
 
 
-def json_reply(body: bytes) -> Response:
-    """Return a reply with serialized JSON."""
-    return Response(body, media_type="application/json")
-
-
-def protobuf_reply(body: bytes) -> Response:
-    """Return a reply with a serialized protobuf message."""
-    return Response(body, media_type=PROTOBUF)
+def raw_reply(body: bytes, media_type: str = "application/json") -> Response:
+    """Return a reply with serialized JSON or a serialized protobuf message."""
+    return Response(body, media_type=media_type)
 
 
 def refusal_reply(refusal: UserError) -> Response:
     """Return the reply for a rejected request. It always has a body: clients treat an empty body as a proxy error."""
-    status = refusal.status if isinstance(refusal, Refusal) else 400
+    status = refusal.status if isinstance(refusal, RefusalError) else 400
     headers = {}
-    if isinstance(refusal, Refusal) and refusal.retry_after is not None:
+    if isinstance(refusal, RefusalError) and refusal.retry_after is not None:
         seconds = refusal.retry_after
         headers = {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": f"{seconds * 1000:.0f}"}
     if status == 401:

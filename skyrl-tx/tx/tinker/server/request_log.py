@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tx.tinker.refusal import Refusal
+from tx.tinker.refusal import RefusalError
 from tx.tinker.server.downloads import hide_token
 from tx.tinker.server.metrics import ServerMetrics
 from tx.tinker.server.replies import refusal_reply
@@ -22,7 +22,7 @@ METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"}
 """Methods with their own metrics. Clients could invent any number of further methods."""
 
 
-STOPPING = Refusal(503, "the server is stopping; send the request again", retry_after=10)
+STOPPING = RefusalError(503, "the server is stopping; send the request again", retry_after=10)
 
 
 class RequestLog:

@@ -12,14 +12,14 @@ from datetime import timedelta
 from functools import partial
 from typing import Annotated, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from sqlmodel import Session
 
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import STALLED, EngineState, now
 from tx.tinker.doorbell import POLL_SEC
 from tx.tinker.server.auth import owner_of
-from tx.tinker.server.dispatcher import Dispatcher
+from tx.tinker.server.dispatcher import SampleDispatcher
 from tx.tinker.server.downloads import signing_key
 from tx.tinker.server.metrics import ServerMetrics
 from tx.tinker.server.promises import BACKUP_SEC, Promises
@@ -56,10 +56,10 @@ class Service:
         self.supervisor = supervisor
         if config.start_engine and supervisor is None:
             self.supervisor = Supervisor(config, self.promises.ring)
-        self.dispatcher: Dispatcher | None = None
+        self.dispatcher: SampleDispatcher | None = None
         if config.external_inference_url is not None:
             url = config.external_inference_url
-            self.dispatcher = Dispatcher(config, url, self.database, self._ring_from_thread)
+            self.dispatcher = SampleDispatcher(config, url, self.database, self._ring_from_thread)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers = ThreadPoolExecutor(N_READERS, thread_name_prefix="tx-read")
         # a single thread, so that writers never wait for the database lock
@@ -212,15 +212,11 @@ class Call:
 
     async def read(self, query: Callable[[Session, str], T]) -> T:
         """Run a query for this user."""
-        return await self.service.read(partial(_with_owner, query, self.owner))
+        return await self.service.read(lambda db: query(db, self.owner))
 
     async def write(self, change: Callable[[Session, str], T]) -> T:
         """Run a transaction for this user."""
-        return await self.service.write(partial(_with_owner, change, self.owner))
-
-
-def _with_owner(query: Callable[[Session, str], T], owner: str, db: Session) -> T:
-    return query(db, owner)
+        return await self.service.write(lambda db: change(db, self.owner))
 
 
 async def _call(request: Request) -> Call:
@@ -229,3 +225,6 @@ async def _call(request: Request) -> Call:
 
 
 Caller = Annotated[Call, Depends(_call)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0, le=(1 << 31) - 1)]
+"""Query parameters of paged lists."""

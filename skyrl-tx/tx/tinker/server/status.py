@@ -11,8 +11,17 @@ from sqlalchemy import ColumnElement, func, true
 from sqlalchemy.orm import defer
 from sqlmodel import Session, col, select
 
-from tx.tinker.db_models import EngineState, Kind, Model, ModelStatus, Request, RequestStatus, SessionStatus, now
-from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.db_models import (
+    ClientSession,
+    EngineState,
+    Kind,
+    Model,
+    ModelStatus,
+    RequestStatus,
+    SessionStatus,
+    TxRequest,
+    now,
+)
 from tx.tinker.store.queries import ACCEPTING, engine_state, n_models
 
 MAX_ROWS = 50
@@ -40,66 +49,47 @@ class Status:
     by_model: dict[str, RequestCounts]
     models: Sequence[Model]
     sessions: Sequence[ClientSession]
-    errors: Sequence[Request]
+    errors: Sequence[TxRequest]
 
 
 def pending_by_kind(db: Session) -> dict[Kind, int]:
     """Count pending requests by kind."""
-    counted = select(Request.kind, func.count()).where(Request.status == RequestStatus.PENDING).group_by(Request.kind)
+    counted = (
+        select(TxRequest.kind, func.count()).where(TxRequest.status == RequestStatus.PENDING).group_by(TxRequest.kind)
+    )
     return {Kind(kind): count for kind, count in db.exec(counted)}
 
 
 def query_status(db: Session, base_model: str, owner: str | None) -> Status:
     """Query the current status. Models, sessions and errors are `owner`'s, or all users' if None."""
     session_is_theirs = true() if owner is None else col(ClientSession.owner) == owner
-    request_is_theirs = true() if owner is None else col(Request.owner) == owner
+    request_is_theirs = true() if owner is None else col(TxRequest.owner) == owner
     is_active = col(ClientSession.status) == SessionStatus.ACTIVE
-    sessions = (
-        select(ClientSession).where(is_active, session_is_theirs).order_by(col(ClientSession.last_seen_at).desc())
-    )
+    sessions = select(ClientSession).where(is_active, session_is_theirs)
+    is_loaded = col(Model.status).in_((*ACCEPTING, ModelStatus.UNLOADING))
+    models = select(Model).join(ClientSession).where(is_loaded, session_is_theirs)
+    light: Any = (defer(TxRequest.payload), defer(TxRequest.result))  # type: ignore[arg-type]
+    failed = select(TxRequest).options(*light).where(TxRequest.status == RequestStatus.FAILED, request_is_theirs)
     return Status(
         engine=engine_state(db, base_model),
         n_models=n_models(db, base_model),
-        n_sessions=_count(db, ClientSession, is_active),
-        by_kind=_work(db, col(Request.kind)),
-        by_model=_work(db, col(Request.model_id)),
-        models=_models(db, session_is_theirs),
-        sessions=db.exec(sessions.limit(MAX_ROWS)).all(),
-        errors=_errors(db, request_is_theirs),
+        n_sessions=db.exec(select(func.count()).select_from(ClientSession).where(is_active)).one(),
+        by_kind=_count_requests(db, col(TxRequest.kind)),
+        by_model=_count_requests(db, col(TxRequest.model_id)),
+        models=db.exec(models.order_by(col(Model.last_request_at).desc()).limit(MAX_ROWS)).all(),
+        sessions=db.exec(sessions.order_by(col(ClientSession.last_seen_at).desc()).limit(MAX_ROWS)).all(),
+        errors=db.exec(failed.order_by(col(TxRequest.completed_at).desc()).limit(MAX_ERRORS)).all(),
     )
 
 
-def _count(db: Session, table: type[Any], which: ColumnElement[bool]) -> int:
-    return db.exec(select(func.count()).select_from(table).where(which)).one()
-
-
-def _models(db: Session, is_theirs: ColumnElement[bool]) -> Sequence[Model]:
-    is_loaded = col(Model.status).in_((*ACCEPTING, ModelStatus.UNLOADING))
-    query = select(Model).join(ClientSession).where(is_loaded, is_theirs)
-    return db.exec(query.order_by(col(Model.last_request_at).desc()).limit(MAX_ROWS)).all()
-
-
-def _errors(db: Session, is_theirs: ColumnElement[bool]) -> Sequence[Request]:
-    light: Any = (defer(Request.payload), defer(Request.result))  # type: ignore[arg-type]
-    failed = select(Request).options(*light).where(Request.status == RequestStatus.FAILED, is_theirs)
-    return db.exec(failed.order_by(col(Request.completed_at).desc()).limit(MAX_ERRORS)).all()
-
-
-def _recent_ids() -> ColumnElement[bool]:
-    return (col(Request.completed_at) > now() - MINUTE) & (col(Request.status) != RequestStatus.CANCELLED)
-
-
-def _work(db: Session, by: Any) -> dict[Any, RequestCounts]:
+def _count_requests(db: Session, by: Any) -> dict[Any, RequestCounts]:
     """Count pending and recently finished requests, grouped by a column."""
-    pending = select(by, func.count()).where(Request.status == RequestStatus.PENDING).group_by(by)
-    lately = select(by, func.count(), func.avg(_seconds(db))).where(_recent_ids()).group_by(by)
-    waiting = dict(db.exec(pending).all())
-    done = {key: (count, float(seconds)) for key, count, seconds in db.exec(lately)}
-    return {key: RequestCounts(waiting.get(key, 0), *done.get(key, (0, None))) for key in {**waiting, **done}}
-
-
-def _seconds(db: Session) -> ColumnElement[Any]:
-    """Return a SQL expression for the seconds from acceptance to result. It differs between SQLite and PostgreSQL."""
+    seconds: ColumnElement[Any] = func.extract("epoch", col(TxRequest.completed_at) - col(TxRequest.created_at))
     if db.get_bind().dialect.name == "sqlite":
-        return (func.julianday(Request.completed_at) - func.julianday(Request.created_at)) * 86400
-    return func.extract("epoch", col(Request.completed_at) - col(Request.created_at))
+        seconds = (func.julianday(TxRequest.completed_at) - func.julianday(TxRequest.created_at)) * 86400
+    pending = select(by, func.count()).where(TxRequest.status == RequestStatus.PENDING).group_by(by)
+    is_recent = (col(TxRequest.completed_at) > now() - MINUTE) & (col(TxRequest.status) != RequestStatus.CANCELLED)
+    recent = select(by, func.count(), func.avg(seconds)).where(is_recent).group_by(by)
+    waiting = dict(db.exec(pending).all())
+    done = {key: (count, float(mean)) for key, count, mean in db.exec(recent)}
+    return {key: RequestCounts(waiting.get(key, 0), *done.get(key, (0, None))) for key in {**waiting, **done}}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC
 from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, and_, false, func, or_
 from sqlmodel import Session, col, select
 from sqlmodel.sql.expression import Select, SelectOfScalar
 
-from tx.tinker.db_models import Checkpoint, CheckpointKind, Model, SamplingSession, SessionStatus, now
-from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.db_models import Checkpoint, CheckpointKind, ClientSession, Model, SamplingSession, SessionStatus, now
 from tx.tinker.refusal import refuse
 from tx.tinker.wire import listings
 from tx.tinker.wire.listings import SearchSessionsRequest, StatusFilter
@@ -23,11 +22,7 @@ MAX_SCANNED = 10_000
 MAX_WORDS = 64
 """Maximum number of words in a display name search."""
 
-TYPES = {
-    CheckpointKind.TRAINING: "training",
-    CheckpointKind.SAMPLER: "sampler",
-    CheckpointKind.EXTERNAL: "external",
-}
+TYPES = {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler", CheckpointKind.EXTERNAL: "external"}
 
 
 def as_text(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
@@ -149,7 +144,13 @@ def search_sessions(db: Session, owner: str, query: SearchSessionsRequest) -> li
         : query.limit + 1
     ]
     page = found[: query.limit]
-    sizes = _checkpoint_sizes(db, [session.session_id for session in page])
+    sums = (
+        select(Model.session_id, func.count(), func.sum(Checkpoint.size_bytes))
+        .join(Checkpoint, col(Checkpoint.model_id) == Model.model_id)
+        .where(col(Model.session_id).in_([session.session_id for session in page]), _is_alive())
+        .group_by(col(Model.session_id))
+    )
+    sizes = {session_id: (count, size or 0) for session_id, count, size in db.exec(sums)}
     last = page[-1] if len(found) > query.limit else None
     return listings.SessionsFound(
         sessions=[_summary(session, *sizes.get(session.session_id, (0, 0))) for session in page],
@@ -175,21 +176,14 @@ def _matches(owner: str, query: SearchSessionsRequest) -> list[ColumnElement[boo
     if either:
         wanted.append(or_(*either))
     if query.cursor is not None:
-        wanted.append(_is_after(_to_utc(query.cursor.last_created_at), query.cursor.last_session_id))
+        time, created = query.cursor.last_created_at, col(ClientSession.created_at)
+        try:  # times without a zone are UTC, like all times that clients receive
+            time = time.replace(tzinfo=time.tzinfo or UTC).astimezone(UTC)
+        except OverflowError:
+            refuse(f"cursor.last_created_at={time} is out of range; use the cursor of a page")
+        is_later = col(ClientSession.session_id) < query.cursor.last_session_id
+        wanted.append(or_(created < time, and_(created == time, is_later)))
     return wanted
-
-
-def _to_utc(time: datetime) -> datetime:
-    """Convert a time to UTC. Times without a zone are UTC, like all times that clients receive."""
-    try:
-        return time.replace(tzinfo=time.tzinfo or UTC).astimezone(UTC)
-    except OverflowError:
-        refuse(f"cursor.last_created_at={time} is out of range; use the cursor of a page")
-
-
-def _is_after(time: datetime, session_id: str) -> ColumnElement[bool]:
-    created = col(ClientSession.created_at)
-    return or_(created < time, and_(created == time, col(ClientSession.session_id) < session_id))
 
 
 def _has_status(query: StatusFilter) -> ColumnElement[bool]:
@@ -205,16 +199,6 @@ def _has_status(query: StatusFilter) -> ColumnElement[bool]:
         return is_status
     reasons = [col(ClientSession.end_reason).startswith(reason) for reason in sorted(set(query.reasons))]
     return and_(is_status, or_(false(), *reasons))
-
-
-def _checkpoint_sizes(db: Session, session_ids: Collection[str]) -> dict[str, tuple[int, int]]:
-    sums = (
-        select(Model.session_id, func.count(), func.sum(Checkpoint.size_bytes))
-        .join(Checkpoint, col(Checkpoint.model_id) == Model.model_id)
-        .where(col(Model.session_id).in_(session_ids), _is_alive())
-        .group_by(col(Model.session_id))
-    )
-    return {session_id: (count, size or 0) for session_id, count, size in db.exec(sums)}
 
 
 def _summary(session: ClientSession, n_checkpoints: int, size: int) -> listings.SessionSummary:

@@ -48,22 +48,13 @@ def parse_path(path: str) -> TinkerPath:
     Raises:
         UserError: the path is invalid.
     """
-    model_id, kind, name = _split_path(path)
-    if kind not in list(CheckpointKind) or not MODEL_ID.fullmatch(model_id):
-        raise UserError(_invalid_path(path))
-    return TinkerPath(model_id, CheckpointKind(kind), check_name(name))
-
-
-def _split_path(path: str) -> list[str]:
     parts = path.removeprefix(SCHEME).split("/")
-    if not path.startswith(SCHEME) or len(parts) != 3:
-        raise UserError(_invalid_path(path))
-    return parts
-
-
-def _invalid_path(path: str) -> str:
-    kinds = "|".join(CheckpointKind)
-    return f"{path[:300]!r} is not a checkpoint path; use tinker://<model id>/{kinds}/<name>"
+    is_valid = path.startswith(SCHEME) and len(parts) == 3
+    if not is_valid or parts[1] not in list(CheckpointKind) or not MODEL_ID.fullmatch(parts[0]):
+        kinds = "|".join(CheckpointKind)
+        raise UserError(f"{path[:300]!r} is not a checkpoint path; use tinker://<model id>/{kinds}/<name>")
+    model_id, kind, name = parts
+    return TinkerPath(model_id, CheckpointKind(kind), check_name(name))
 
 
 def check_name(name: str) -> str:
@@ -126,13 +117,20 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def fill_folder(folder: Path, write: Callable[[Path], object]) -> Path:
-    """Fill and sync a temporary folder. Return it for `rename_into_place`."""
+    """Fill and sync a temporary folder. Return it for `rename_into_place`.
+
+    Names of new parent folders are synced too, outermost first.
+    """
     unfinished = folder.with_name(f"{UNFINISHED}{secrets.token_hex(8)}")
-    _make_durable(folder.parent)
+    created = [path for path in folder.parents if not path.exists()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for path in reversed(created):
+        _sync_path(path.parent)
     unfinished.mkdir()
     try:
         write(unfinished)
-        _sync(unfinished)
+        for path in (*unfinished.rglob("*"), unfinished):
+            _sync_path(path)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, SafetensorError):  # safetensors raises this on a full disk
@@ -168,20 +166,6 @@ def _restore_replaced(aside: Path) -> None:
         if not aside.with_name(folder.name).exists():
             folder.rename(aside.with_name(folder.name))
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _make_durable(folder: Path) -> None:
-    """Create a folder and its missing parents, and sync their names to disk, outermost first."""
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in reversed(created):
-        _sync_path(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Sync a folder's contents to disk before it gets its name."""
-    for path in (*folder.rglob("*"), folder):
-        _sync_path(path)
 
 
 def _sync_path(path: Path) -> None:

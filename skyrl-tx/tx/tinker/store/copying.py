@@ -10,8 +10,7 @@ from pathlib import Path
 from sqlmodel import Session
 
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import Checkpoint, Model, ModelStatus, SessionStatus
-from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.db_models import Checkpoint, ClientSession, Model, ModelStatus, SessionStatus
 from tx.tinker.refusal import not_found, refuse
 from tx.tinker.store import queries
 from tx.tinker.store.checkpoint_files import TinkerPath, checkpoint_folder, fill_folder, parse_path, rename_into_place
@@ -22,7 +21,7 @@ def copy_files(config: TxConfig, source: str, target: str) -> Path:
     """Copy a checkpoint's files to a temporary folder for `record_copy`. Hard-link them where possible.
 
     Raises:
-        Refusal: the files were deleted meanwhile.
+        RefusalError: the files were deleted meanwhile.
     """
     source_folder = checkpoint_folder(config, source)
 
@@ -81,39 +80,21 @@ def record_copy(
         return
     session_id, _, number = path.model_id.partition(":train:")
     if db.get(ClientSession, session_id) is None:
-        db.add(_session(session_id, owner, body))
+        session = ClientSession(session_id=session_id, owner=owner, project_id=body.destination_project_id)
+        session.display_name = f"copy of {body.source_path}"
+        session.status, session.end_reason = SessionStatus.FINISHED, "success"
+        db.add(session)
         db.flush()
-    db.add(_model(path.model_id, session_id, int(number), source))
-    db.add(_checkpoint(path, source, body))
-    db.flush()
-    rename_into_place(complete, checkpoint_folder(config, target))
-
-
-def _session(session_id: str, owner: str, body: CopyWeightsRequest) -> ClientSession:
-    return ClientSession(
+    model = Model(
+        model_id=path.model_id,
         session_id=session_id,
-        owner=owner,
-        project_id=body.destination_project_id,
-        display_name=f"copy of {body.source_path}",
-        status=SessionStatus.FINISHED,
-        end_reason="success",
-    )
-
-
-def _model(model_id: str, session_id: str, number: int, source: Checkpoint) -> Model:
-    return Model(
-        model_id=model_id,
-        session_id=session_id,
-        model_seq_id=number,
+        model_seq_id=int(number),
         base_model=source.base_model,
         rank=source.lora["rank"],
         lora=source.lora,
         status=ModelStatus.UNLOADED,
     )
-
-
-def _checkpoint(path: TinkerPath, source: Checkpoint, body: CopyWeightsRequest) -> Checkpoint:
-    return Checkpoint(
+    checkpoint = Checkpoint(
         model_id=path.model_id,
         kind=path.kind,
         name=path.name,
@@ -123,3 +104,6 @@ def _checkpoint(path: TinkerPath, source: Checkpoint, body: CopyWeightsRequest) 
         user_metadata=source.user_metadata,
         expires_at=queries.expiry(body.ttl_seconds),
     )
+    db.add_all((model, checkpoint))
+    db.flush()
+    rename_into_place(complete, checkpoint_folder(config, target))

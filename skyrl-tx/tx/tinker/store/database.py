@@ -15,7 +15,7 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config as AlembicConfig
-from sqlalchemy import URL, Connection, Engine, event
+from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import make_url
 from sqlmodel import Session, create_engine
 
@@ -30,30 +30,22 @@ LOCK = 7_246_331_001
 def open_database(url: str) -> Engine:
     """Open the database at a URL, creating its file, folder and tables if missing. Close it with `dispose()`."""
     parsed = make_url(url)
-    database = _open_sqlite(parsed) if parsed.get_backend_name() == "sqlite" else _open_postgresql(parsed)
-    _migrate(database)
-    return database
-
-
-def _open_sqlite(url: URL) -> Engine:
-    if url.database:
-        Path(url.database).parent.mkdir(parents=True, exist_ok=True)
-    connect_args = {"check_same_thread": False, "timeout": BUSY_MS / 1000}
-    database = create_engine(url, connect_args=connect_args, pool_size=POOL_SIZE, max_overflow=MAX_OVERFLOW)
-    event.listen(database, "connect", _set_up_sqlite)
-    event.listen(database, "begin", _begin_sqlite)
-    return database
-
-
-def _open_postgresql(url: URL) -> Engine:
-    database = create_engine(
-        url,
-        isolation_level="REPEATABLE READ",
-        pool_size=POOL_SIZE,
-        max_overflow=MAX_OVERFLOW,
-        pool_pre_ping=True,
-    )
-    event.listen(database, "begin", _begin_postgresql)
+    pool = {"pool_size": POOL_SIZE, "max_overflow": MAX_OVERFLOW}
+    if parsed.get_backend_name() == "sqlite":
+        if parsed.database:
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+        connect_args = {"check_same_thread": False, "timeout": BUSY_MS / 1000}
+        database = create_engine(parsed, connect_args=connect_args, **pool)
+        event.listen(database, "connect", _set_up_sqlite)
+        event.listen(database, "begin", _begin_sqlite)
+    else:
+        database = create_engine(parsed, isolation_level="REPEATABLE READ", pool_pre_ping=True, **pool)
+        event.listen(database, "begin", _begin_postgresql)
+    config = AlembicConfig()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    with _for_writing(database).begin() as connection:  # concurrent processes wait until one of them has migrated
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
     return database
 
 
@@ -101,12 +93,3 @@ def _begin_sqlite(connection: Connection) -> None:
 def _begin_postgresql(connection: Connection) -> None:
     if connection.get_execution_options().get(WRITES, False):
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = {BUSY_MS}; SELECT pg_advisory_xact_lock({LOCK})")
-
-
-def _migrate(database: Engine) -> None:
-    """Apply missing migrations. Concurrent processes wait until one of them is done."""
-    config = AlembicConfig()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    with _for_writing(database).begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")

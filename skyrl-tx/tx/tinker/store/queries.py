@@ -16,18 +16,18 @@ from sqlmodel import Session, col, select
 from tx.tinker.config import TxConfig, unnamed_user
 from tx.tinker.db_models import (
     Checkpoint,
+    ClientSession,
     EngineState,
     Kind,
     Model,
     ModelStatus,
-    Request,
     RequestStatus,
     SamplingSession,
     SessionStatus,
+    TxRequest,
     now,
 )
-from tx.tinker.db_models import Session as ClientSession
-from tx.tinker.refusal import Refusal, not_found, refuse
+from tx.tinker.refusal import RefusalError, not_found, refuse
 from tx.tinker.store.checkpoint_files import checkpoint_folder, parse_path, set_aside
 
 ACCEPTING = (ModelStatus.PENDING, ModelStatus.READY)
@@ -56,14 +56,14 @@ def hash_of(payload: bytes) -> str:
 
 
 def _key(key: str) -> str:
-    """Return a usable key. Raise `Refusal` 404 for a NUL character, since PostgreSQL rejects it."""
+    """Return a usable key. Raise `RefusalError` 404 for a NUL character, since PostgreSQL rejects it."""
     if "\0" in key:
         not_found(f"there is no {key[:100]!r}")
     return key
 
 
 def find_session(db: Session, session_id: str, owner: str) -> ClientSession:
-    """Return a session. Raise `Refusal` 404 if it does not exist or belongs to a different user."""
+    """Return a session. Raise `RefusalError` 404 if it does not exist or belongs to a different user."""
     found = db.get(ClientSession, _key(session_id))
     if found is None or found.owner != owner:
         not_found(f"there is no session {session_id!r}; create it with create_session")
@@ -71,7 +71,7 @@ def find_session(db: Session, session_id: str, owner: str) -> ClientSession:
 
 
 def active_session(db: Session, session_id: str, owner: str) -> ClientSession:
-    """Return an active session and record that it was seen. Raise `Refusal` 400 if it has ended."""
+    """Return an active session and record that it was seen. Raise `RefusalError` 400 if it has ended."""
     session = find_session(db, session_id, owner)
     if session.status is not SessionStatus.ACTIVE:
         refuse(f"session {session_id} is {session.status}; create a new one")
@@ -86,7 +86,7 @@ def touch(session: ClientSession) -> None:
 
 
 def create_session(db: Session, session: ClientSession, max_sessions: int) -> None:
-    """Add a session. Raise `Refusal` 400 if its user has too many active sessions."""
+    """Add a session. Raise `RefusalError` 400 if its user has too many active sessions."""
     of_user = (ClientSession.owner == session.owner, ClientSession.status == SessionStatus.ACTIVE)
     n_sessions = db.exec(select(func.count()).select_from(ClientSession).where(*of_user)).one()
     if n_sessions >= max_sessions:
@@ -102,12 +102,12 @@ def name_users(db: Session, users_by_key: Mapping[str, str]) -> None:
     for key, user in users_by_key.items():
         unnamed = unnamed_user(key)
         if user != unnamed:
-            for table in (ClientSession, Request):
+            for table in (ClientSession, TxRequest):
                 db.exec(update(table).where(col(table.owner) == unnamed).values(owner=user))
 
 
 def find_model(db: Session, model_id: str, owner: str) -> Model:
-    """Return a model in any status. Raise `Refusal` 404 if there is none."""
+    """Return a model in any status. Raise `RefusalError` 404 if there is none."""
     model = db.get(Model, _key(model_id))
     if model is None or not owns(db, model, owner):
         not_found(f"there is no model {model_id!r}; create it with create_model")
@@ -127,18 +127,15 @@ def active_model(db: Session, model_id: str, owner: str) -> Model:
     if model.status in (ModelStatus.UNLOADING, ModelStatus.UNLOADED):
         refuse(f"model {model_id} was unloaded; load a checkpoint of it into a new one")
     if model.status is ModelStatus.FAILED:
-        refuse(f"model {model_id} could not be created: {_failure_reason(db, model_id)}")
+        creation = (TxRequest.model_id == model_id, TxRequest.seq_id == 0)
+        reason = db.exec(select(TxRequest.error).where(*creation)).first() or "see the server's log"
+        refuse(f"model {model_id} could not be created: {reason}")
     model.last_request_at = now()
     return model
 
 
-def _failure_reason(db: Session, model_id: str) -> str:
-    found = db.exec(select(Request.error).where(Request.model_id == model_id, Request.seq_id == 0)).first()
-    return found or "see the server's log"
-
-
 def find_sampling_session(db: Session, sampling_session_id: str, owner: str) -> SamplingSession:
-    """Return a sampling session. Raise `Refusal` 404 if there is none."""
+    """Return a sampling session. Raise `RefusalError` 404 if there is none."""
     of_owner = select(SamplingSession).join(ClientSession).where(ClientSession.owner == owner)
     found = db.exec(of_owner.where(SamplingSession.sampling_session_id == _key(sampling_session_id))).first()
     if found is None:
@@ -147,7 +144,7 @@ def find_sampling_session(db: Session, sampling_session_id: str, owner: str) -> 
 
 
 def find_checkpoint(db: Session, path: str, owner: str) -> Checkpoint:
-    """Return a checkpoint of the user, or a public one. Raise `Refusal` 400 or 404 if there is none."""
+    """Return a checkpoint of the user, or a public one. Raise `RefusalError` 400 or 404 if there is none."""
     parts = parse_path(path)
     checkpoint = db.get(Checkpoint, (parts.model_id, parts.kind, parts.name))
     if checkpoint is None or not (checkpoint.is_public or _owns_checkpoint(db, checkpoint, owner)):
@@ -179,35 +176,27 @@ def engine_state(db: Session, base_model: str) -> EngineState | None:
 # -- accept
 
 
-def earlier_request(db: Session, request: Request) -> Request | None:
-    """Return the request that this one repeats, or None. Raise `Refusal` 400 if its number is already taken."""
-    earlier = db.exec(select(Request).where(*same_number)).first() if (same_number := _same_number(request)) else None
-    if earlier is None:
+def earlier_request(db: Session, request: TxRequest) -> TxRequest | None:
+    """Return the request that this one repeats, or None. Raise `RefusalError` 400 if its number is already taken."""
+    where, number = request.model_id, request.seq_id
+    columns = (col(TxRequest.model_id), col(TxRequest.seq_id))
+    if where is None:
+        where, number = request.sampling_session_id, request.sample_seq_id
+        columns = (col(TxRequest.sampling_session_id), col(TxRequest.sample_seq_id))
+    if where is None or number is None:
         return None
-    if (earlier.payload_hash, earlier.kind) != (request.payload_hash, request.kind):
-        where = request.model_id or request.sampling_session_id
-        number = request.seq_id if request.model_id else request.sample_seq_id
+    earlier = db.exec(select(TxRequest).where(columns[0] == where, columns[1] == number)).first()
+    if earlier is not None and (earlier.payload_hash, earlier.kind) != (request.payload_hash, request.kind):
         refuse(f"seq_id={number} of {where} was used by another request, {earlier.kind}; increment it for each new one")
     return earlier
 
 
-def _same_number(request: Request) -> list[ColumnElement[bool]]:
-    if request.model_id is not None and request.seq_id is not None:
-        return [col(Request.model_id) == request.model_id, col(Request.seq_id) == request.seq_id]
-    if request.sampling_session_id is not None and request.sample_seq_id is not None:
-        return [
-            col(Request.sampling_session_id) == request.sampling_session_id,
-            col(Request.sample_seq_id) == request.sample_seq_id,
-        ]
-    return []
-
-
 def has_requests(db: Session, model_id: str) -> bool:
     """Return True if a model has had requests since its creation, other than failed attempts to load weights."""
-    others = select(Request.request_id).where(
-        Request.model_id == model_id,
-        col(Request.seq_id).is_distinct_from(0),
-        (col(Request.kind) != Kind.LOAD_WEIGHTS) | (col(Request.status) != RequestStatus.FAILED),
+    others = select(TxRequest.request_id).where(
+        TxRequest.model_id == model_id,
+        col(TxRequest.seq_id).is_distinct_from(0),
+        (col(TxRequest.kind) != Kind.LOAD_WEIGHTS) | (col(TxRequest.status) != RequestStatus.FAILED),
     )
     return db.exec(others.limit(1)).first() is not None
 
@@ -224,29 +213,29 @@ def n_models(db: Session, base_model: str, owner: str | None = None) -> int:
 def fail_waiting(db: Session, model: Model, reason: str) -> None:
     """Fail the pending requests of a model that could not be restored, except for unloading: it then succeeds."""
     waiting = (
-        col(Request.model_id) == model.model_id,
-        col(Request.status) == RequestStatus.PENDING,
-        col(Request.kind) != Kind.UNLOAD_MODEL,
+        col(TxRequest.model_id) == model.model_id,
+        col(TxRequest.status) == RequestStatus.PENDING,
+        col(TxRequest.kind) != Kind.UNLOAD_MODEL,
     )
     error = f"model {model.model_id} could not be restored: {reason}"
     failed = {"status": RequestStatus.FAILED, "error": error, "error_category": "server", "completed_at": now()}
-    db.exec(update(Request).where(*waiting).values(failed))
+    db.exec(update(TxRequest).where(*waiting).values(failed))
     model.lost_because = None
 
 
-def failed_passes(db: Session, step: Request) -> Sequence[Request]:
+def failed_passes(db: Session, step: TxRequest) -> Sequence[TxRequest]:
     """Return the failed passes of a step's model between the previous step and this one."""
-    of_model = (col(Request.model_id) == step.model_id, col(Request.request_id) < step.request_id)
-    previous = select(func.max(Request.request_id)).where(*of_model, Request.kind == Kind.OPTIM_STEP)
-    is_failed = (Request.kind == Kind.FORWARD_BACKWARD, Request.status == RequestStatus.FAILED)
-    is_later = col(Request.request_id) > func.coalesce(previous.scalar_subquery(), 0)
-    return db.exec(select(Request).where(*of_model, *is_failed, is_later)).all()
+    of_model = (col(TxRequest.model_id) == step.model_id, col(TxRequest.request_id) < step.request_id)
+    previous = select(func.max(TxRequest.request_id)).where(*of_model, TxRequest.kind == Kind.OPTIM_STEP)
+    is_failed = (TxRequest.kind == Kind.FORWARD_BACKWARD, TxRequest.status == RequestStatus.FAILED)
+    is_later = col(TxRequest.request_id) > func.coalesce(previous.scalar_subquery(), 0)
+    return db.exec(select(TxRequest).where(*of_model, *is_failed, is_later)).all()
 
 
 def unload_request(db: Session, model_id: str) -> int | None:
     """Return the number of the request to unload a model, or None."""
-    of_model = (col(Request.model_id) == model_id, col(Request.kind) == Kind.UNLOAD_MODEL)
-    return db.exec(select(Request.request_id).where(*of_model)).first()
+    of_model = (col(TxRequest.model_id) == model_id, col(TxRequest.kind) == Kind.UNLOAD_MODEL)
+    return db.exec(select(TxRequest.request_id).where(*of_model)).first()
 
 
 def queue_unload(db: Session, model: Model, owner: str) -> None:
@@ -256,7 +245,7 @@ def queue_unload(db: Session, model: Model, owner: str) -> None:
     model.status = ModelStatus.UNLOADING
     payload = f'{{"model_id":"{model.model_id}"}}'.encode()
     db.add(
-        Request(
+        TxRequest(
             kind=Kind.UNLOAD_MODEL,
             owner=owner,
             session_id=model.session_id,
@@ -270,29 +259,31 @@ def queue_unload(db: Session, model: Model, owner: str) -> None:
 def end_session(db: Session, session: ClientSession, status: SessionStatus, reason: str) -> None:
     """End a session and unload its models. Requests up to a model's last save still run, the rest is cancelled."""
     session.status, session.end_reason = status, reason
-    _cancel(db, col(Request.session_id) == session.session_id, col(Request.kind) == Kind.SAMPLE)
+    _cancel(db, col(TxRequest.session_id) == session.session_id, col(TxRequest.kind) == Kind.SAMPLE)
     for model in db.exec(select(Model).where(Model.session_id == session.session_id)):
-        of_model = col(Request.model_id) == model.model_id
-        _cancel(db, of_model, col(Request.kind) != Kind.UNLOAD_MODEL, col(Request.request_id) > _last_save(db, model))
+        of_model = col(TxRequest.model_id) == model.model_id
+        _cancel(
+            db, of_model, col(TxRequest.kind) != Kind.UNLOAD_MODEL, col(TxRequest.request_id) > _last_save(db, model)
+        )
         queue_unload(db, model, session.owner)
 
 
 def _last_save(db: Session, model: Model) -> int:
     """Return the last pending request of a model that saves a named checkpoint, or 0 if there is none."""
-    saves = select(Request).where(
-        Request.model_id == model.model_id,
-        Request.status == RequestStatus.PENDING,
-        col(Request.kind).in_((Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_EXTERNAL, Kind.SAVE_WEIGHTS_FOR_SAMPLER)),
+    saves = select(TxRequest).where(
+        TxRequest.model_id == model.model_id,
+        TxRequest.status == RequestStatus.PENDING,
+        col(TxRequest.kind).in_((Kind.SAVE_WEIGHTS, Kind.SAVE_WEIGHTS_EXTERNAL, Kind.SAVE_WEIGHTS_FOR_SAMPLER)),
     )
-    for request in db.exec(saves.order_by(col(Request.request_id).desc())):
+    for request in db.exec(saves.order_by(col(TxRequest.request_id).desc())):
         if json.loads(request.payload).get("path") is not None:  # a snapshot has no name
             return request.request_id or 0
     return 0
 
 
 def _cancel(db: Session, *which: ColumnElement[bool]) -> None:
-    waiting = (*which, col(Request.status) == RequestStatus.PENDING)
-    db.exec(update(Request).where(*waiting).values(status=RequestStatus.CANCELLED, completed_at=now()))
+    waiting = (*which, col(TxRequest.status) == RequestStatus.PENDING)
+    db.exec(update(TxRequest).where(*waiting).values(status=RequestStatus.CANCELLED, completed_at=now()))
 
 
 # -- answer
@@ -302,30 +293,30 @@ REQUEST_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 
 def request_number(request_id: str) -> int:
-    """Parse the id that clients use. Raise `Refusal` 404 if it is invalid."""
+    """Parse the id that clients use. Raise `RefusalError` 404 if it is invalid."""
     if not REQUEST_ID.fullmatch(request_id):
         not_found(f"there is no request {request_id[:100]!r}")
     return int(request_id)
 
 
-def find_request(db: Session, request_id: int, owner: str) -> Request:
-    """Return a request without its payload and result. Raise `Refusal` 404 if there is none."""
-    light = (defer(col(Request.payload)), defer(col(Request.result)))  # type: ignore[arg-type]
-    request = db.get(Request, request_id, options=light)
+def find_request(db: Session, request_id: int, owner: str) -> TxRequest:
+    """Return a request without its payload and result. Raise `RefusalError` 404 if there is none."""
+    light = (defer(col(TxRequest.payload)), defer(col(TxRequest.result)))  # type: ignore[arg-type]
+    request = db.get(TxRequest, request_id, options=light)
     if request is None or request.owner != owner:
         not_found(f"there is no request {request_id}; requests of ended sessions are deleted after a while")
     return request
 
 
-def finished_request(db: Session, request_id: int) -> Request | None:
-    """Return a finished request without payload, or None if pending. Raise `Refusal` 410 if its result was deleted."""
-    request = db.get(Request, request_id, options=[defer(col(Request.payload))])  # type: ignore[arg-type]
+def finished_request(db: Session, request_id: int) -> TxRequest | None:
+    """Return a finished request without payload, or None if pending. Raise `RefusalError` 410 if it has no result."""
+    request = db.get(TxRequest, request_id, options=[defer(col(TxRequest.payload))])  # type: ignore[arg-type]
     if request is None:
         not_found(f"there is no request {request_id}")
     if request.status is RequestStatus.PENDING:
         return None
     if request.status is RequestStatus.DONE and request.result is None:
-        raise Refusal(410, f"the result of request {request_id} was deleted because of its age")
+        raise RefusalError(410, f"the result of request {request_id} was deleted because of its age")
     return request
 
 
@@ -343,18 +334,18 @@ def waiting_reason(db: Session, model_id: str | None, base_model: str) -> str | 
 
 def pending_ids(db: Session) -> set[int]:
     """Return the ids of all pending requests."""
-    return set(db.exec(select(Request.request_id).where(Request.status == RequestStatus.PENDING)))  # type: ignore[arg-type]
+    return set(db.exec(select(TxRequest.request_id).where(TxRequest.status == RequestStatus.PENDING)))  # type: ignore[arg-type]
 
 
 def recent_ids(db: Session) -> set[int]:
     """Return the ids of requests that finished, failed or were cancelled in the last seconds."""
-    done = col(Request.completed_at) > now() - RECENT
-    return set(db.exec(select(Request.request_id).where(done)))  # type: ignore[arg-type]
+    done = col(TxRequest.completed_at) > now() - RECENT
+    return set(db.exec(select(TxRequest.request_id).where(done)))  # type: ignore[arg-type]
 
 
 def cancel_sample(db: Session, request_id: int) -> None:
     """Cancel a pending sample. Finished samples and other kinds of requests are unaffected."""
-    _cancel(db, col(Request.request_id) == request_id, col(Request.kind) == Kind.SAMPLE)
+    _cancel(db, col(TxRequest.request_id) == request_id, col(TxRequest.kind) == Kind.SAMPLE)
 
 
 # -- checkpoints

@@ -10,8 +10,7 @@ from sqlalchemy import ColumnElement, delete, func, update
 from sqlmodel import Session, col, select
 from sqlmodel.sql.expression import SelectOfScalar
 
-from tx.tinker.db_models import GONE, Checkpoint, Model, Request, RequestStatus, SessionStatus, now
-from tx.tinker.db_models import Session as ClientSession
+from tx.tinker.db_models import GONE, Checkpoint, ClientSession, Model, RequestStatus, SessionStatus, TxRequest, now
 
 MAX_ROWS = 1000
 """Maximum number of rows per transaction, since a transaction blocks other writers."""
@@ -41,13 +40,13 @@ def delete_payloads(db: Session) -> int:
     Deletes at most `MAX_ROWS` at a time. Call it again for the rest.
     """
     is_restored = select(Model.model_id).where(
-        Model.model_id == Request.model_id,
-        (col(Model.restored_until) >= col(Request.request_id)) | col(Model.status).in_(GONE),
+        Model.model_id == TxRequest.model_id,
+        (col(Model.restored_until) >= col(TxRequest.request_id)) | col(Model.status).in_(GONE),
     )
-    unneeded = select(Request.request_id).where(
-        Request.status != RequestStatus.PENDING,
-        func.length(Request.payload) > 0,
-        col(Request.model_id).is_(None) | is_restored.exists(),
+    unneeded = select(TxRequest.request_id).where(
+        TxRequest.status != RequestStatus.PENDING,
+        func.length(TxRequest.payload) > 0,
+        col(TxRequest.model_id).is_(None) | is_restored.exists(),
     )
     return _clear(db, unneeded, payload=b"")
 
@@ -55,13 +54,13 @@ def delete_payloads(db: Session) -> int:
 def delete_results(db: Session, retention: float) -> int:
     """Delete results older than `retention` seconds. Return the number of rows, at most `MAX_ROWS`."""
     old = _done_before(now() - timedelta(seconds=retention))
-    return _clear(db, select(Request.request_id).where(*old, col(Request.result).is_not(None)), result=None)
+    return _clear(db, select(TxRequest.request_id).where(*old, col(TxRequest.result).is_not(None)), result=None)
 
 
 def _clear(db: Session, request_ids: SelectOfScalar[Any], **values: object) -> int:
     """Set columns of at most `MAX_ROWS` requests. Return the number of rows."""
-    rows = col(Request.request_id).in_(request_ids.limit(MAX_ROWS))
-    done: Any = db.exec(update(Request).where(rows).values(values))
+    rows = col(TxRequest.request_id).in_(request_ids.limit(MAX_ROWS))
+    done: Any = db.exec(update(TxRequest).where(rows).values(values))
     return int(done.rowcount)
 
 
@@ -69,14 +68,14 @@ def delete_requests(db: Session, retention: float) -> int:
     """Delete old requests without an active session or living model. Return the number of rows, at most `MAX_ROWS`."""
     limit = now() - timedelta(seconds=retention)
     is_active = select(ClientSession.session_id).where(
-        ClientSession.session_id == Request.session_id, ClientSession.status == SessionStatus.ACTIVE
+        ClientSession.session_id == TxRequest.session_id, ClientSession.status == SessionStatus.ACTIVE
     )
-    is_there = select(Model.model_id).where(Model.model_id == Request.model_id, col(Model.status).not_in(GONE))
-    old = select(Request.request_id).where(*_done_before(limit), ~is_active.exists(), ~is_there.exists())
-    rows = col(Request.request_id).in_(old.limit(MAX_ROWS))
-    done: Any = db.exec(delete(Request).where(rows))
+    is_there = select(Model.model_id).where(Model.model_id == TxRequest.model_id, col(Model.status).not_in(GONE))
+    old = select(TxRequest.request_id).where(*_done_before(limit), ~is_active.exists(), ~is_there.exists())
+    rows = col(TxRequest.request_id).in_(old.limit(MAX_ROWS))
+    done: Any = db.exec(delete(TxRequest).where(rows))
     return int(done.rowcount)
 
 
 def _done_before(limit: datetime) -> tuple[ColumnElement[bool], ...]:
-    return col(Request.status) != RequestStatus.PENDING, col(Request.completed_at) < limit
+    return col(TxRequest.status) != RequestStatus.PENDING, col(TxRequest.completed_at) < limit

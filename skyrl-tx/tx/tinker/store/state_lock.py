@@ -57,10 +57,12 @@ class StateLock:
         Raises:
             StateTakenError: a different process holds it.
         """
+        url = make_url(self._config.database_url)
         with ExitStack() as taken:
-            for file in self._files():
-                self._lock(file, taken)
-            if make_url(self._config.database_url).get_backend_name() == "postgresql":
+            self._lock(self._config.checkpoints_base / f"{self._role}.lock", taken)
+            if url.get_backend_name() == "sqlite" and url.database:
+                self._lock(Path(f"{url.database}.{self._role}.lock"), taken)
+            if url.get_backend_name() == "postgresql":
                 self._lock_postgresql(taken)
             self._held = taken.pop_all()
 
@@ -96,13 +98,6 @@ class StateLock:
     def __exit__(self, *_: object) -> None:
         self._connection = None
         self._held.close()
-
-    def _files(self) -> list[Path]:
-        files = [self._config.checkpoints_base / f"{self._role}.lock"]
-        url = make_url(self._config.database_url)
-        if url.get_backend_name() == "sqlite" and url.database:
-            files.append(Path(f"{url.database}.{self._role}.lock"))
-        return files
 
     def _lock(self, file: Path, taken: ExitStack) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from sqlalchemy import func
 from sqlmodel import Session, col, select
 
 from tx.tinker.config import TxConfig
-from tx.tinker.db_models import Request, RequestStatus
+from tx.tinker.db_models import RequestStatus, TxRequest
 from tx.tinker.refusal import busy
 
 RECOUNT_SEC = 0.25
@@ -20,7 +20,7 @@ MAX_QUEUES = 4096
 """Maximum number of cached counts."""
 
 
-class Limits(NamedTuple):
+class QueueLimits(NamedTuple):
     """Maximum number of pending requests, and of their bytes."""
 
     n_requests: int
@@ -51,7 +51,7 @@ class _Backlog:
 class Admission:
     """Admission control of a server. Only the writer thread uses it."""
 
-    def __init__(self, queue: Limits, user: Limits) -> None:
+    def __init__(self, queue: QueueLimits, user: QueueLimits) -> None:
         self._queue = queue
         self._user = user
         self._known: OrderedDict[QueueKey, _Backlog] = OrderedDict()
@@ -60,12 +60,12 @@ class Admission:
     def from_config(cls, config: TxConfig) -> Self:
         """Create it with the configured limits."""
         return cls(
-            Limits(config.max_queued_requests, config.max_queued_bytes),
-            Limits(config.max_queued_requests_per_user, config.max_queued_bytes_per_user),
+            QueueLimits(config.max_queued_requests, config.max_queued_bytes),
+            QueueLimits(config.max_queued_requests_per_user, config.max_queued_bytes_per_user),
         )
 
-    def admit(self, db: Session, request: Request) -> None:
-        """Count a request that is about to be accepted. Raise `Refusal` 429 if its queue or its user's is full."""
+    def admit(self, db: Session, request: TxRequest) -> None:
+        """Count a request that is about to be accepted. Raise `RefusalError` 429 if its queue or its user's is full."""
         n_bytes = len(request.payload)
         queues = (
             (QueueKey(request.owner, request.model_id, request.sampling_session_id), self._queue),
@@ -76,8 +76,8 @@ class Admission:
             backlog.n_requests += 1
             backlog.n_bytes += n_bytes
 
-    def _backlog(self, db: Session, key: QueueKey, limits: Limits, n_bytes: int) -> _Backlog:
-        """Return the backlog of a queue with room for a request. Raise `Refusal` 429 if it is full.
+    def _backlog(self, db: Session, key: QueueKey, limits: QueueLimits, n_bytes: int) -> _Backlog:
+        """Return the backlog of a queue with room for a request. Raise `RefusalError` 429 if it is full.
 
         Recounts before a refusal, but at most every `RECOUNT_SEC`.
         """
@@ -93,7 +93,7 @@ class Admission:
         return backlog
 
 
-def _refusal(key: QueueKey, backlog: _Backlog, limits: Limits, n_bytes: int) -> str | None:
+def _refusal(key: QueueKey, backlog: _Backlog, limits: QueueLimits, n_bytes: int) -> str | None:
     """Return why one more request of `n_bytes` is rejected, or None if it is admitted."""
     if backlog.n_requests >= limits.n_requests:
         return f"{backlog.n_requests} requests of {key} are pending, which is the limit; wait for some of them"
@@ -106,13 +106,13 @@ def _refusal(key: QueueKey, backlog: _Backlog, limits: Limits, n_bytes: int) -> 
 
 
 def _count(db: Session, key: QueueKey) -> _Backlog:
-    query = select(func.count(), func.coalesce(func.sum(func.length(Request.payload)), 0)).where(
-        Request.status == RequestStatus.PENDING, Request.owner == key.owner
+    query = select(func.count(), func.coalesce(func.sum(func.length(TxRequest.payload)), 0)).where(
+        TxRequest.status == RequestStatus.PENDING, TxRequest.owner == key.owner
     )
     if not key.has_all:
         query = query.where(
-            col(Request.model_id).is_not_distinct_from(key.model_id),
-            col(Request.sampling_session_id).is_not_distinct_from(key.sampling_session_id),
+            col(TxRequest.model_id).is_not_distinct_from(key.model_id),
+            col(TxRequest.sampling_session_id).is_not_distinct_from(key.sampling_session_id),
         )
     n_requests, n_bytes = db.exec(query).one()
     return _Backlog(int(n_requests), int(n_bytes), time.monotonic())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from tx.tinker.db_models import Kind, Request, SamplingSession
+from tx.tinker.backends.stop_strings import MAX_STOP_CHARACTERS
+from tx.tinker.db_models import EngineState, Kind, SamplingSession, TxRequest
+from tx.tinker.losses import LOSSES
 from tx.tinker.refusal import refuse
 from tx.tinker.store import queries
-from tx.tinker.submission.sample_validation import sample_job
 from tx.tinker.submission.training import Submission, check_sampled_path
-from tx.tinker.submission.validation import check_base_model
-from tx.tinker.wire.requests import AsampleRequest, CreateSamplingSessionRequest
-from tx.tinker.wire.sample_job import SampleWeights
+from tx.tinker.submission.validation import check_base_model, check_job
+from tx.tinker.types import MAX_STOP_TOKENS, MAX_TOP, UserError
+from tx.tinker.wire.requests import AsampleRequest, CreateSamplingSessionRequest, SamplingSettings
+from tx.tinker.wire.sample_job import SampleJob, SampleWeights
+from tx.tinker.wire.tensors import chunk_tokens
 
 
 def create_sampling_session(to: Submission, body: CreateSamplingSessionRequest) -> str:
@@ -38,10 +41,10 @@ def create_sampling_session(to: Submission, body: CreateSamplingSessionRequest) 
     return new.sampling_session_id
 
 
-def sample_request(to: Submission, body: AsampleRequest) -> Request:
+def sample_request(to: Submission, body: AsampleRequest) -> TxRequest:
     """Return a sample request's row without writing it."""
     body_bytes = body.model_dump_json(exclude_none=True).encode()
-    request = Request(kind=Kind.SAMPLE, payload=b"", payload_hash=queries.hash_of(body_bytes))
+    request = TxRequest(kind=Kind.SAMPLE, payload=b"", payload_hash=queries.hash_of(body_bytes))
     if body.sampling_session_id is not None:
         session = queries.find_sampling_session(to.db, body.sampling_session_id, to.owner)
         request.session_id = session.session_id
@@ -61,11 +64,11 @@ def sample_request(to: Submission, body: AsampleRequest) -> Request:
         )
     if weights.model_path is not None and queries.earlier_request(to.db, request) is None:
         check_sampled_path(to, weights.model_path)
-    request.payload = sample_job(body, weights, to.engine_state).model_dump_json().encode()
+    request.payload = _sample_job(body, weights, to.engine_state).model_dump_json().encode()
     return request
 
 
-def accept_sample(to: Submission, request: Request) -> int:
+def accept_sample(to: Submission, request: TxRequest) -> int:
     """Queue a sample request. Return its number."""
 
     def check() -> None:
@@ -73,3 +76,67 @@ def accept_sample(to: Submission, request: Request) -> int:
             queries.active_session(to.db, request.session_id, to.owner)
 
     return to.add(request, check)
+
+
+def _sample_job(body: AsampleRequest, weights: SampleWeights, state: EngineState | None) -> SampleJob:
+    """Return a request's job. `state` is None until an engine has reported."""
+    _refuse_unsupported(body)
+    prompt = [token for chunk in body.prompt.chunks for token in chunk_tokens(chunk.model_dump(), "prompt")]
+    if not prompt:
+        raise UserError("prompt is empty; pass at least one token")
+    params = body.sampling_params
+    tokens, strings = _stops(params)
+    job = SampleJob(
+        weights=weights,
+        prompt=prompt,
+        n_samples=body.num_samples,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k or -1,
+        top_p=params.top_p,
+        seed=params.seed,
+        stop_tokens=tokens,
+        stop_strings=strings,
+        wants_prompt_logprobs=bool(body.prompt_logprobs),
+        n_top_prompt=body.topk_prompt_logprobs,
+        n_top_sampled=body.topk_sample_logprobs,
+    )
+    if state is not None:
+        check_job(job, state)
+    return job
+
+
+def _refuse_unsupported(body: AsampleRequest) -> None:
+    """Reject unsupported options and values instead of ignoring them."""
+    if body.record_stability_info:
+        known = ", ".join(name for name in LOSSES if name != "cross_entropy")
+        raise UserError(f"record_stability_info is for loss_fn='stable_reinforce', which is not supported; use {known}")
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n"):
+        value = getattr(body, name)
+        if value is not None and value is not False and value != 0:
+            raise UserError(f"{name} is not supported by this server; remove it")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if getattr(body, name) > MAX_TOP:
+            raise UserError(f"{name}={getattr(body, name)} is more than {MAX_TOP}")
+
+
+def _stops(params: SamplingSettings) -> tuple[list[int] | None, list[str]]:
+    """Return the tokens and strings that end a sample.
+
+    Explicit tokens, even an empty list, replace the EOS tokens. Strings are added to them.
+    """
+    stop = params.stop
+    if stop is None:
+        return None, []
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > MAX_STOP_TOKENS:
+        raise UserError(f"stop has {len(stops)} entries; pass at most {MAX_STOP_TOKENS}")
+    tokens = [stop for stop in stops if isinstance(stop, int)]
+    strings = [stop for stop in stops if isinstance(stop, str)]
+    if not strings:
+        return tokens, []
+    for string in strings:
+        if not 0 < len(string) <= MAX_STOP_CHARACTERS:
+            problem = f"stop has {string[:100]!r}, of {len(string)} characters"
+            raise UserError(f"{problem}; pass 1 to {MAX_STOP_CHARACTERS}")
+    return None, strings

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from sqlmodel import Session
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.config import TxConfig
 from tx.tinker.db_models import (
     Checkpoint,
@@ -18,9 +18,9 @@ from tx.tinker.db_models import (
     Kind,
     Model,
     ModelStatus,
-    Request,
     RequestStatus,
     SamplingSession,
+    TxRequest,
     now,
 )
 from tx.tinker.refusal import refuse
@@ -60,7 +60,7 @@ class Submission:
         """The engine's report on the base model."""
         return queries.engine_state(self.db, self.config.model_name)
 
-    def add(self, request: Request, check: Callable[[], None]) -> int:
+    def add(self, request: TxRequest, check: Callable[[], None]) -> int:
         """Queue a request that passes `check`, and return its id. If it is a repetition, return the earlier id."""
         request.owner = self.owner
         earlier = queries.earlier_request(self.db, request)
@@ -75,9 +75,9 @@ class Submission:
         return request.request_id
 
 
-def _request(kind: Kind, model: Model, seq_id: int | None, payload: bytes, original: bytes | None = None) -> Request:
+def _request(kind: Kind, model: Model, seq_id: int | None, payload: bytes, original: bytes | None = None) -> TxRequest:
     """Create the row of a request. Repetitions are recognized by `original` if the payload has additions."""
-    return Request(
+    return TxRequest(
         kind=kind,
         session_id=model.session_id,
         model_id=model.model_id,
@@ -97,7 +97,7 @@ def create_model(to: Submission, body: wire.CreateModelRequest) -> int:
     # generators reject negative seeds
     seed = secrets.randbelow(1 << 31) if lora.seed is None else lora.seed % (1 << 64)
     chosen = lora.model_copy(update={"seed": seed})
-    model = _new_model(body.session_id, body.model_seq_id, to.config, LoraConfig(**chosen.model_dump()))
+    model = _new_model(body.session_id, body.model_seq_id, to.config, AdapterConfig(**chosen.model_dump()))
     model.user_metadata = body.user_metadata
     whole = body.model_copy(update={"lora_config": chosen, "model_id": model.model_id})
     request = _request(Kind.CREATE_MODEL, model, FIRST_SEQ_ID, _json(whole), original=_json(body))
@@ -113,7 +113,7 @@ def create_model(to: Submission, body: wire.CreateModelRequest) -> int:
     return to.add(request, check)
 
 
-def _new_model(session_id: str, model_seq_id: int, config: TxConfig, lora: LoraConfig) -> Model:
+def _new_model(session_id: str, model_seq_id: int, config: TxConfig, lora: AdapterConfig) -> Model:
     return Model(
         model_id=queries.model_id_of(session_id, model_seq_id),
         session_id=session_id,
@@ -161,7 +161,7 @@ def load_weights(to: Submission, body: wire.LoadWeightsRequest) -> int:
 def _load_as_new(to: Submission, body: wire.LoadWeightsRequest, session_id: str, model_seq_id: int) -> int:
     queries.find_session(to.db, session_id, to.owner)
     checkpoint = _training_checkpoint(to, body.path)
-    model = _new_model(session_id, model_seq_id, to.config, LoraConfig(**checkpoint.lora))
+    model = _new_model(session_id, model_seq_id, to.config, AdapterConfig(**checkpoint.lora))
     model.user_metadata = body.user_metadata
     whole = body.model_copy(update={"model_id": model.model_id})
     request = _request(Kind.LOAD_WEIGHTS, model, FIRST_SEQ_ID, _json(whole), original=_json(body))
@@ -261,15 +261,14 @@ def optim_step(to: Submission, body: wire.OptimStepRequest) -> int:
 def save_weights(to: Submission, body: wire.SaveWeightsRequest) -> int:
     """Queue a training checkpoint."""
     whole = _with_name(body, body.path, body.seq_id)
-    overwrite = body.overwrite
-    return _save(to, Kind.SAVE_WEIGHTS, CheckpointKind.TRAINING, whole, whole.path, overwrite=overwrite)
+    return _save(to, Kind.SAVE_WEIGHTS, CheckpointKind.TRAINING, whole, overwrite=body.overwrite)
 
 
 def save_weights_external(to: Submission, body: wire.SaveWeightsExternalRequest) -> int:
     """Queue a checkpoint for other programs."""
     if body.age_encryption_recipients:
         refuse("age_encryption_recipients is not supported by this server; remove it")
-    return _save(to, Kind.SAVE_WEIGHTS_EXTERNAL, CheckpointKind.EXTERNAL, body, body.path)
+    return _save(to, Kind.SAVE_WEIGHTS_EXTERNAL, CheckpointKind.EXTERNAL, body)
 
 
 def save_weights_for_sampler(to: Submission, body: wire.SaveWeightsForSamplerRequest) -> int:
@@ -278,8 +277,7 @@ def save_weights_for_sampler(to: Submission, body: wire.SaveWeightsForSamplerReq
         refuse(f"kind={body.kind!r} is not supported by this server; use snapshot")
     kind = Kind.SAVE_WEIGHTS_FOR_SAMPLER
     if body.sampling_session_seq_id is None:
-        whole = _with_name(body, body.path, body.seq_id)
-        return _save(to, kind, CheckpointKind.SAMPLER, whole, whole.path)
+        return _save(to, kind, CheckpointKind.SAMPLER, _with_name(body, body.path, body.seq_id))
     if body.path is not None:
         refuse("save_weights_for_sampler takes either path or sampling_session_seq_id, and not both")
     if body.ttl_seconds is not None or body.user_metadata:
@@ -308,11 +306,10 @@ def _save(
     kind: Kind,
     checkpoint_kind: CheckpointKind,
     body: wire.SaveWeightsRequest | wire.SaveWeightsForSamplerRequest | wire.SaveWeightsExternalRequest,
-    path: str | None,
     *,
     overwrite: bool = False,
 ) -> int:
-    name = check_name(path or "")
+    name = check_name(body.path or "")
 
     def check() -> None:
         if not overwrite and to.db.get(Checkpoint, (body.model_id, checkpoint_kind, name)) is not None:

@@ -14,18 +14,16 @@ from tx.tinker.config import TxConfig
 from tx.tinker.db_models import EngineState
 from tx.tinker.losses import IGNORED_INPUTS, LOSSES, Loss
 from tx.tinker.types import Datum, Pass, UserError
+from tx.tinker.wire.sample_job import SampleJob
 
 MULTI_TARGET = "cross_entropy"
 
 
 def check_base_model(name: str, config: TxConfig) -> None:
     """Check that this server has the base model with this name or folder."""
-    if name not in (config.model_name, config.base_model) and not _is_same_folder(name, config.base_model):
+    is_folder = name.startswith("/") and Path(name) == Path(config.base_model).expanduser().absolute()
+    if name not in (config.model_name, config.base_model) and not is_folder:
         raise UserError(f"base_model={name!r} is not served here; this server has {config.model_name!r}")
-
-
-def _is_same_folder(name: str, base_model: str) -> bool:
-    return name.startswith("/") and Path(name) == Path(base_model).expanduser().absolute()
 
 
 def check_lora(rank: int, *, trains_any: bool, config: TxConfig, state: EngineState | None) -> None:
@@ -51,7 +49,12 @@ def check_pass(pass_: Pass, state: EngineState | None) -> None:
     for number, datum in enumerate(pass_.data):
         _check_datum(datum, f"data[{number}]", pass_.loss_fn, loss)
         if state is not None:
-            _check_model_fits(datum, f"data[{number}]", state)
+            name = f"data[{number}].model_input"
+            if len(datum.tokens) > state.max_context:
+                raise UserError(f"{name} has {len(datum.tokens)} tokens; the maximum is {state.max_context}")
+            check_tokens(datum.tokens, name, state)
+            targets = datum.inputs["target_tokens"][_trained_mask(datum)]
+            check_tokens(targets, f"data[{number}].loss_fn_inputs['target_tokens']", state)
 
 
 def _check_settings(name: str, loss: Loss, settings: Mapping[str, float]) -> None:
@@ -68,8 +71,7 @@ def _check_settings(name: str, loss: Loss, settings: Mapping[str, float]) -> Non
 
 
 def _check_datum(datum: Datum, name: str, loss_name: str, loss: Loss) -> None:
-    n_tokens = len(datum.tokens)
-    if n_tokens == 0:
+    if not len(datum.tokens):
         raise UserError(f"{name}.model_input is empty; pass at least one token")
     for key in loss.needs:
         if key not in datum.inputs:
@@ -84,8 +86,7 @@ def _check_datum(datum: Datum, name: str, loss_name: str, loss: Loss) -> None:
 
 
 def _check_shapes(datum: Datum, name: str, loss_name: str) -> None:
-    n_tokens = len(datum.tokens)
-    targets = datum.inputs["target_tokens"].shape
+    n_tokens, targets = len(datum.tokens), datum.inputs["target_tokens"].shape
     if len(targets) > 1 and loss_name != MULTI_TARGET:
         raise UserError(f"{name}: target_tokens has shape {list(targets)}, and {loss_name} takes one target per token")
     for key, value in datum.inputs.items():
@@ -113,16 +114,28 @@ def _check_finite(datum: Datum, name: str) -> None:
             raise UserError(f"{name}: {key}[{at}] is {value[index]}; it must be finite where the weight is not 0")
 
 
-def _check_model_fits(datum: Datum, name: str, state: EngineState) -> None:
-    if len(datum.tokens) > state.max_context:
-        raise UserError(f"{name}.model_input has {len(datum.tokens)} tokens; the maximum is {state.max_context}")
-    check_tokens(datum.tokens, f"{name}.model_input", state)
-    check_tokens(datum.inputs["target_tokens"][_trained_mask(datum)], f"{name}.loss_fn_inputs['target_tokens']", state)
-
-
 def check_tokens(tokens: np.ndarray | Sequence[int], name: str, state: EngineState) -> None:
     """Check that all tokens are in the vocabulary."""
     ids = np.asarray(tokens)
     wrong = (ids < 0) | (ids >= state.vocab_size)
     if wrong.any():
         raise UserError(f"{name} has token {ids[wrong][0]}; the vocabulary is 0 to {state.vocab_size - 1}")
+
+
+def check_job(job: SampleJob, state: EngineState) -> None:
+    """Check that a job fits the model."""
+    check_tokens(job.prompt, "prompt", state)
+    check_tokens(job.stop_tokens or [], "stop", state)
+    n_prompt = len(job.prompt)
+    n_needed = n_prompt + (job.max_tokens or 1) - 1  # the last token is sampled but never read
+    if n_needed > state.max_context:
+        maximum = max(0, state.max_context - n_prompt + 1)
+        raise UserError(
+            f"a prompt of {n_prompt} tokens and max_tokens={job.max_tokens} exceed the model's {state.max_context} "
+            f"positions; the maximum for this prompt is {maximum}"
+        )
+    if job.stop_strings and not state.has_tokenizer:
+        raise UserError("stop has strings, and the model's folder has no tokenizer; use tokens")
+    n_top = max(job.n_top_prompt, job.n_top_sampled)
+    if n_top > state.vocab_size:
+        raise UserError(f"{n_top} most likely tokens were requested, and the vocabulary has {state.vocab_size}")

@@ -6,7 +6,7 @@ The codec checks sizes, layouts and dtypes. `validation` checks whether a model 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -16,16 +16,6 @@ from google.protobuf.message import DecodeError
 from tx.tinker.types import Datum, Pass, PassResult, SampleResult, TopLogprobs, UserError
 from tx.tinker.wire import tinker_pb2 as pb
 from tx.tinker.wire.tensors import INT32_RANGE, check_sparse, chunk_tokens, dense_array, json_array, tensor_from_json
-
-__all__ = [
-    "forward_backward_bytes",
-    "forward_backward_json",
-    "message_from_bytes",
-    "message_from_json",
-    "pass_of",
-    "sample_bytes",
-    "sample_json",
-]
 
 OUTPUT_TYPE = "scalar"
 LOSS_SUM = "loss:sum"
@@ -78,43 +68,30 @@ def pass_of(message: pb.ForwardBackwardRequest) -> Pass:
         UserError: a chunk is not text, or a tensor is inconsistent, or the tensors are too large.
     """
     check_sparse(tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
-    return Pass(
-        model_id=message.model_id,
-        data=[_datum(datum, f"data[{number}]") for number, datum in enumerate(message.data)],
-        loss_fn=message.loss_fn,
-        settings=_settings(message),
-        is_forward_only=message.forward_only,
-    )
-
-
-def _settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
     settings = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
             raise UserError(f"loss_fn_config[{name!r}]={value.text!r} must be a number")
         settings[name] = value.number
-    return settings
+    data = [_datum(datum, f"data[{number}]") for number, datum in enumerate(message.data)]
+    return Pass(message.model_id, data, message.loss_fn, settings, is_forward_only=message.forward_only)
 
 
 def _datum(message: pb.Datum, name: str) -> Datum:
-    tokens = [_chunk(chunk, f"{name}.model_input") for chunk in message.model_input]
-    return Datum(
-        tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
-        inputs={
-            key: _loss_input(key, dense_array(tensor, f"{name}.loss_fn_inputs[{key!r}]"), name)
-            for key, tensor in message.loss_fn_inputs.items()
-        },
-    )
-
-
-def _chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
-    kind = chunk.WhichOneof("chunk")
-    if kind != "encoded_text":
-        raise UserError(f"{name} holds a chunk of kind {kind}; this server supports encoded_text only, so send tokens")
-    tokens = chunk.encoded_text.tokens
-    if len(tokens) % 4:
-        raise UserError(f"{name} has {len(tokens)} bytes of tokens; each token takes 4 bytes")
-    return np.frombuffer(tokens, "<i4")
+    tokens = [np.zeros(0, np.int32)]
+    for chunk in message.model_input:
+        kind, packed = chunk.WhichOneof("chunk"), chunk.encoded_text.tokens
+        if kind != "encoded_text":
+            fix = "this server supports encoded_text only, so send tokens"
+            raise UserError(f"{name}.model_input holds a chunk of kind {kind}; {fix}")
+        if len(packed) % 4:
+            raise UserError(f"{name}.model_input has {len(packed)} bytes of tokens; each token takes 4 bytes")
+        tokens.append(np.frombuffer(packed, "<i4"))
+    inputs = {
+        key: _loss_input(key, dense_array(tensor, f"{name}.loss_fn_inputs[{key!r}]"), name)
+        for key, tensor in message.loss_fn_inputs.items()
+    }
+    return Datum(np.concatenate(tokens), inputs)
 
 
 def _loss_input(key: str, values: np.ndarray, name: str) -> np.ndarray:
@@ -152,16 +129,15 @@ def _to_batched(rows: Sequence[np.ndarray], trailing: Sequence[int]) -> pb.Batch
 def forward_backward_json(payload: bytes) -> bytes:
     """Convert the output of `forward_backward_bytes` to JSON."""
     message = pb.ForwardBackwardOutput.FromString(payload)
-    outputs = [row for record in message.loss_fn_outputs for row in _json_rows(record)]
+    outputs: list[dict[str, Any]] = []
+    for record in message.loss_fn_outputs:
+        columns = {name: _from_batched(field) for name, field in record.fields.items()}
+        outputs += [
+            {name: json_array(column[number]) for name, column in columns.items()}
+            for number in range(record.num_datums)
+        ]
     fields = {"loss_fn_output_type": message.loss_fn_output_type, "loss_fn_outputs": outputs}
     return json.dumps({**fields, "metrics": dict(message.metrics)}).encode()
-
-
-def _json_rows(record: pb.ArrayRecord) -> list[dict[str, Any]]:
-    columns = {name: _from_batched(field) for name, field in record.fields.items()}
-    return [
-        {name: json_array(column[number]) for name, column in columns.items()} for number in range(record.num_datums)
-    ]
 
 
 def _from_batched(field: pb.BatchedTensor) -> list[np.ndarray]:
@@ -211,7 +187,8 @@ def sample_json(payload: bytes) -> bytes:
         "sequences": [_json_sequence(sequence) for sequence in message.sequences],
     }
     if message.HasField("prompt_logprobs"):
-        fields["prompt_logprobs"] = _json_logprobs(np.frombuffer(message.prompt_logprobs, "<f4"))
+        logprobs = np.frombuffer(message.prompt_logprobs, "<f4")
+        fields["prompt_logprobs"] = [None if np.isnan(value) else float(value) for value in logprobs]
     if message.HasField("topk_prompt_logprobs"):
         fields["topk_prompt_logprobs"] = _json_topk(message.topk_prompt_logprobs)
     return json.dumps(fields).encode()
@@ -226,10 +203,6 @@ def _json_sequence(sequence: pb.SampledSequence) -> dict[str, Any]:
     if sequence.HasField("topk_sampled_logprobs"):
         fields["topk_logprobs"] = _json_topk(sequence.topk_sampled_logprobs)
     return fields
-
-
-def _json_logprobs(values: Iterable[np.floating[Any]]) -> list[float | None]:
-    return [None if np.isnan(value) else float(value) for value in values]
 
 
 def _json_topk(top: pb.TopkLogprobs) -> list[list[tuple[int, float]] | None]:

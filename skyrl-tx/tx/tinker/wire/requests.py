@@ -30,19 +30,15 @@ def _check_storable(value: JsonValue) -> JsonValue:
         if depth > MAX_DEPTH:
             raise ValueError(f"must not be nested more than {MAX_DEPTH} deep")
         if isinstance(part, str):
-            _check_encodable(_check_no_nul(part))
+            try:
+                _check_no_nul(part).encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"contains an unpaired surrogate, {part[error.start]!a}") from error
         elif isinstance(part, dict):
             left += [(child, depth + 1) for pair in part.items() for child in pair]
         elif isinstance(part, list):
             left += [(child, depth + 1) for child in part]
     return value
-
-
-def _check_encodable(value: str) -> None:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"contains an unpaired surrogate, {value[error.start]!a}") from error
 
 
 Json = Annotated[JsonValue, AfterValidator(_check_storable)]

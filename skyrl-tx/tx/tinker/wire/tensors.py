@@ -16,10 +16,7 @@ MAX_ELEMENTS = 1 << 24
 """Maximum elements of all sparse tensors in a message. A few bytes can declare a large shape."""
 
 PACKED: Mapping[int, str] = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
-LISTED: Mapping[str, tuple[pb.DType, str]] = {
-    "float32": (pb.DTYPE_FLOAT32, "<f4"),
-    "int64": (pb.DTYPE_INT64, "<i8"),
-}
+LISTED: Mapping[str, tuple[pb.DType, str]] = {"float32": (pb.DTYPE_FLOAT32, "<f4"), "int64": (pb.DTYPE_INT64, "<i8")}
 
 
 def dense_array(tensor: pb.Tensor, name: str) -> np.ndarray:
@@ -30,11 +27,14 @@ def dense_array(tensor: pb.Tensor, name: str) -> np.ndarray:
     """
     packed = PACKED.get(tensor.dtype)
     if packed is None:
-        raise UserError(f"{name} has dtype {_dtype_name(tensor.dtype)}, which must be float32 or int64")
+        dtype = pb.DType.Name(tensor.dtype) if tensor.dtype in pb.DType.values() else tensor.dtype
+        raise UserError(f"{name} has dtype {dtype}, which must be float32 or int64")
     layout = tensor.WhichOneof("layout")
     if layout is None:
         raise UserError(f"{name} holds no values; give dense or sparse_csr")
-    shape = _check_shape(tensor.shape, name)
+    shape = tuple(tensor.shape)
+    if len(shape) > 2 or any(size < 0 for size in shape):
+        raise UserError(f"{name} has shape {list(shape)}, which must be [n] or [n, k]")
     if layout == "sparse_csr":
         return _from_csr(tensor.sparse_csr, packed, shape, name)
     values = _unpack_numbers(tensor.dense, packed, name)
@@ -43,13 +43,6 @@ def dense_array(tensor: pb.Tensor, name: str) -> np.ndarray:
     if values.size != math.prod(shape):
         raise UserError(f"{name} has {values.size} numbers, but its shape {list(shape)} needs {math.prod(shape)}")
     return values.reshape(shape)
-
-
-def _check_shape(sizes: Sequence[int], name: str) -> tuple[int, ...]:
-    shape = tuple(sizes)
-    if len(shape) > 2 or any(size < 0 for size in shape):
-        raise UserError(f"{name} has shape {list(shape)}, which must be [n] or [n, k]")
-    return shape
 
 
 def check_sparse(tensors: Iterable[pb.Tensor]) -> None:
@@ -76,13 +69,7 @@ def _from_csr(csr: pb.SparseCsr, dtype: str, shape: tuple[int, ...], name: str) 
     columns = _unpack_numbers(csr.col_indices, "<i8", f"{name}.col_indices")
     if len(shape) != 2:
         raise UserError(f"{name} is sparse and has shape {list(shape)}, which must be [n, k]")
-    _check_csr(values.size, rows, columns, shape, name)
-    dense = np.zeros(shape, dtype)
-    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
-    return dense
-
-
-def _check_csr(n_values: int, rows: np.ndarray, columns: np.ndarray, shape: tuple[int, ...], name: str) -> None:
+    n_values = values.size
     if rows.size != shape[0] + 1:
         raise UserError(f"{name} has {rows.size} crow_indices, and {shape[0]} rows need {shape[0] + 1}")
     if rows[0] != 0 or rows[-1] != n_values or (rows[1:] < rows[:-1]).any():
@@ -91,10 +78,9 @@ def _check_csr(n_values: int, rows: np.ndarray, columns: np.ndarray, shape: tupl
         raise UserError(f"{name} has {columns.size} col_indices for {n_values} values")
     if columns.size and not (columns.min() >= 0 and columns.max() < shape[1]):
         raise UserError(f"{name}.col_indices must be from 0 to {shape[1] - 1}, the last column")
-
-
-def _dtype_name(dtype: int) -> str:
-    return pb.DType.Name(dtype) if dtype in pb.DType.values() else str(dtype)
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense
 
 
 def tensor_from_json(fields: Mapping[str, Any], name: str) -> pb.Tensor:

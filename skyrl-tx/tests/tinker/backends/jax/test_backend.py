@@ -22,7 +22,7 @@ from tx_kit.sampling_contract import SamplingContract
 from tx_kit.training_contract import TrainingContract
 
 from tx.models import attention, config
-from tx.models.config import LoraConfig, ModelError
+from tx.models.config import AdapterConfig, ModelError
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.jax import training
 from tx.tinker.types import AdamParams, SampleResult
@@ -70,7 +70,7 @@ class TestSampling(SamplingContract):
 
 @of_qwen3
 @pytest.mark.parametrize("lora", [LORA, WHOLE], ids=["adapter", "whole"])
-def test_no_program_is_compiled_again(backend: Backend, lora: LoraConfig, tmp_path: Path) -> None:
+def test_no_program_is_compiled_again(backend: Backend, lora: AdapterConfig, tmp_path: Path) -> None:
     def work(model_id: str, seed: int, temperature: float) -> int:
         """Train a model and sample from it; return the number of programs so far."""
         for _ in range(2):
@@ -87,7 +87,7 @@ def test_no_program_is_compiled_again(backend: Backend, lora: LoraConfig, tmp_pa
     backend.save_model("a", tmp_path)
     backend.load_model("resumed", tmp_path, with_optimizer=True)
     backend.load_model("fresh", tmp_path, with_optimizer=False)
-    backend.create_model("b", LoraConfig(rank=5, seed=2) if lora.rank else WHOLE)
+    backend.create_model("b", AdapterConfig(rank=5, seed=2) if lora.rank else WHOLE)
     n_loaded = backend.counts()["programs compiled"]  # placing new arrays compiles some
     for number, model_id in enumerate(("resumed", "fresh", "b")):
         assert work(model_id, 2 + number, 0.5) == n_loaded
@@ -112,7 +112,7 @@ def train_and_sample(backend: Backend, *, samples: bool = True) -> Outcome:
     return losses, sample(backend, (request, backend.weights_of("m")))[0]
 
 
-def save_first_step(backend: Backend, lora: LoraConfig, folder: Path) -> Path:
+def save_first_step(backend: Backend, lora: AdapterConfig, folder: Path) -> Path:
     folder.mkdir()
     backend.create_model("m", lora)
     train(backend, "m", DATA)
@@ -132,11 +132,7 @@ def assert_close(one: Outcome, other: Outcome) -> None:
 
 @pytest.mark.parametrize(
     ("family", "n_at_once"),
-    [
-        ("llama", 16),
-        pytest.param("qwen3", 7, marks=nightly),
-        pytest.param("qwen3_moe", 7, marks=nightly),
-    ],
+    [("llama", 16), pytest.param("qwen3", 7, marks=nightly), pytest.param("qwen3_moe", 7, marks=nightly)],
 )
 def test_memory_settings_change_no_result(
     models: Path, family: str, n_at_once: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -172,7 +168,7 @@ def test_several_devices_agree_with_one(
     family: str,
     n_fsdp: int,
     n_tp: int,
-    lora: LoraConfig,
+    lora: AdapterConfig,
     samples: bool,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -24,7 +24,7 @@ from tx_kit.models import SHAPE, VOCABULARY
 from tx_kit.sampling_contract import SamplingContract
 from tx_kit.training_contract import TrainingContract
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.torch import sampler, training
 
@@ -91,7 +91,7 @@ def test_memory_settings_change_no_result(backend: Backend, monkeypatch: pytest.
 
 
 def test_adapter_config_of_peft(backend: Backend, tmp_path: Path) -> None:
-    backend.create_model("m", LoraConfig(rank=4, train_mlp=False))
+    backend.create_model("m", AdapterConfig(rank=4, train_mlp=False))
     backend.save_weights("m", tmp_path)
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert saved["target_modules"][:4] == ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -101,7 +101,7 @@ def test_adapter_config_of_peft(backend: Backend, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
 def test_the_head_alone(backend: Backend, tmp_path: Path) -> None:
-    backend.create_model("m", LoraConfig(rank=4, train_attn=False, train_mlp=False))
+    backend.create_model("m", AdapterConfig(rank=4, train_attn=False, train_mlp=False))
     backend.save_weights("m", tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["lm_head"]
 

@@ -16,12 +16,12 @@ from safetensors.numpy import load_file, save_file
 
 from tx.models.adapters import adapter_of, load_adapter, named_factors, save_adapter
 from tx.models.checkpoints import load_params, named_tensors, params_of
-from tx.models.config import LoraConfig, ModelConfig, read_config
+from tx.models.config import AdapterConfig, ModelConfig, read_config
 from tx.models.decoder import Params
 from tx.models.lora import Adapter, covered_names, new_adapter
 from tx.models.sharding import mesh_of, place_rows, place_weight, place_whole
-from tx.tinker.backends.accumulator import PassAccumulator
 from tx.tinker.backends.base import BaseModel, Done, Save
+from tx.tinker.backends.config import JaxConfig
 from tx.tinker.backends.folder import (
     OPTIMIZER,
     WHOLE_MODEL,
@@ -32,7 +32,6 @@ from tx.tinker.backends.folder import (
     save_settings,
 )
 from tx.tinker.backends.jax.adam import JaxMoments, adam_step, float32_params, new_moments, step_of
-from tx.tinker.backends.jax.config import JaxConfig
 from tx.tinker.backends.jax.groups import SamplerWeights
 from tx.tinker.backends.jax.programs import cache_programs, programs
 from tx.tinker.backends.jax.sampler import JaxSampler
@@ -46,7 +45,7 @@ from tx.tinker.backends.jax.training import (
     micro_batches,
     pad,
 )
-from tx.tinker.backends.models import Models, check_covers_any, check_grad_norm
+from tx.tinker.backends.models import Models, PassAccumulator, check_covers_any, check_grad_norm
 from tx.tinker.backends.stop_strings import StopStringMatcher
 from tx.tinker.losses import fill_defaults
 from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest
@@ -58,7 +57,7 @@ logger = logging.getLogger(__name__)
 class JaxModel:
     """A model under training. Its arrays are replaced, never modified."""
 
-    lora: LoraConfig
+    lora: AdapterConfig
     weights: Adapter | Params
     moments: JaxMoments
     gradients: Adapter | Params | None = None
@@ -104,7 +103,7 @@ class JaxBackend:
 
     # -- models
 
-    def create_model(self, model_id: str, lora: LoraConfig) -> None:
+    def create_model(self, model_id: str, lora: AdapterConfig) -> None:
         self._models.check_new(model_id)
         if lora.rank:
             check_covers_any(covered_names(lora, self._shape), lora, f"this {self._shape.family} model")
@@ -115,7 +114,7 @@ class JaxBackend:
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
 
-    def models(self) -> Mapping[str, LoraConfig]:
+    def models(self) -> Mapping[str, AdapterConfig]:
         return {model_id: model.lora for model_id, model in self._models.items()}
 
     def counts(self) -> Mapping[str, int]:
@@ -196,23 +195,17 @@ class JaxBackend:
         lora, weights, moments = model.lora, model.weights, model.moments  # later steps do not modify the arrays
 
         def save(folder: Path) -> None:
-            self._save_weights(folder, lora, weights)
+            if isinstance(weights, Adapter):
+                save_adapter(folder, weights, lora, self._shape, self.base_model.name)
+            else:
+                save_file(self._name_tensors(lora, weights), folder / WHOLE_MODEL, metadata={"format": "pt"})
+            save_settings(folder, lora)
             if with_optimizer:
-                self._save_moments(folder, lora, moments)
+                first, second = (self._name_tensors(lora, tree) for tree in (moments.first, moments.second))
+                wide = None if moments.wide is None else self._name_tensors(lora, moments.wide)
+                save_file(named_moments(first, second, np.asarray(moments.n_steps), wide), folder / OPTIMIZER)
 
         return save
-
-    def _save_weights(self, folder: Path, lora: LoraConfig, weights: Adapter | Params) -> None:
-        if isinstance(weights, Adapter):
-            save_adapter(folder, weights, lora, self._shape, self.base_model.name)
-        else:
-            save_file(dict(self._name_tensors(lora, weights)), folder / WHOLE_MODEL, metadata={"format": "pt"})
-        save_settings(folder, lora)
-
-    def _save_moments(self, folder: Path, lora: LoraConfig, moments: JaxMoments) -> None:
-        first, second = (dict(self._name_tensors(lora, tree)) for tree in (moments.first, moments.second))
-        wide = None if moments.wide is None else dict(self._name_tensors(lora, moments.wide))
-        save_file(named_moments(first, second, np.asarray(moments.n_steps), wide), folder / OPTIMIZER)
 
     def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         self._models.check_new(model_id)
@@ -220,7 +213,7 @@ class JaxBackend:
         moments = self._read_moments(folder, lora, weights) if with_optimizer else new_moments(weights)
         self._models[model_id] = self._model(lora, weights, moments)
 
-    def _model(self, lora: LoraConfig, weights: Adapter | Params, moments: JaxMoments) -> JaxModel:
+    def _model(self, lora: AdapterConfig, weights: Adapter | Params, moments: JaxMoments) -> JaxModel:
         """Place the arrays where a step leaves them. Otherwise, programs would compile again after the first step."""
         if isinstance(weights, Adapter):
             weights, moments = place_whole(self._mesh, (weights, moments))
@@ -233,25 +226,25 @@ class JaxBackend:
             moments = JaxMoments(first, second, place_whole(self._mesh, moments.n_steps), wide)
         return JaxModel(lora, weights, moments)
 
-    def _read(self, folder: Path) -> tuple[LoraConfig, Adapter | Params]:
+    def _read(self, folder: Path) -> tuple[AdapterConfig, Adapter | Params]:
         lora = load_settings(folder)
         if lora.rank:
             return lora, load_adapter(folder, lora, self._shape)
         return lora, load_params(folder, self._shape, self._dtype, self._place)
 
-    def _read_moments(self, folder: Path, lora: LoraConfig, weights: Adapter | Params) -> JaxMoments:
+    def _read_moments(self, folder: Path, lora: AdapterConfig, weights: Adapter | Params) -> JaxMoments:
         first, second, n_steps, saved = moments_of(load_file(optimizer_file(folder)))
         wide = float32_params(weights)
         if wide is not None and saved is not None:
             wide = self._tree(saved, lora)
         return JaxMoments(self._tree(first, lora), self._tree(second, lora), jnp.asarray(n_steps), wide)
 
-    def _name_tensors(self, lora: LoraConfig, tree: Adapter | Params) -> Iterator[tuple[str, np.ndarray]]:
+    def _name_tensors(self, lora: AdapterConfig, tree: Adapter | Params) -> dict[str, np.ndarray]:
         if isinstance(tree, Adapter):
-            return named_factors(tree, lora, self._shape)
-        return named_tensors(tree, self._shape)
+            return dict(named_factors(tree, lora, self._shape))
+        return dict(named_tensors(tree, self._shape))
 
-    def _tree(self, tensors: Mapping[str, np.ndarray], lora: LoraConfig) -> Adapter | Params:
+    def _tree(self, tensors: Mapping[str, np.ndarray], lora: AdapterConfig) -> Adapter | Params:
         return (
             adapter_of(tensors, lora, self._shape)
             if lora.rank
@@ -270,7 +263,7 @@ class JaxBackend:
     def base_weights(self) -> SamplerWeights:
         return SamplerWeights(self._params)
 
-    def _freeze(self, lora: LoraConfig, weights: Adapter | Params) -> SamplerWeights:
+    def _freeze(self, lora: AdapterConfig, weights: Adapter | Params) -> SamplerWeights:
         if isinstance(weights, Adapter):
             return SamplerWeights(self._params, place_whole(self._mesh, weights), lora.scale)
         return SamplerWeights(weights)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from tx.models.attention import attend_to_pages
 from tx.models.config import ModelConfig
 from tx.models.decoder import Attend, Params, hidden_states, logits_of
-from tx.models.lora import Rows
+from tx.models.lora import BatchAdapters
 from tx.models.sharding import place_heads
 
 MAX_STEPS = 16  # tokens per lane and call
@@ -48,7 +48,7 @@ class Lanes(NamedTuple):
     numbers: Vector  # (S,) the sample's number in its request
 
 
-class SampledTokens(NamedTuple):
+class DecodedTokens(NamedTuple):
     """The sampled tokens of a call by step, -1 where a lane was done."""
 
     tokens: jax.Array  # (MAX_STEPS, S)
@@ -91,7 +91,7 @@ def paged_attention(tables: jax.Array, positions: jax.Array, n_pages: jax.Array)
 def read_prompt(
     config: ModelConfig,
     params: Params,
-    rows: Rows | None,
+    rows: BatchAdapters | None,
     cache: Cache,
     tokens: jax.Array,
     positions: jax.Array,
@@ -127,28 +127,28 @@ def read_prompt(
 def decode(
     config: ModelConfig,
     params: Params,
-    rows: Rows | None,
+    rows: BatchAdapters | None,
     cache: Cache,
     lanes: Lanes,
     n_steps: jax.Array,
     n_pages: jax.Array,
     *,
     n_top: int,
-) -> tuple[Cache, SampledTokens]:
+) -> tuple[Cache, DecodedTokens]:
     """Choose up to `n_steps` tokens in each lane, until it stops or reaches its limit."""
     n_lanes = lanes.tokens.shape[0]
-    chosen = SampledTokens(
+    chosen = DecodedTokens(
         jnp.full((MAX_STEPS, n_lanes), -1, jnp.int32),
         jnp.zeros((MAX_STEPS, n_lanes)),
         jnp.zeros((MAX_STEPS, n_lanes, n_top), jnp.int32),
         jnp.zeros((MAX_STEPS, n_lanes, n_top)),
     )
 
-    def is_going(state: tuple[jax.Array, Cache, Lanes, SampledTokens]) -> jax.Array:
+    def is_going(state: tuple[jax.Array, Cache, Lanes, DecodedTokens]) -> jax.Array:
         step, _, lanes, _ = state
         return (step < n_steps) & jnp.any(lanes.positions >= 0)
 
-    def one_step(state: tuple[jax.Array, Cache, Lanes, SampledTokens]) -> tuple[jax.Array, Cache, Lanes, SampledTokens]:
+    def one_step(state: tuple[jax.Array, Cache, Lanes, DecodedTokens]) -> tuple[jax.Array, Cache, Lanes, DecodedTokens]:
         step, cache, lanes, chosen = state
         positions = lanes.positions[:, None]
         hidden, cache = hidden_states(
@@ -166,7 +166,7 @@ def decode(
         best, best_tokens = (
             jax.lax.top_k(distribution, n_top) if n_top else (chosen.top_logprobs[0], chosen.top_tokens[0])
         )
-        chosen = SampledTokens(
+        chosen = DecodedTokens(
             chosen.tokens.at[step].set(jnp.where(is_used, tokens, -1)),
             chosen.logprobs.at[step].set(logprobs),
             chosen.top_tokens.at[step].set(best_tokens),
@@ -174,9 +174,7 @@ def decode(
         )
         is_over = jnp.any(tokens[:, None] == lanes.stops, axis=1) | (lanes.n_left <= 1)
         lanes = lanes._replace(
-            tokens=tokens,
-            positions=jnp.where(is_used & ~is_over, lanes.positions + 1, -1),
-            n_left=lanes.n_left - 1,
+            tokens=tokens, positions=jnp.where(is_used & ~is_over, lanes.positions + 1, -1), n_left=lanes.n_left - 1
         )
         return step + 1, cache, lanes, chosen
 
@@ -194,14 +192,14 @@ def choose(logits: jax.Array, lanes: Lanes) -> tuple[jax.Array, jax.Array, jax.A
     is_greedy = lanes.temperatures <= 0
     logprobs = jax.nn.log_softmax(logits / jnp.where(is_greedy, 1.0, lanes.temperatures)[:, None], axis=-1)
     kept = jnp.where(logprobs >= _min_logprob(logprobs, lanes)[:, None], logprobs, -jnp.inf)
-    keys = jax.vmap(_key)(lanes.seeds, lanes.numbers, lanes.positions)
+
+    def key(seed: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
+
+    keys = jax.vmap(key)(lanes.seeds, lanes.numbers, lanes.positions)
     sampled = _invert(jnp.exp(kept), jax.vmap(jax.random.uniform)(keys))
     tokens = jnp.where(is_greedy | (lanes.top_k == 1), jnp.argmax(logprobs, axis=-1), sampled).astype(jnp.int32)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], logprobs
-
-
-def _key(seed: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
 
 
 def _min_logprob(logprobs: jax.Array, lanes: Lanes) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tx.models.decoder import Params
-from tx.models.lora import Adapter, Rows
+from tx.models.lora import Adapter, BatchAdapters
 from tx.tinker.backends import requests
 from tx.tinker.backends.jax.decoding import Lanes
 from tx.tinker.types import MAX_STOP_TOKENS, Sample, TopLogprobs
@@ -76,7 +76,7 @@ class JaxGroup:
         self._size = math.gcd(n_lanes, BLOCK_LANES)
         n_blocks = n_lanes // self._size
         self._blocks = [weights] * n_blocks
-        self.rows: Rows | None = None
+        self.rows: BatchAdapters | None = None
         if weights.adapter is not None:
             self.rows = _repeat_adapter(weights.adapter, np.float32(weights.scale), n_blocks)
 
@@ -132,15 +132,15 @@ class JaxGroup:
 
 
 @partial(jax.jit, static_argnames="n_blocks")
-def _repeat_adapter(adapter: Adapter, scale: jax.Array, n_blocks: int) -> Rows:
+def _repeat_adapter(adapter: Adapter, scale: jax.Array, n_blocks: int) -> BatchAdapters:
     """Repeat an adapter for all blocks."""
     blocks = jax.tree.map(lambda factor: jnp.repeat(factor[:, None], n_blocks, axis=1), adapter.blocks)
     head = jax.tree.map(lambda factor: jnp.repeat(factor[None], n_blocks, axis=0), adapter.head)
-    return Rows(Adapter(blocks, head), jnp.full(n_blocks, scale))
+    return BatchAdapters(Adapter(blocks, head), jnp.full(n_blocks, scale))
 
 
 @partial(jax.jit, donate_argnums=0)
-def _set_block(rows: Rows, adapter: Adapter, scale: jax.Array, block: jax.Array) -> Rows:
+def _set_block(rows: BatchAdapters, adapter: Adapter, scale: jax.Array, block: jax.Array) -> BatchAdapters:
     blocks = jax.tree.map(lambda every, factor: every.at[:, block].set(factor), rows.adapter.blocks, adapter.blocks)
     head = jax.tree.map(lambda every, factor: every.at[block].set(factor), rows.adapter.head, adapter.head)
-    return Rows(Adapter(blocks, head), rows.scales.at[block].set(scale))
+    return BatchAdapters(Adapter(blocks, head), rows.scales.at[block].set(scale))

@@ -94,7 +94,12 @@ class JaxSampler:
     def _begin(self, request: JaxRequestState) -> bool:
         """Begin a request's next sample. Return False if it does not fit."""
         n_pages = self._n_needed(request)
-        idle = [] if n_pages <= self._pages.n_free else self._idle_prompts(request)
+        idle: list[
+            JaxRequestState
+        ] = []  # requests whose prompts can be evicted and prefilled again, last in turn first
+        if n_pages > self._pages.n_free:
+            others = (other for other in reversed(self._waiting) if other is not request)
+            idle = [other for other in others if other.shared and not other.n_running]
         if n_pages > self._pages.n_free + sum(len(group.shared) for group in idle):
             return False
         group, index = self._find_lane(request)
@@ -108,12 +113,6 @@ class JaxSampler:
         group.put(JaxLane(request, request.n_begun, pages, request.n_prefilled, int(request.spec.prompt[-1])), index)
         request.n_begun += 1
         return True
-
-    def _idle_prompts(self, excluded: JaxRequestState) -> list[JaxRequestState]:
-        """Return other requests with unused cached prompts, last in turn first. Prompts can be prefilled again."""
-        return [
-            group for group in reversed(self._waiting) if group is not excluded and group.shared and not group.n_running
-        ]
 
     def _evict_prompt(self, request: JaxRequestState) -> None:
         self._pages.release(request.shared)
@@ -175,7 +174,8 @@ class JaxSampler:
         """Prefill the prompt without its last token, separately from other prompts, so they cannot influence it."""
         spec, weights = request.spec, request.weights
         request.shared = self._pages.take(self._pages.n_pages_for(request.n_prefilled))
-        table = self._table(request.shared)[None]
+        table = np.zeros((1, self._table_size), np.int32)
+        table[0, : len(request.shared)] = request.shared
         rows = None if weights.adapter is None else rows_of([weights.adapter], np.full(1, weights.scale, np.float32))
         needs_logprobs = request.needs_logprobs
         n_top = None if not needs_logprobs else (self._max_top if spec.n_top_prompt else 0)
@@ -246,8 +246,3 @@ class JaxSampler:
                 lane.request.end(lane.number, lane.sample(is_stopped=is_stopped))
                 return True
         return False
-
-    def _table(self, pages: Sequence[int]) -> np.ndarray:
-        table = np.zeros(self._table_size, np.int32)
-        table[: len(pages)] = pages
-        return table

@@ -18,7 +18,7 @@ import numpy as np
 
 from tx.models.config import ModelConfig
 from tx.models.decoder import Params, hidden_states, logits_of
-from tx.models.lora import Adapter, Rows, rows_of
+from tx.models.lora import Adapter, BatchAdapters, rows_of
 from tx.tinker.losses import LOSSES, token_losses
 from tx.tinker.types import Datum
 
@@ -104,7 +104,7 @@ def pad(data: Sequence[Datum], shape: MicroBatchShape) -> tuple[np.ndarray, dict
     return tokens, inputs
 
 
-def target_logprobs(params: Params, rows: Rows | None, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+def target_logprobs(params: Params, rows: BatchAdapters | None, hidden: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the log-probs (M, L, K) of targets (M, L, K) after hidden states (M, L, D).
 
     Masked targets may be any number.

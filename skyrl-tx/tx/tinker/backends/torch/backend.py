@@ -17,14 +17,13 @@ from skyrl_train.inference_engines.hf.support import check_supported
 from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.models.loading import default_device, load_model
 from skyrl_train.models.memory import cache_bytes_per_token
-from tx.models.config import LoraConfig, ModelError
-from tx.tinker.backends.accumulator import PassAccumulator
+from tx.models.config import AdapterConfig, ModelError
 from tx.tinker.backends.base import BaseModel, Done, Save
-from tx.tinker.backends.models import Models
+from tx.tinker.backends.config import TorchConfig
+from tx.tinker.backends.models import Models, PassAccumulator
 from tx.tinker.backends.stop_strings import StopStringMatcher
 from tx.tinker.backends.torch import folders
-from tx.tinker.backends.torch.adam import TorchMoments, TorchOptimizer, adam_step, moments_of, new_optimizer
-from tx.tinker.backends.torch.config import TorchConfig
+from tx.tinker.backends.torch.adam import TorchOptimizer, adam_step, moments_of, new_optimizer
 from tx.tinker.backends.torch.experts import replace_experts
 from tx.tinker.backends.torch.sampler import TorchSampler
 from tx.tinker.backends.torch.training import Gradients, add, micro_batch, micro_batches
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 class TorchModel:
     """A model under training. Its tensors are modified in place."""
 
-    lora: LoraConfig
+    lora: AdapterConfig
     weights: Weights
     optimizer: TorchOptimizer
     gradients: Gradients | None = None
@@ -77,19 +76,17 @@ class TorchBackend:
 
     # -- models
 
-    def create_model(self, model_id: str, lora: LoraConfig) -> None:
+    def create_model(self, model_id: str, lora: AdapterConfig) -> None:
         self._models.check_new(model_id)
         seed = lora.seed if lora.seed is not None else secrets.randbits(31)
-        self._add(model_id, lora, new_weights(self._base.model, lora, seed))
+        weights = new_weights(self._base.model, lora, seed)
+        self._models[model_id] = TorchModel(lora, weights, new_optimizer(weights.trained))
 
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
 
-    def models(self) -> Mapping[str, LoraConfig]:
+    def models(self) -> Mapping[str, AdapterConfig]:
         return {model_id: model.lora for model_id, model in self._models.items()}
-
-    def _add(self, model_id: str, lora: LoraConfig, weights: Weights, moments: TorchMoments | None = None) -> None:
-        self._models[model_id] = TorchModel(lora, weights, new_optimizer(weights.trained, moments))
 
     # -- training
 
@@ -149,7 +146,8 @@ class TorchBackend:
     def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         self._models.check_new(model_id)
         lora, weights = folders.load_weights(folder, self._base.model)
-        self._add(model_id, lora, weights, folders.load_moments(folder, weights) if with_optimizer else None)
+        moments = folders.load_moments(folder, weights) if with_optimizer else None
+        self._models[model_id] = TorchModel(lora, weights, new_optimizer(weights.trained, moments))
 
     # -- sampling
 

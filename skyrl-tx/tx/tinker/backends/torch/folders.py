@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tx.models import peft
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Save
 from tx.tinker.backends.folder import (
     OPTIMIZER,
@@ -33,7 +33,7 @@ from tx.tinker.backends.torch.experts import TorchFactors
 from tx.tinker.backends.torch.weights import Weights, covered_matrices, new_weights
 
 
-def freeze_weights(weights: Weights, lora: LoraConfig, base_model: str) -> Save:
+def freeze_weights(weights: Weights, lora: AdapterConfig, base_model: str) -> Save:
     """Copy the weights. Return a function that writes the copy and its settings."""
     named = _name_tensors(weights, weights.trained)
 
@@ -49,7 +49,7 @@ def freeze_weights(weights: Weights, lora: LoraConfig, base_model: str) -> Save:
     return save
 
 
-def load_weights(folder: Path, model: PreTrainedModel) -> tuple[LoraConfig, Weights]:
+def load_weights(folder: Path, model: PreTrainedModel) -> tuple[AdapterConfig, Weights]:
     """Load trainable weights and their settings from a folder.
 
     Raises:
@@ -87,7 +87,7 @@ def load_moments(folder: Path, weights: Weights) -> TorchMoments:
     )
 
 
-def _file(lora: LoraConfig) -> str:
+def _file(lora: AdapterConfig) -> str:
     return peft.WEIGHTS if lora.rank else WHOLE_MODEL
 
 
@@ -104,18 +104,15 @@ def _name_tensors(weights: Weights, values: Sequence[torch.Tensor]) -> dict[str,
 def _name_factors(
     adapter: Mapping[str, TorchFactors], values: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield factors by their names in files. Stacked experts.gate_proj become experts.0.gate_proj, …"""
     for path, a, b in zip(adapter, values[::2], values[1::2], strict=True):
         for which, value in enumerate((a, b)):
-            for name, part in _parts(path, value):
-                yield peft.factor_names(name)[which], part
-
-
-def _parts(path: str, value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Split stacked experts: …experts.gate_proj becomes …experts.0.gate_proj, …. Return other matrices unchanged."""
-    if value.ndim == 2:
-        return [(path, value)]
-    layer, _, name = path.rpartition(".")
-    return [(f"{layer}.{number}.{name}", part) for number, part in enumerate(value)]
+            if value.ndim == 2:
+                yield peft.factor_names(path)[which], value
+                continue
+            layer, _, name = path.rpartition(".")
+            for number, part in enumerate(value):
+                yield peft.factor_names(f"{layer}.{number}.{name}")[which], part
 
 
 def _values(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from skyrl_train.inference_engines.hf.attention import hidden_states, padded_length
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy, Extents, KVMemory
 from skyrl_train.inference_engines.hf.region_table import Region
-from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
+from skyrl_train.inference_engines.hf.scheduler import Row
 from skyrl_train.inference_engines.sampling import SampledToken, choose_tokens
 from skyrl_train.models.logprobs import CHUNK_LOGITS, lm_head_logits
 from tx.tinker.backends.requests import TurnQueue
@@ -35,12 +35,7 @@ class TorchSampler:
     """The PyTorch backend's sampler. `step` does a slice of the work."""
 
     def __init__(
-        self,
-        *,
-        n_tokens: int,
-        n_lanes: int,
-        max_groups: int,
-        ends_with: Callable[[Sequence[int], Sequence[str]], bool],
+        self, *, n_tokens: int, n_lanes: int, max_groups: int, ends_with: Callable[[Sequence[int], Sequence[str]], bool]
     ) -> None:
         """Create a sampler with a cache of `n_tokens`. `ends_with` finds strings at the end of decoded tokens."""
         self.max_length = max(1, n_tokens // UNIT) * UNIT
@@ -179,16 +174,11 @@ class TorchSampler:
         )
         if is_stopped or len(tokens) == params.max_tokens or request.is_cancelled:
             lane.sequence, lane.request = lane.idle, None
-            self._end(sequence, request, lane.number, is_stopped)
-
-    def _end(self, sequence: CachedSequence, request: TorchRequestState, number: int, is_stopped: bool) -> None:
-        assert sequence.region is not None
-        if request.n_left and not request.is_cancelled:
-            request.spare.append(sequence.region.start)
-        else:
-            self._free(request, sequence.region.start)
-        tokens = sequence.token_ids[sequence.n_prompt :]
-        request.end(number, Sample(tokens, sequence.logprobs, is_stopped, top_of(sequence)))
+            if request.n_left and not request.is_cancelled:
+                request.spare.append(sequence.region.start)
+            else:
+                self._free(request, sequence.region.start)
+            request.end(lane.number, Sample(tokens, sequence.logprobs, is_stopped, top_of(sequence)))
 
     def _free_spare(self, request: TorchRequestState) -> None:
         while request.spare:

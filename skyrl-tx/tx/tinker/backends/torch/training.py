@@ -21,11 +21,7 @@ from tx.tinker.losses import token_losses
 from tx.tinker.types import Datum, Pass
 
 XP = SimpleNamespace(
-    exp=torch.exp,
-    clip=torch.clamp,
-    where=torch.where,
-    sum=torch.sum,
-    stop_gradient=torch.Tensor.detach,
+    exp=torch.exp, clip=torch.clamp, where=torch.where, sum=torch.sum, stop_gradient=torch.Tensor.detach
 )
 
 Gradients = list[torch.Tensor]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from tx.models.config import LoraConfig
+from tx.models.config import AdapterConfig
 from tx.tinker.backends.models import check_covers_any
 from tx.tinker.backends.torch.experts import MATRICES, TorchFactors, replace_experts
 
@@ -40,7 +40,7 @@ class CoveredMatrix:
         """Name of the matrix in its layer."""
         return self.path.rpartition(".")[2]
 
-    def rank(self, lora: LoraConfig) -> int:
+    def rank(self, lora: AdapterConfig) -> int:
         """Return the factors' rank."""
         return lora.expert_rank(self.n_experts) if self.n_experts else lora.rank
 
@@ -93,7 +93,7 @@ def _add(
     return output + factors.product(inputs[0])
 
 
-def new_weights(model: PreTrainedModel, lora: LoraConfig, seed: int) -> Weights:
+def new_weights(model: PreTrainedModel, lora: AdapterConfig, seed: int) -> Weights:
     """Create weights: a copy of the model for rank 0, else an adapter with zero effect (A uniform within ±1/√in, B
     zero).
     """
@@ -111,7 +111,7 @@ def new_weights(model: PreTrainedModel, lora: LoraConfig, seed: int) -> Weights:
     return Weights(model, adapter)
 
 
-def covered_matrices(model: PreTrainedModel, lora: LoraConfig) -> list[CoveredMatrix]:
+def covered_matrices(model: PreTrainedModel, lora: AdapterConfig) -> list[CoveredMatrix]:
     """Return the matrices that an adapter covers.
 
     Raises:
@@ -129,17 +129,13 @@ def _matrices(model: PreTrainedModel) -> Iterator[CoveredMatrix]:
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     for path, module in model.named_modules():
         if path in experts:
-            yield from _expert_matrices(path, module)
+            n_experts, n_hidden, n_middle = module.down_proj.shape
+            for name in MATRICES:
+                sizes = (n_middle, n_hidden) if name == "down_proj" else (n_hidden, n_middle)
+                yield CoveredMatrix(f"{path}.{name}", "mlp", *sizes, n_experts)
         elif isinstance(module, torch.nn.Linear) and path.rpartition(".")[2] not in ROUTERS:
             sizes = module.in_features, module.out_features
             if module is not head:
                 yield CoveredMatrix(path, "attn" if "attn" in path or "attention" in path else "mlp", *sizes)
             elif module.weight is not embeddings.weight:
                 yield CoveredMatrix(path, "unembed", *sizes)
-
-
-def _expert_matrices(path: str, experts: Any) -> Iterator[CoveredMatrix]:
-    n_experts, n_hidden, n_middle = experts.down_proj.shape
-    for name in MATRICES:
-        sizes = (n_middle, n_hidden) if name == "down_proj" else (n_hidden, n_middle)
-        yield CoveredMatrix(f"{path}.{name}", "mlp", *sizes, n_experts)

@@ -4,8 +4,7 @@ import pytest
 from tx_kit.models import new_model
 
 from tx.models.config import config_of
-from tx.tinker.backends.config import MAX_CACHE_TOKENS
-from tx.tinker.backends.jax.config import JaxConfig
+from tx.tinker.backends.config import MAX_CACHE_TOKENS, JaxConfig
 
 
 def test_keys_of_skyrls_backend_are_logged_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
