@@ -55,7 +55,7 @@ class EngineAborted(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ChatReply:
     """A sampled turn."""
 
     text: str
@@ -146,7 +146,7 @@ class Chat:
         self._messages, self._is_reset = [], True
         self._new = [{"role": message["role"], "content": clean_text(message["content"])} for message in messages]
 
-    async def generate(self) -> Reply:
+    async def generate(self) -> ChatReply:
         """Sample a reply and add it to the history.
 
         Raises:
@@ -173,7 +173,7 @@ class Chat:
         if content != text:
             conversation.replace_turn(content)
         self._messages.append({"role": "assistant", "content": content})
-        return Reply(text, is_cut_off)
+        return ChatReply(text, is_cut_off)
 
     async def close(self) -> None:
         """Free the conversation's cache in the engine."""

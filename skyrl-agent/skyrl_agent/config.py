@@ -38,7 +38,7 @@ class DataKeys(Section):
     """The row's dataset. It selects the grader. Rows without this column belong to the source "default"."""
 
 
-class BackendConfig(Section):
+class AgentBackendConfig(Section):
     """Connection to an engine that skyrl-train does not start."""
 
     model_name: str | None = None
@@ -67,7 +67,7 @@ class AgentGeneration(Section):
     infer_backend: Literal["skyrl-train", "verl", "tinker", "openai_server"] = "skyrl-train"
     """The kind of engine that `AutoAgentRunner.from_task` gets."""
 
-    backend_config: BackendConfig | None = None
+    backend_config: AgentBackendConfig | None = None
     """The engine for all backends except skyrl-train."""
 
     num_trajectories: Count = 8

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from skyrl_agent.agents.base import AgentContext, BaseAgent, Outcome
-from skyrl_agent.chat import ContextWindowExceeded, Reply
+from skyrl_agent.chat import ChatReply, ContextWindowExceeded
 from skyrl_agent.tools.base import format_tools
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.runtime.text import describe_error
@@ -58,7 +58,7 @@ class ReActAgent(BaseAgent):
             self._remind(turn, n_turns)
         return Outcome("max_iterations_reached")
 
-    async def _act(self, reply: Reply) -> Outcome | None:
+    async def _act(self, reply: ChatReply) -> Outcome | None:
         """Execute the call in a reply and add its result to the history. Return the outcome if it was the last call."""
         tools, call = self.context.tools, None
         try:
@@ -81,7 +81,7 @@ class ReActAgent(BaseAgent):
             self._observe(call, text)
         return None
 
-    def _parse(self, reply: Reply) -> ToolCall:
+    def _parse(self, reply: ChatReply) -> ToolCall:
         """Return the call in a reply. Raises ToolCallError unless there is exactly one and it is complete."""
         calls = parse_tool_calls(reply.text, is_truncated=reply.is_truncated)
         if len(calls) > 1:

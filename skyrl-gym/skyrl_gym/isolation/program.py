@@ -72,7 +72,7 @@ _slots = BoundedSemaphore(os.cpu_count() or 1)  # more programs would only slow 
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProgramLimits:
     """The limits of one run."""
 
     seconds: float = 10.0  # of wall time
@@ -139,7 +139,7 @@ class ProgramResult:
 def run_program(
     source: str,
     runs: Sequence[Stdin | FunctionCall],
-    limits: Limits | None = None,
+    limits: ProgramLimits | None = None,
     level: Level | None = None,
     prelude: str = "",
 ) -> Generator[ProgramResult]:
@@ -152,7 +152,7 @@ def run_program(
         OSError: no process can be started, or `level` is None and this machine supports only `limits`.
         ToolFailure: the process could not be isolated, so the program was never run.
     """
-    limits = limits or Limits()
+    limits = limits or ProgramLimits()
     level = level or level_for("best")
     with _slots, _folder() as folder, memory_cgroup(limits.memory_bytes + limits.disk_bytes) as cgroup:
         job = _job(source, runs, limits, level) | {"prelude": prelude, "folder": folder, "cgroup": cgroup}
@@ -169,7 +169,9 @@ def run_program(
             yield ProgramResult("lost")
 
 
-def run_once(source: str, stdin: str = "", limits: Limits | None = None, level: Level | None = None) -> ProgramResult:
+def run_once(
+    source: str, stdin: str = "", limits: ProgramLimits | None = None, level: Level | None = None
+) -> ProgramResult:
     """Run a program once and return the result."""
     (result,) = run_program(source, [Stdin(stdin)], limits, level)
     return result
@@ -247,7 +249,7 @@ def _find_problem(level: Level) -> str | None:
     return reason
 
 
-def _job(source: str, runs: Sequence[Stdin | FunctionCall], limits: Limits, level: Level) -> dict[str, Any]:
+def _job(source: str, runs: Sequence[Stdin | FunctionCall], limits: ProgramLimits, level: Level) -> dict[str, Any]:
     python = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *_libraries()]
     return {
         "source": source,
@@ -359,7 +361,7 @@ def _find_marked(mark: str) -> Iterator[int]:
                 yield pid
 
 
-def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: Limits) -> Generator[bytes]:
+def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: ProgramLimits) -> Generator[bytes]:
     """Yield the lines of the warden until it takes too long."""
     assert process.stdout is not None
     max_bytes = 8 * 3 * limits.output_bytes + (1 << 16)  # JSON may escape every byte

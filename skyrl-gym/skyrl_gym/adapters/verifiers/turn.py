@@ -24,7 +24,7 @@ class VerifiersError(Error):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ParsedReply:
     """The model's reply, without lone surrogates.
 
     calls: the tool calls, if there are tools.
@@ -83,7 +83,7 @@ class VerifiersEpisode(Protocol):
         """Set up the environment, and return the first turn."""
         ...
 
-    async def reply(self, reply: Reply) -> ChatTurn | EpisodeResult:
+    async def reply(self, reply: ParsedReply) -> ChatTurn | EpisodeResult:
         """Process a reply, and return the next turn or the result."""
         ...
 
@@ -92,17 +92,17 @@ class VerifiersEpisode(Protocol):
         ...
 
 
-def parse_reply(text: str, tools: Sequence[Mapping[str, Any]]) -> Reply:
+def parse_reply(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
     """Parse a reply and its calls of `tools` (functions of the OpenAI API). Without tools, a reply has no calls."""
     text = clean_text(text)
     if not tools:
-        return Reply(text)
+        return ParsedReply(text)
     parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     try:
         calls = parse_calls(text)
     except ActionError as problem:
-        return Reply(text, problem=str(problem))
-    return Reply(
+        return ParsedReply(text, problem=str(problem))
+    return ParsedReply(
         text,
         [ToolCall(call.name, convert_arguments(call.arguments, parameters.get(call.name, {}))) for call in calls],
     )

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
-from skyrl_gym.adapters.verifiers.turn import ChatTurn, EpisodeResult, Reply, VerifiersError, next_turn
+from skyrl_gym.adapters.verifiers.turn import ChatTurn, EpisodeResult, ParsedReply, VerifiersError, next_turn
 from skyrl_gym.envs.base_text_env import ConversationType
 
 MODEL = "policy"
@@ -92,7 +92,7 @@ class EnvironmentEpisode:
             raise VerifiersError(f"{self._name} ended before the first reply ({self._state['stop_condition']})")
         return ChatTurn(messages, 0, self._tools())
 
-    async def reply(self, reply: Reply) -> ChatTurn | EpisodeResult:
+    async def reply(self, reply: ParsedReply) -> ChatTurn | EpisodeResult:
         """Add the reply to the state, and return the next turn or the result."""
         self._n_turns += 1
         response = self._response(reply)
@@ -143,7 +143,7 @@ class EnvironmentEpisode:
             self._state["error"] = error
         return None
 
-    def _response(self, reply: Reply) -> Any:
+    def _response(self, reply: ParsedReply) -> Any:
         """Convert a reply to the response of a verifiers client."""
         types = self._vf.types
         calls = [

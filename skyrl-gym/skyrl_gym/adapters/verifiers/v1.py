@@ -29,7 +29,7 @@ from skyrl_gym.adapters.verifiers.agent import (
     initial_messages,
     to_answer,
 )
-from skyrl_gym.adapters.verifiers.turn import ChatTurn, EpisodeResult, Reply, VerifiersError, next_turn
+from skyrl_gym.adapters.verifiers.turn import ChatTurn, EpisodeResult, ParsedReply, VerifiersError, next_turn
 from skyrl_gym.envs.base_text_env import ConversationType
 
 NO_CLIENT = vf.EvalClientConfig(base_url="http://trainer.invalid", api_key_var="NO_API_KEY")
@@ -100,7 +100,7 @@ class TasksetEpisode:
             raise VerifiersError(f"{self._name} ended before the first reply ({turn.stop_condition})")
         return turn
 
-    async def reply(self, reply: Reply) -> ChatTurn | EpisodeResult:
+    async def reply(self, reply: ParsedReply) -> ChatTurn | EpisodeResult:
         """Answer the open question, and return the next turn or the result."""
         question, self._question = self._question, None
         if question is None or question.answer.done():
