@@ -129,12 +129,14 @@ def test_a_large_file_that_is_removed_or_rewritten_costs_no_other_change() -> No
     fresh.close()
 
 
-def test_lines_that_look_like_headers_stay() -> None:
+def test_headers_and_paths_of_a_patch() -> None:
     text = (
         "diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1 +1,2 @@\n-x\n+diff --git a/b b/b\n+Binary files a and b differ\n"
     )
     binary = "diff --git a/c b/c\nindex 1..2 100644\nBinary files a/c and b/c differ\n"
     assert remove_binary_diffs(binary + text + binary) == text
+    assert changed_paths("--- a/old file\t\n+++ b/new file\t\n@@ -1 +1 @@\n") == ["new file", "old file"]
+    assert changed_paths("--- /dev/null\n+++ b/tests/test_a.py\n") == ["tests/test_a.py"]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,9 @@ def test_a_repository_inside_the_repository_does_not_hide_other_changes(
     assert content(fresh, "src/a.py") == b"two\n"
 
 
-def test_a_closed_workspace_is_a_failure(workspaces: tuple[LocalWorkspace, LocalWorkspace]) -> None:
+def test_a_workspace_without_a_repository_is_a_failure(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace], local_workspace: LocalWorkspace
+) -> None:
     agent, fresh = workspaces
     agent.close()
     fresh.close()
@@ -166,9 +170,6 @@ def test_a_closed_workspace_is_a_failure(workspaces: tuple[LocalWorkspace, Local
         collect_patch(agent)
     with pytest.raises(WorkspaceError):
         apply_patch(fresh, "diff", [])
-
-
-def test_a_folder_without_a_repository_is_a_failure(local_workspace: LocalWorkspace) -> None:
     with pytest.raises(WorkspaceError, match="not a git repository"):
         record_base(local_workspace)
     with pytest.raises(WorkspaceError, match="cannot be patched"):
@@ -234,8 +235,3 @@ def test_patches_cannot_change_tests(workspaces: tuple[LocalWorkspace, LocalWork
         fresh.write_bytes(path, b"from the row")
         assert Path(fresh.cwd, path).resolve() == Path(fresh.cwd, path)
     assert content(fresh, "src/a.py") == b"again\n"
-
-
-def test_paths_of_a_patch_are_those_of_both_sides() -> None:
-    assert changed_paths("--- a/old file\t\n+++ b/new file\t\n@@ -1 +1 @@\n") == ["new file", "old file"]
-    assert changed_paths("--- /dev/null\n+++ b/tests/test_a.py\n") == ["tests/test_a.py"]
