@@ -31,15 +31,12 @@ class SamplingEngine(Protocol):
     @property
     def info(self) -> EngineInfo:
         """Limits of the engine."""
-        ...
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         """Return one result per request, in order."""
-        ...
 
     async def end_session(self, session_id: str) -> None:
         """Drop a session's cache."""
-        ...
 
 
 class ContextWindowExceeded(Exception):

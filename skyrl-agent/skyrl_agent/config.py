@@ -16,12 +16,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.inference_engines.params import to_sampling
 
-MASKED_FINISH_REASONS = (
-    "CONTEXT_WINDOW_EXCEEDED",
-    "max_iterations_reached",
-    "stuck_in_a_loop",
-    "cmd_timeout",
-)
+MASKED_FINISH_REASONS = ("CONTEXT_WINDOW_EXCEEDED", "max_iterations_reached", "stuck_in_a_loop", "cmd_timeout")
 """Finish reasons whose trajectories are not trained on by default."""
 
 

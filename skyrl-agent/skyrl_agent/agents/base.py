@@ -23,10 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 async def call_with_limit(
-    threads: ThreadPool,
-    function: Callable[[], Any],
-    limit_s: float,
-    close_late: Callable[[Any], Any] | None = None,
+    threads: ThreadPool, function: Callable[[], Any], limit_s: float, close_late: Callable[[Any], Any] | None = None
 ) -> Any:
     """Call a function that may block or return an awaitable, and return its result.
 

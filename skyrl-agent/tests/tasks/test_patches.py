@@ -111,28 +111,22 @@ def test_files_that_make_a_patch_too_large_are_left_out(
 
 
 @pytest.mark.usefixtures("low_limit")
-def test_a_large_file_that_is_removed_or_rewritten_costs_no_other_change() -> None:
-    agent, fresh = LocalWorkspace(), LocalWorkspace()
-    setup = (
-        "git init -q; echo one >a.py; yes old | head -c 1200000 >lock; yes old | head -c 1200000 >big\n"
-        "git add -A; git -c user.name=a -c user.email=a@b commit -qm base"
-    )
-    for workspace in (agent, fresh):
-        workspace.start()
-        workspace.run(setup)
+def test_a_large_file_that_is_removed_or_rewritten_costs_no_other_change(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace],
+) -> None:
+    agent, fresh = workspaces
+    for workspace in workspaces:
+        workspace.run("yes old | head -c 1200000 | tee lock >big")
     record_base(agent)
-    agent.run("echo two >a.py; yes new | head -c 1200000 >lock; rm big")
+    agent.run("echo two >src/a.py; yes new | head -c 1200000 >lock; rm big")
     assert apply_patch(fresh, collect_patch(agent), [])
-    assert content(fresh, "a.py") == b"two\n"
+    assert content(fresh, "src/a.py") == b"two\n"
     assert (content(fresh, "lock") or b"")[:4] == b"old\n"
-    agent.close()
-    fresh.close()
 
 
 def test_headers_and_paths_of_a_patch() -> None:
-    text = (
-        "diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1 +1,2 @@\n-x\n+diff --git a/b b/b\n+Binary files a and b differ\n"
-    )
+    hunk = "@@ -1 +1,2 @@\n-x\n+diff --git a/b b/b\n+Binary files a and b differ\n"
+    text = f"diff --git a/a b/a\n--- a/a\n+++ b/a\n{hunk}"
     binary = "diff --git a/c b/c\nindex 1..2 100644\nBinary files a/c and b/c differ\n"
     assert remove_binary_diffs(binary + text + binary) == text
     assert changed_paths("--- a/old file\t\n+++ b/new file\t\n@@ -1 +1 @@\n") == ["new file", "old file"]

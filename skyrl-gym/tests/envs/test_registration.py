@@ -103,10 +103,7 @@ class TestMake:
         env.env_config["seen"].append("mine")  # registered kwargs are copied
         assert make("row").env_config == {"seen": []}  # type: ignore[attr-defined]
         assert spec("row").kwargs == {"env_config": {"seen": []}, "extras": {"b": 2}}
-        register("row", RowEnv, kwargs={"env_config": {}})
-        env = make("row", extras={"c": 3})
-        assert env.spec == EnvSpec("row", RowEnv, {"env_config": {}, "extras": {"c": 3}})
-        assert spec("row").kwargs == {"env_config": {}}
+        assert env.spec == EnvSpec("row", RowEnv, {"env_config": {"seen": ["mine"]}, "extras": extras})
 
     def test_spec_can_be_made_without_registration(self) -> None:
         env_spec = EnvSpec("row", RowEnv, {"env_config": {}})

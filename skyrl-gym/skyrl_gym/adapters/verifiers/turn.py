@@ -81,15 +81,12 @@ class VerifiersEpisode(Protocol):
 
     async def start(self, prompt: ConversationType) -> ChatTurn:
         """Set up the environment, and return the first turn."""
-        ...
 
     async def reply(self, reply: ParsedReply) -> ChatTurn | EpisodeResult:
         """Process a reply, and return the next turn or the result."""
-        ...
 
     async def close(self) -> None:
         """Release the environment's resources, at any time. Idempotent."""
-        ...
 
 
 def parse_reply(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
@@ -103,8 +100,7 @@ def parse_reply(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
     except ActionError as problem:
         return ParsedReply(text, problem=str(problem))
     return ParsedReply(
-        text,
-        [ToolCall(call.name, convert_arguments(call.arguments, parameters.get(call.name, {}))) for call in calls],
+        text, [ToolCall(call.name, convert_arguments(call.arguments, parameters.get(call.name, {}))) for call in calls]
     )
 
 
@@ -141,7 +137,9 @@ def _chat_message(message: Mapping[str, Any]) -> MessageType:
     role = message["role"]
     text = message_text(message.get("content"))
     if role == "assistant":
-        return {"role": role, "content": _with_calls(_with_thoughts(text, message), message)}
+        thoughts = message.get("reasoning_content")
+        text = f"<think>\n{thoughts}\n</think>\n\n{text}" if thoughts else text
+        return {"role": role, "content": _with_calls(text, message)}
     if role == "tool":
         text = format_tool_response(text)
     return {"role": "user" if role in USER_ROLES else role, "content": text}
@@ -159,11 +157,6 @@ def message_text(content: Any) -> str:
         if part.get("type") != "text":
             raise ValueError(f"the environment sent a part of type {part.get('type')!r}; the model reads only text")
     return "\n".join(part["text"] for part in content)
-
-
-def _with_thoughts(text: str, message: Mapping[str, Any]) -> str:
-    thoughts = message.get("reasoning_content")
-    return f"<think>\n{thoughts}\n</think>\n\n{text}" if thoughts else text
 
 
 def _with_calls(text: str, message: Mapping[str, Any]) -> str:

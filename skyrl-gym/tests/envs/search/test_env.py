@@ -48,13 +48,13 @@ def test_search_and_answer(requests: list[dict[str, Any]]) -> None:
 
 
 def test_replies_without_an_answer_or_a_query(requests: list[dict[str, Any]]) -> None:
+    assert message_text(new_env().step("hm </search><search>")) == "\n<information></information>\n"
+    assert requests == []
     env = new_env()
     env.step("<search>a</search>")
     env.step("<search>b</search>")
     last = env.step("I cannot tell.")
     assert (last["reward"], last["done"]) == (0.0, True)
-    assert message_text(new_env().step("hm </search><search>")) == "\n<information></information>\n"
-    assert requests == []
 
 
 @pytest.mark.parametrize(
