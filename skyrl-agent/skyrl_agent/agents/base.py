@@ -70,13 +70,9 @@ class _LateCall:
             if inspect.iscoroutine(result):
                 result.close()
             elif result is not None and self._close is not None and inspect.isawaitable(closing := self._close(result)):
-                asyncio.run(_await(closing))
+                asyncio.run(run_contained(closing))
         except BaseException:  # the trajectory has already been reported as invalid
             logger.warning("Closing the result of a call that took too long failed", exc_info=True)
-
-
-async def _await(awaitable: Awaitable[Any]) -> None:
-    await awaitable
 
 
 @dataclass(slots=True)

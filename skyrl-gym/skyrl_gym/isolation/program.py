@@ -289,10 +289,8 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
     mark = secrets.token_hex(16)
     home = WORK_DIR if job["level"] == "namespaces" else job["folder"]
     environment = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", MARK: mark}
-    environment |= {
-        "OPENBLAS_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "2",
-    }  # threads take address space, and it is limited
+    # Threads take address space, and it is limited.
+    environment |= {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(job).encode("ascii"))
         stdin.seek(0)
@@ -313,7 +311,9 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
             process.terminate()
             raise
         finally:
-            has_exited = _exits_cleanly(process)
+            has_exited = False
+            with suppress(subprocess.TimeoutExpired):
+                has_exited = process.wait(EXIT_SECONDS) == 0
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -321,14 +321,6 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
             process.stdout.close()
             if not has_exited:
                 _kill_remaining(process.pid, mark)
-
-
-def _exits_cleanly(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if a finished warden exits by itself with status 0."""
-    try:
-        return process.wait(EXIT_SECONDS) == 0
-    except subprocess.TimeoutExpired:
-        return False
 
 
 def _tail(file: IO[bytes]) -> str:

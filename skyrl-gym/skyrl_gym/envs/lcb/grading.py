@@ -157,7 +157,8 @@ def grade(
     with closing(run_program(code, [test.run for test in tests], limits, level, prelude=prelude)) as results:
         for test, result in zip(tests, results, strict=True):
             if not test.is_passed(result):
-                return Verdict(n_passed, len(tests), _failure(result))
+                failure = "error" if result.end == "exit" else result.end
+                return Verdict(n_passed, len(tests), "wrong" if result.is_success else failure)
             n_passed += 1
             seconds += max(result.cpu_seconds, result.seconds / WALL_TIME_FACTOR)
             if seconds > total_seconds and n_passed < len(tests):
@@ -213,9 +214,3 @@ def _parse_test(record: Any) -> Test:
     metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
     args = [json.loads(line) for line in str(record["input"]).split("\n") if line.strip()]
     return Test(FunctionCall(str(metadata["func_name"]), args), json.loads(record["output"]))
-
-
-def _failure(result: ProgramResult) -> str:
-    if result.is_success:
-        return "wrong"
-    return "error" if result.end == "exit" else result.end
