@@ -55,7 +55,7 @@ def test_the_shell_reports_output_exit_status_and_timeouts(tools: Tools, local_w
     assert tools.bash("true") == "[The command finished with exit status 0.]"
     assert "command not found" in tools.bash("nosuchcommand")
     assert tools.bash("false; nosuch") == tools.bash("false; nosuch"), "equal commands have equal results"
-    # A command always times out before its tool call does
+    # A command always times out before its tool call does.
     result = tools.bash("echo a; sleep 60", timeout="1")
     assert result == "a\n[The command was killed because it took longer than 1 seconds.]"
     result = Tools(local_workspace, tool_timeout=1).bash("sleep 60", timeout=1000)
@@ -104,7 +104,7 @@ def test_view_numbers_lines_and_lists_directories(tools: Tools) -> None:
     for view_range in ([0, 1], [3, 2], [1, 9], [-1, 1]):
         tools.refuse("must be within the lines 1 to 4", "view", view_range=view_range)
     tools.bash("mkdir -p src/deep/deeper .git; touch b src/a src/deep/x .git/x")
-    assert tools.edit("view", path=".") == ". has, to a depth of two:\nb\nsrc/\nsrc/a\nsrc/deep/"
+    assert tools.edit("view", path=".") == ". has, to a depth of two:\na.py\nb\nsrc/\nsrc/a\nsrc/deep/"
     tools.bash(f"mkdir -p -- '-many'; cd -- -many; touch $(seq {MAX_ENTRIES + 5})")
     listed = tools.edit("view", path="-many").splitlines()
     assert len(listed) == MAX_ENTRIES + 2
