@@ -31,15 +31,12 @@ class SamplingEngine(Protocol):
     @property
     def info(self) -> EngineInfo:
         """Limits of the engine."""
-        ...
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         """Return one result per request, in order."""
-        ...
 
     async def end_session(self, session_id: str) -> None:
         """Drop a session's cache."""
-        ...
 
 
 class ContextWindowExceeded(Exception):
@@ -55,7 +52,7 @@ class EngineAborted(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTurn:
+class ChatReply:
     """A sampled turn."""
 
     text: str
@@ -146,7 +143,7 @@ class Chat:
         self._messages, self._is_reset = [], True
         self._new = [{"role": message["role"], "content": clean_text(message["content"])} for message in messages]
 
-    async def generate(self) -> SampledTurn:
+    async def generate(self) -> ChatReply:
         """Sample a reply and add it to the history.
 
         Raises:
@@ -173,7 +170,7 @@ class Chat:
         if content != text:
             conversation.replace_turn(content)
         self._messages.append({"role": "assistant", "content": content})
-        return SampledTurn(text, is_cut_off)
+        return ChatReply(text, is_cut_off)
 
     async def close(self) -> None:
         """Free the conversation's cache in the engine."""

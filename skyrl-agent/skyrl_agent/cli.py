@@ -25,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-Task = Annotated[Path, typer.Argument(metavar="TASK", help="The task file.", show_default=False, exists=True)]
+TaskFile = Annotated[Path, typer.Argument(metavar="TASK", help="The task file.", show_default=False, exists=True)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings of skyrl train.", show_default=False)
 ]
@@ -38,7 +38,7 @@ RUN_SETTINGS = {"ignore_unknown_options": True}
 
 @app.command(context_settings=RUN_SETTINGS)
 @as_command
-def train(task: Task, overrides: Overrides = None, config: ConfigFile = None, dry_run: DryRun = False) -> None:
+def train(task: TaskFile, overrides: Overrides = None, config: ConfigFile = None, dry_run: DryRun = False) -> None:
     """Train an agent on its own trajectories."""
     with importing_torch():
         from skyrl_agent.integrations.skyrl_train import AgentExp, parse_task
@@ -54,7 +54,7 @@ def train(task: Task, overrides: Overrides = None, config: ConfigFile = None, dr
 
 @app.command(context_settings=RUN_SETTINGS)
 @as_command
-def generate(task: Task, overrides: Overrides = None, config: ConfigFile = None) -> None:
+def generate(task: TaskFile, overrides: Overrides = None, config: ConfigFile = None) -> None:
     """Evaluate an agent without training it."""
     with importing_torch():
         from skyrl_agent.integrations.skyrl_train import AgentEvaluation, parse_task

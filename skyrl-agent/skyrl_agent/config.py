@@ -16,12 +16,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.inference_engines.params import to_sampling
 
-MASKED_FINISH_REASONS = (
-    "CONTEXT_WINDOW_EXCEEDED",
-    "max_iterations_reached",
-    "stuck_in_a_loop",
-    "cmd_timeout",
-)
+MASKED_FINISH_REASONS = ("CONTEXT_WINDOW_EXCEEDED", "max_iterations_reached", "stuck_in_a_loop", "cmd_timeout")
 """Finish reasons whose trajectories are not trained on by default."""
 
 
@@ -38,7 +33,7 @@ class DataKeys(Section):
     """The row's dataset. It selects the grader. Rows without this column belong to the source "default"."""
 
 
-class BackendConfig(Section):
+class AgentBackendConfig(Section):
     """Connection to an engine that skyrl-train does not start."""
 
     model_name: str | None = None
@@ -67,7 +62,7 @@ class AgentGeneration(Section):
     infer_backend: Literal["skyrl-train", "verl", "tinker", "openai_server"] = "skyrl-train"
     """The kind of engine that `AutoAgentRunner.from_task` gets."""
 
-    backend_config: BackendConfig | None = None
+    backend_config: AgentBackendConfig | None = None
     """The engine for all backends except skyrl-train."""
 
     num_trajectories: Count = 8

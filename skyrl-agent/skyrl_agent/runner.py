@@ -71,9 +71,18 @@ class AgentRunner(RolloutGenerator):
         self.agent_cls = agent_cls
         self.task = task
         self.rewards: RewardFunctions | None = None
-        self.encoder = ChatEncoder(tokenizer, None, _template_kwargs(cfg, tokenizer))
+        reads_thinking = "enable_thinking" in str(tokenizer.chat_template or "")
+        template_kwargs = {"enable_thinking": cfg.generator.qwen3_enable_thinking} if reads_thinking else {}
+        self.encoder = ChatEncoder(tokenizer, None, template_kwargs)
         if tools:
-            _check_system_message(self.encoder)
+            try:
+                self.encoder.prompt_ids([{"role": "system", "content": "?"}, {"role": "user", "content": "?"}])
+            except DataError as error:
+                reason = describe_error(error.__cause__ or error)
+                raise ConfigError(
+                    f"the chat template refuses the system message that describes the tools: {reason}; use a tokenizer "
+                    "whose template has system messages"
+                ) from error
         self._engine = engine
         self._workers: _Workers | None = None
         self._n_drawn = 0  # instances of earlier calls of `run`
@@ -201,24 +210,6 @@ class _Played:
     def of(cls, trajectory: Trajectory, tool_calls: Mapping[str, int]) -> _Played:
         reward = trajectory.total_reward if trajectory.is_valid else None
         return cls(trajectory.id.draw, trajectory.stop_reason, reward, len(trajectory.turns), tool_calls)
-
-
-def _template_kwargs(cfg: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the chat template's variables: `enable_thinking`, for templates that read it."""
-    reads_thinking = "enable_thinking" in str(tokenizer.chat_template or "")
-    return {"enable_thinking": cfg.generator.qwen3_enable_thinking} if reads_thinking else {}
-
-
-def _check_system_message(encoder: ChatEncoder) -> None:
-    """Raise ConfigError if the chat template has no system messages, since they describe the tools."""
-    try:
-        encoder.prompt_ids([{"role": "system", "content": "?"}, {"role": "user", "content": "?"}])
-    except DataError as error:
-        reason = describe_error(error.__cause__ or error)
-        raise ConfigError(
-            f"the chat template refuses the system message that describes the tools: {reason}; use a tokenizer whose "
-            "template has system messages"
-        ) from error
 
 
 def to_rows(input_batch: Any) -> list[dict[str, Any]]:

@@ -14,8 +14,9 @@ from typing import Any
 from skyrl_agent.agents.base import AgentContext, BaseAgent, Outcome, call_with_limit, run_contained
 from skyrl_agent.chat import Chat, ContextWindowExceeded, EngineAborted, PromptTooLong
 from skyrl_agent.config import AgentConfig
-from skyrl_agent.tasks.base import BaseTask, select_arguments
+from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.tools.base import BaseTool, close_tools
+from skyrl_gym.envs.entry_point import select_arguments
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import validate_metrics, validate_reward
 from skyrl_train.errors import DataError, EngineError

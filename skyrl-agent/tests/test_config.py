@@ -23,6 +23,8 @@ def test_a_task_file_of_skyrl_agent_is_read(tmp_path: Path) -> None:
     assert (validation.temperature, validation.top_p, validation.stop) == (0.6, 0.95, ("</function>",))
     runner = AutoAgentRunner.from_task(cfg, ScriptedEngine(), TOKENIZER)
     assert runner.task.__name__ == "GeneralReactTask"
+    with pytest.raises(FileNotFoundError, match="there is no task file"):
+        AutoAgentRunner.from_task(tmp_path / "none.yaml", None, TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +72,3 @@ def test_agents_tasks_and_tools_that_do_not_exist_are_named(
     cfg = AgentConfig.model_validate({"task": "skyrl_agent.tasks.general_react.GeneralReactTask", **settings})
     with pytest.raises(error, match=message):
         AutoAgentRunner.from_task(cfg, ScriptedEngine(), TOKENIZER)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no task file"):
-        AutoAgentRunner.from_task(tmp_path / "none.yaml", None, TOKENIZER)

@@ -16,11 +16,13 @@ def new_workspace(docker: DockerStandIn, image: str | None = None, **settings: o
     return ContainerWorkspace(image or docker.image, "/testbed", {"executable": docker.executable, **settings})
 
 
-def test_an_image_that_does_not_exist_is_an_error_that_names_it(docker: DockerStandIn) -> None:
+def test_unknown_images_and_environments_are_named(docker: DockerStandIn) -> None:
     workspace = new_workspace(docker, "none")
     with pytest.raises(WorkspaceError, match=r"container of none did not start.*Unable to find image"):
         workspace.start()
     workspace.close()
+    with pytest.raises(ValueError, match="environment_class='local' must be docker or singularity"):
+        ContainerWorkspace("x", "/", {"environment_class": "local"})
 
 
 @pytest.mark.parametrize("kind", ["stand-in", "podman"])
@@ -38,11 +40,6 @@ def test_the_startup_file_is_for_commands_only(kind: str, request: pytest.Fixtur
     workspace.execute(f"echo 'exit 3' >{startup}", 30)
     assert workspace.execute("true", 30).status == 3
     workspace.close()
-
-
-def test_other_environments_of_mini_swe_agent_are_refused() -> None:
-    with pytest.raises(ValueError, match="environment_class='local' must be docker or singularity"):
-        ContainerWorkspace("x", "/", {"environment_class": "local"})
 
 
 SINGULARITY = """#!/bin/bash

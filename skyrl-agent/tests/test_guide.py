@@ -25,7 +25,7 @@ def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
                 yield from keys(inner, f"{prefix}{name}.")
 
 
-def test_keys_and_tools_of_the_guide_exist() -> None:
+def test_keys_tools_and_metrics_of_the_guide_exist() -> None:
     known = {*keys(AgentConfig), *FIELDS}
     named = set(KEY.findall(GUIDE))
     assert len(named) > 15
@@ -34,6 +34,11 @@ def test_keys_and_tools_of_the_guide_exist() -> None:
     assert table is not None
     listed = {name for line in table[0].strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     assert listed == set(tool_registry) - {"lookup"}
+    paragraph = GUIDE[GUIDE.index("Metrics of a step") :].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)`", paragraph))
+    code = Path(agent_metrics.__code__.co_filename).read_text(encoding="utf-8")
+    assert len(named) > 5
+    assert all(name in RATIOS or f'"{name}"' in code for name in named)
 
 
 def test_the_task_file_of_the_guide_makes_a_runner(tmp_path: Path) -> None:
@@ -60,11 +65,3 @@ async def test_the_tool_the_task_and_the_agent_of_the_guide_play(monkeypatch: py
     await runner.close()
     assert output["traj_rewards"] == [1.0] * 8
     assert names["Lookup"]().call({"word": "cat"}, agent=None, trajectory_id="") == "cat: a word"
-
-
-def test_metrics_of_the_guide_exist() -> None:
-    paragraph = GUIDE[GUIDE.index("Metrics of a step") :].partition("\n\n")[0]
-    named = set(re.findall(r"`(\w+)`", paragraph))
-    code = Path(agent_metrics.__code__.co_filename).read_text(encoding="utf-8")
-    assert len(named) > 5
-    assert all(name in RATIOS or f'"{name}"' in code for name in named)

@@ -65,15 +65,12 @@ async def test_metrics_do_not_depend_on_the_number_of_calls() -> None:
     await apart.close()
 
 
-def test_batches_of_several_kinds_become_rows() -> None:
+async def test_rows_of_several_kinds_are_read() -> None:
     assert to_rows([ROW]) == [ROW]
     lists = GeneratorInput(prompts=[ROW["prompt"]], env_classes=[None], env_extras=[EXTRAS])  # type: ignore[typeddict-item]
     assert to_rows(lists) == [ROW]
     with pytest.raises(DataError, match="the input batch is of the type int; pass a list of rows"):
         to_rows(3)
-
-
-async def test_rows_of_numpy_and_rows_without_a_prompt_are_read() -> None:
     agents = new_runner([FINISH], num_trajectories=1, n_retries=0)
     prompt = np.array([{"role": "user", "content": "Capital?"}], dtype=object)
     rows = [

@@ -71,7 +71,10 @@ def _check(options: argparse.Namespace) -> int:
     findings: list[Finding] = []
     for finding in checkup.run():
         is_repeated = any(finding.detail == earlier.detail for earlier in findings)
-        sys.stdout.write(_format_finding(finding, is_repeated))
+        detail = "as above" if finding.detail and is_repeated else finding.detail
+        indented = textwrap.indent(detail, "    ") + "\n" if detail else ""
+        printable = indented.encode("utf-8", "backslashreplace").decode()  # it may quote a lone surrogate
+        sys.stdout.write(f"{SIGNS[finding.verdict]} {finding.rule}\n{printable}")
         sys.stdout.flush()
         findings.append(finding)
     sys.stdout.write(f"\n{options.env}: {_format_counts(findings)}\n")
@@ -99,13 +102,6 @@ def run() -> None:
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {"check": _check, "play": _play, "list": _list}
-
-
-def _format_finding(finding: Finding, is_repeated: bool) -> str:
-    detail = "as above" if finding.detail and is_repeated else finding.detail
-    indented = textwrap.indent(detail, "    ") + "\n" if detail else ""
-    printable = indented.encode("utf-8", "backslashreplace").decode()  # it may quote a lone surrogate
-    return f"{SIGNS[finding.verdict]} {finding.rule}\n{printable}"
 
 
 def _format_counts(findings: Sequence[Finding]) -> str:

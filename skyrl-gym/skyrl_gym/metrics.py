@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from skyrl_gym.envs.registration import EnvSpec, registry, spec
+from skyrl_gym.envs.registration import registry, spec
 from skyrl_gym.runtime.text import clean_text
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,12 @@ def aggregate_for_environment(env_name: str, metrics: Sequence[EpisodeMetrics]) 
     if not reported:
         return {}
     try:
-        return _only_numbers(env_name, _aggregate_rule(env_spec)(reported))
+        rule: Aggregate = getattr(env_spec.load(), "aggregate_metrics", default_aggregate_metrics)
+        converted = {clean_text(str(name)): _as_number(value) for name, value in rule(reported).items()}
+        if (dropped := [name for name, number in converted.items() if number is None]) and env_name not in _warned:
+            _warned.add(env_name)
+            logger.warning("aggregate_metrics of %s returns no number for %s, which is left out", env_name, dropped)
+        return {name: number for name, number in converted.items() if number is not None}
     except Exception as problem:  # noqa: BLE001, the boundary of user code
         if env_name not in _warned:
             _warned.add(env_name)
@@ -91,21 +96,6 @@ def aggregate_by_environment(env_classes: Sequence[str], metrics: Sequence[Episo
         (only,) = aggregates.values()
         logged |= {f"environment/{key}": value for key, value in only.items()}
     return logged
-
-
-def _aggregate_rule(env_spec: EnvSpec) -> Aggregate:
-    """Return the registered class's `aggregate_metrics`, or the default rule if the entry point is a function."""
-    rule: Aggregate = getattr(env_spec.load(), "aggregate_metrics", default_aggregate_metrics)
-    return rule
-
-
-def _only_numbers(env_name: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are numbers. Log once which are not."""
-    converted = {clean_text(str(name)): _as_number(value) for name, value in metrics.items()}
-    if (dropped := [name for name, number in converted.items() if number is None]) and env_name not in _warned:
-        _warned.add(env_name)
-        logger.warning("aggregate_metrics of %s returns no number for %s, which is left out", env_name, dropped)
-    return {name: number for name, number in converted.items() if number is not None}
 
 
 def _as_number(value: Any) -> float | None:

@@ -100,13 +100,10 @@ def test_check_of_a_hanging_environment_ends_with_its_processes(folder: Path, na
             os.kill(int((folder / "pid").read_text()), 0)
 
 
-def test_built_in_environment_passes(folder: Path) -> None:
+def test_check_play_and_list(folder: Path) -> None:
     result = run(folder, "check", "gsm8k", "--data", "rows.parquet", "--set", "grader=flexible", "--timeout", "30")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("gsm8k: 11 passed, 0 failed, 0 advice\n")
-
-
-def test_play_and_list(folder: Path) -> None:
     result = run(folder, "play", "my_module:MyEnv", "--data", "rows.jsonl", stdin="42\n.\n")
     assert result.returncode == 0
     assert "Episode finished: reward 1.0 in 1 turns" in result.stdout

@@ -94,9 +94,6 @@ def test_metrics_are_named_after_their_environment() -> None:
     metrics = aggregate_by_environment(["score", "factory", "score"], [{"score": 0}, {"score": 10}, {"score": 1}])
     assert metrics == {"environment/score/score": 0.5, "environment/factory/score": 10.0}
     assert aggregate_by_environment([], []) == {}
-
-
-def test_invalid_batches_are_refused() -> None:
     with pytest.raises(error.UnregisteredEnv, match="No registered env with id: 'chess'"):
         aggregate_for_environment("chess", [])
     with pytest.raises(ValueError, match="got 2 env_classes for the metrics of 1 episodes"):

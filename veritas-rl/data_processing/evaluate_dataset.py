@@ -67,12 +67,7 @@ def _verify(record: Record) -> Record:
         score = compute_score(None, str(record["answer"]), None, record["extra_info"])
     except Exception as problem:  # noqa: BLE001, the boundary of one record
         error = describe_error(problem)
-    return {
-        "task_id": record.get("task_id"),
-        "task_type": str(record.get("task_type")),
-        "score": score,
-        "error": error,
-    }
+    return {"task_id": record.get("task_id"), "task_type": str(record.get("task_type")), "score": score, "error": error}
 
 
 if __name__ == "__main__":

@@ -23,10 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 async def call_with_limit(
-    threads: ThreadPool,
-    function: Callable[[], Any],
-    limit_s: float,
-    close_late: Callable[[Any], Any] | None = None,
+    threads: ThreadPool, function: Callable[[], Any], limit_s: float, close_late: Callable[[Any], Any] | None = None
 ) -> Any:
     """Call a function that may block or return an awaitable, and return its result.
 
@@ -73,13 +70,9 @@ class _LateCall:
             if inspect.iscoroutine(result):
                 result.close()
             elif result is not None and self._close is not None and inspect.isawaitable(closing := self._close(result)):
-                asyncio.run(_await(closing))
+                asyncio.run(run_contained(closing))
         except BaseException:  # the trajectory has already been reported as invalid
             logger.warning("Closing the result of a call that took too long failed", exc_info=True)
-
-
-async def _await(awaitable: Awaitable[Any]) -> None:
-    await awaitable
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from skyrl_agent.agents.base import AgentContext, BaseAgent, Outcome
-from skyrl_agent.chat import ContextWindowExceeded, SampledTurn
+from skyrl_agent.chat import ChatReply, ContextWindowExceeded
 from skyrl_agent.tools.base import format_tools
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.runtime.text import describe_error
@@ -58,11 +58,19 @@ class ReActAgent(BaseAgent):
             self._remind(turn, n_turns)
         return Outcome("max_iterations_reached")
 
-    async def _act(self, reply: SampledTurn) -> Outcome | None:
+    async def _act(self, reply: ChatReply) -> Outcome | None:
         """Execute the call in a reply and add its result to the history. Return the outcome if it was the last call."""
         tools, call = self.context.tools, None
         try:
-            call = self._parse(reply)
+            calls = parse_tool_calls(reply.text, is_truncated=reply.is_truncated)
+            if len(calls) > 1:
+                raise ToolCallError(SEVERAL_CALLS.format(n=len(calls)))
+            if not calls and reply.is_truncated:
+                raise ToolCallError(CUT_OFF)
+            if not calls:
+                finish = next((tool.name for tool in self.context.tools.values() if tool.ends_trajectory), "finish")
+                raise ToolCallError(NO_CALL.format(finish=f"<function={finish}>"))
+            call = calls[0]
             if call.name not in tools:
                 raise ToolCallError(f"There is no function {call.name}; there are {', '.join(tools)}.")
             tool = tools[call.name]
@@ -80,18 +88,6 @@ class ReActAgent(BaseAgent):
         if result is not None or not self.chat.has_new_messages:  # a tool that rewrote the history returns None
             self._observe(call, text)
         return None
-
-    def _parse(self, reply: SampledTurn) -> ToolCall:
-        """Return the call in a reply. Raises ToolCallError unless there is exactly one and it is complete."""
-        calls = parse_tool_calls(reply.text, is_truncated=reply.is_truncated)
-        if len(calls) > 1:
-            raise ToolCallError(SEVERAL_CALLS.format(n=len(calls)))
-        if not calls and reply.is_truncated:
-            raise ToolCallError(CUT_OFF)
-        if not calls:
-            finish = next((tool.name for tool in self.context.tools.values() if tool.ends_trajectory), "finish")
-            raise ToolCallError(NO_CALL.format(finish=f"<function={finish}>"))
-        return calls[0]
 
     def _observe(self, call: ToolCall | None, observation: str) -> None:
         observation = shorten_result(observation)

@@ -1,5 +1,5 @@
 """Dispatchers run the phases of many trajectories in parallel, within limits."""
 
-from skyrl_agent.dispatcher.dispatchers import Dispatcher, create_dispatchers
+from skyrl_agent.dispatcher.dispatchers import TrajectoryDispatcher, create_dispatchers
 
-__all__ = ["Dispatcher", "create_dispatchers"]
+__all__ = ["TrajectoryDispatcher", "create_dispatchers"]

@@ -30,7 +30,7 @@ class Playable(Protocol):
     async def close(self) -> None: ...
 
 
-class Dispatcher(ABC):
+class TrajectoryDispatcher(ABC):
     """Base class for dispatchers. They decide in which order, and how many at a time, trajectories run."""
 
     def __init__(self, limits: DispatcherLimits) -> None:
@@ -52,7 +52,7 @@ class Dispatcher(ABC):
                 await trajectory.evaluate_trajectory()
 
 
-class AsyncPipeline(Dispatcher):
+class AsyncPipeline(TrajectoryDispatcher):
     """Separate limits for initialization, generation and evaluation, so that all three overlap.
 
     At most `max_parallel_agents` trajectories generate, while as many more have a runtime or are starting one. With a
@@ -78,7 +78,7 @@ class AsyncPipeline(Dispatcher):
         await self._evaluate(trajectory)
 
 
-class AsyncBatch(Dispatcher):
+class AsyncBatch(TrajectoryDispatcher):
     """One limit on trajectories from their initialization to the end of their evaluation."""
 
     async def _play(self, trajectory: Playable) -> None:
@@ -91,7 +91,7 @@ class AsyncBatch(Dispatcher):
             await self._evaluate(trajectory)
 
 
-class AsyncFixPool(Dispatcher):
+class AsyncFixPool(TrajectoryDispatcher):
     """A fixed pool of environments. Each trajectory has one for itself until its agent ends."""
 
     def __init__(self, limits: DispatcherLimits, envs: asyncio.LifoQueue[str]) -> None:
@@ -112,7 +112,7 @@ class AsyncFixPool(Dispatcher):
         await self._evaluate(trajectory)
 
 
-def create_dispatchers(cfg: DispatcherConfig) -> dict[Phase, Dispatcher]:
+def create_dispatchers(cfg: DispatcherConfig) -> dict[Phase, TrajectoryDispatcher]:
     """Create the dispatchers for training and evaluation. They share a fixed pool."""
     limits: dict[Phase, DispatcherLimits] = {"train": cfg, "eval": cfg.val_config or cfg}
     if cfg.type == "async_pipeline":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -63,11 +62,3 @@ class BaseTask(ABC):
         """Raise DataError for an instance that cannot be graded. Called per row before a run, with an empty
         `prompt`.
         """
-
-
-def select_arguments(method: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Select the arguments that a method's signature names, or all if it has `**kwargs`."""
-    parameters = inspect.signature(method).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}

@@ -169,14 +169,9 @@ def apply_patch(
     result = workspace.execute(APPLY.format(folder=folder, protected=shlex.join(pathspecs)), GIT_TIMEOUT_S)
     if result.status not in (0, DOES_NOT_APPLY):
         raise WorkspaceError(f"the repository cannot be patched: status {result.status}: {result.output[-500:]}")
-    _remove_links(workspace, tests)
-    return result.status == 0
-
-
-def _remove_links(workspace: Workspace, paths: Iterable[str]) -> None:
-    """Remove links that replace the folders of test files, so that the tests are written to the right place."""
-    folders = {str(folder) for path in paths for folder in PurePosixPath(path).parents} - {"."}
-    if folders:
+    folders = {str(folder) for path in tests for folder in PurePosixPath(path).parents} - {"."}
+    if folders:  # links that replace them would move the tests to the wrong place
         workspace.run(
             f'for folder in {shlex.join(sorted(folders))}; do if [ -L "$folder" ]; then rm "$folder"; fi; done'
         )
+    return result.status == 0

@@ -108,17 +108,15 @@ class SearchEngine(BaseTool):
     parameters = QUERY
 
     def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
-        return self._format(self._search(params["query"][:MAX_QUERY_CHARS]))
+        hits = self._search(params["query"][:MAX_QUERY_CHARS])
+        results = [f"[{i}] {title}\n{link}\n{text}" for i, (title, link, text) in enumerate(hits, start=1)]
+        return "\n\n".join(results) or "No results found."
 
     def _search(self, query: str) -> list[tuple[str, str, str]]:
         url = os.environ.get("SERPER_URL", "https://google.serper.dev/search")
         headers = {"X-API-KEY": read_env_var("GOOGLE_SEARCH_KEY", self.service)}
         found = json.loads(fetch("POST", url, self.service, json={"q": query}, headers=headers))
         return [(hit.get("title", ""), hit.get("link", ""), hit.get("snippet", "")) for hit in found.get("organic", [])]
-
-    def _format(self, hits: list[tuple[str, str, str]]) -> str:
-        results = [f"[{i}] {title}\n{link}\n{text}" for i, (title, link, text) in enumerate(hits, start=1)]
-        return "\n\n".join(results) or "No results found."
 
 
 @register_tool("youcom_search_engine")

@@ -14,13 +14,16 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, RewardSample, register_reward_function
 
 
-def test_settings_of_the_task_file_are_those_of_the_trainer(tmp_path: Path) -> None:
+def test_the_trainer_takes_its_settings_from_the_task_file(tmp_path: Path) -> None:
     _, cfg = parse_task(write_task(tmp_path), ["trainer.epochs=3", "generator.sampling_params.temperature=0.7"])
     generator = cfg.generator
     assert (generator.n_samples_per_prompt, generator.eval_n_samples_per_prompt) == (2, 3)
     assert (generator.max_turns, generator.max_response_length) == (2, 400)
     assert generator.sampling_params.stop == ["it's", "\\n", "\\'x\\"]
     assert (generator.sampling_params.temperature, generator.eval_sampling_params.temperature) == (0.7, 0.5)
+    path = write_task(tmp_path, infer_backend="tinker", backend_config={"model_max_len": 9})
+    with pytest.raises(ConfigError, match=r"generator.infer_backend=tinker must be skyrl-train for this command"):
+        parse_task(path, [])
 
 
 @pytest.mark.parametrize(
@@ -36,12 +39,6 @@ def test_settings_of_the_task_file_are_those_of_the_trainer(tmp_path: Path) -> N
 def test_settings_without_effect_are_refused(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_task(write_task(tmp_path), [override])
-
-
-def test_a_task_file_for_another_backend_is_refused(tmp_path: Path) -> None:
-    path = write_task(tmp_path, infer_backend="tinker", backend_config={"model_max_len": 9})
-    with pytest.raises(ConfigError, match=r"generator.infer_backend=tinker must be skyrl-train for this command"):
-        parse_task(path, [])
 
 
 def skyrl(command: str, folder: Path, *more: str, data_source: str = "nq") -> Result:
@@ -80,7 +77,7 @@ def test_reward_functions_are_added(tmp_path: Path) -> None:
     assert re.search(r"eval/all/avg_score +0\.25\b", result.output)
 
 
-def test_a_dry_run_prints_the_plan(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_plan_and_unusable_data_is_named(tmp_path: Path) -> None:
     result = skyrl("train", tmp_path, "--dry-run")
     assert result.exit_code == 0, result.output
     assert "2 samples" in result.output or "2 × 2" in result.output
@@ -88,9 +85,6 @@ def test_a_dry_run_prints_the_plan(tmp_path: Path) -> None:
     missing = skyrl("train", tmp_path, f"data.train_data={tmp_path / 'none.jsonl'}")
     assert missing.exit_code == 1
     assert "none.jsonl" in missing.output + missing.stderr
-
-
-def test_rows_that_the_task_refuses_are_named_before_the_run(tmp_path: Path) -> None:
     result = skyrl("train", tmp_path, data_source="boxes")
     assert result.exit_code == 1
     assert "GeneralReactTask refuses 4 of 4 rows; the first: row 0 of" in result.output + result.stderr

@@ -33,7 +33,7 @@ def test_a_run_trains_on_trajectories_of_the_agent(tmp_path: Path) -> None:
     assert all(row["avg_turn_assistant"] == 2.0 for row in steps)
 
 
-def test_the_task_file_sets_what_it_knows(tmp_path: Path) -> None:
+def test_options_come_from_the_task_file(tmp_path: Path) -> None:
     options = parse_options(AgentTinkerOptions, arguments(tmp_path), "Train.")
     assert (options.n_samples_per_prompt, options.max_turns, options.max_generate_length) == (2, 2, 8)
     assert (options.max_input_length, options.max_sequence_length) == (1492, 1500)
@@ -42,9 +42,6 @@ def test_the_task_file_sets_what_it_knows(tmp_path: Path) -> None:
     assert cfg.generator.eval_sampling_params.temperature == 0.5
     with pytest.raises(SystemExit):
         parse_options(AgentTinkerOptions, [*arguments(tmp_path), "--max_turns", "9"], "Train.")
-
-
-def test_a_task_file_for_another_backend_is_refused(tmp_path: Path) -> None:
     argv = arguments(tmp_path, infer_backend="skyrl-train", backend_config=None)
     with pytest.raises(ConfigError, match=r"generator.infer_backend=skyrl-train must be tinker"):
         parse_options(AgentTinkerOptions, argv, "Train.")

@@ -111,30 +111,26 @@ def test_files_that_make_a_patch_too_large_are_left_out(
 
 
 @pytest.mark.usefixtures("low_limit")
-def test_a_large_file_that_is_removed_or_rewritten_costs_no_other_change() -> None:
-    agent, fresh = LocalWorkspace(), LocalWorkspace()
-    setup = (
-        "git init -q; echo one >a.py; yes old | head -c 1200000 >lock; yes old | head -c 1200000 >big\n"
-        "git add -A; git -c user.name=a -c user.email=a@b commit -qm base"
-    )
-    for workspace in (agent, fresh):
-        workspace.start()
-        workspace.run(setup)
+def test_a_large_file_that_is_removed_or_rewritten_costs_no_other_change(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace],
+) -> None:
+    agent, fresh = workspaces
+    for workspace in workspaces:
+        workspace.run("yes old | head -c 1200000 | tee lock >big")
     record_base(agent)
-    agent.run("echo two >a.py; yes new | head -c 1200000 >lock; rm big")
+    agent.run("echo two >src/a.py; yes new | head -c 1200000 >lock; rm big")
     assert apply_patch(fresh, collect_patch(agent), [])
-    assert content(fresh, "a.py") == b"two\n"
+    assert content(fresh, "src/a.py") == b"two\n"
     assert (content(fresh, "lock") or b"")[:4] == b"old\n"
-    agent.close()
-    fresh.close()
 
 
-def test_lines_that_look_like_headers_stay() -> None:
-    text = (
-        "diff --git a/a b/a\n--- a/a\n+++ b/a\n@@ -1 +1,2 @@\n-x\n+diff --git a/b b/b\n+Binary files a and b differ\n"
-    )
+def test_headers_and_paths_of_a_patch() -> None:
+    hunk = "@@ -1 +1,2 @@\n-x\n+diff --git a/b b/b\n+Binary files a and b differ\n"
+    text = f"diff --git a/a b/a\n--- a/a\n+++ b/a\n{hunk}"
     binary = "diff --git a/c b/c\nindex 1..2 100644\nBinary files a/c and b/c differ\n"
     assert remove_binary_diffs(binary + text + binary) == text
+    assert changed_paths("--- a/old file\t\n+++ b/new file\t\n@@ -1 +1 @@\n") == ["new file", "old file"]
+    assert changed_paths("--- /dev/null\n+++ b/tests/test_a.py\n") == ["tests/test_a.py"]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +154,9 @@ def test_a_repository_inside_the_repository_does_not_hide_other_changes(
     assert content(fresh, "src/a.py") == b"two\n"
 
 
-def test_a_closed_workspace_is_a_failure(workspaces: tuple[LocalWorkspace, LocalWorkspace]) -> None:
+def test_a_workspace_without_a_repository_is_a_failure(
+    workspaces: tuple[LocalWorkspace, LocalWorkspace], local_workspace: LocalWorkspace
+) -> None:
     agent, fresh = workspaces
     agent.close()
     fresh.close()
@@ -166,9 +164,6 @@ def test_a_closed_workspace_is_a_failure(workspaces: tuple[LocalWorkspace, Local
         collect_patch(agent)
     with pytest.raises(WorkspaceError):
         apply_patch(fresh, "diff", [])
-
-
-def test_a_folder_without_a_repository_is_a_failure(local_workspace: LocalWorkspace) -> None:
     with pytest.raises(WorkspaceError, match="not a git repository"):
         record_base(local_workspace)
     with pytest.raises(WorkspaceError, match="cannot be patched"):
@@ -234,8 +229,3 @@ def test_patches_cannot_change_tests(workspaces: tuple[LocalWorkspace, LocalWork
         fresh.write_bytes(path, b"from the row")
         assert Path(fresh.cwd, path).resolve() == Path(fresh.cwd, path)
     assert content(fresh, "src/a.py") == b"again\n"
-
-
-def test_paths_of_a_patch_are_those_of_both_sides() -> None:
-    assert changed_paths("--- a/old file\t\n+++ b/new file\t\n@@ -1 +1 @@\n") == ["new file", "old file"]
-    assert changed_paths("--- /dev/null\n+++ b/tests/test_a.py\n") == ["tests/test_a.py"]

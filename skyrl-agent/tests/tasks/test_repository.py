@@ -73,9 +73,7 @@ async def test_a_fix_is_rewarded(row: dict[str, Any]) -> None:
     look = tool_call("str_replace_editor", command="view", path="calc.py")
     replies = [look, FIX, bash("git diff --stat; ls"), tool_call("think", thought="done"), SUBMIT]
     (trajectory,), engine = await solve(row, replies)
-    assert trajectory.error is None
-    assert trajectory.stop_reason == "FINISH_TOOL"
-    assert trajectory.total_reward == 1.0
+    assert (trajectory.error, trajectory.stop_reason, trajectory.total_reward) == (None, "FINISH_TOOL", 1.0)
     assert trajectory.env_metrics == {"patch_is_empty": 0.0, "patch_applies": 1.0}
     prompts = engine.prompts()
     assert "add(2, 3) returns -1." in prompts[0]
@@ -99,11 +97,8 @@ async def test_what_is_no_fix_is_not_rewarded(
     row: dict[str, Any], replies: list[str], stop_reason: str, empty: float, applies: float
 ) -> None:
     (trajectory,), _ = await solve(row, replies)
-    assert trajectory.is_valid
-    assert trajectory.total_reward == 0.0
-    assert trajectory.stop_reason == stop_reason
-    assert trajectory.env_metrics["patch_is_empty"] == empty
-    assert trajectory.env_metrics["patch_applies"] == applies
+    assert (trajectory.is_valid, trajectory.stop_reason, trajectory.total_reward) == (True, stop_reason, 0.0)
+    assert trajectory.env_metrics == {"patch_is_empty": empty, "patch_applies": applies}
 
 
 ATTACKS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("attacks.yaml").read_text(encoding="utf-8"))
@@ -126,18 +121,14 @@ async def test_a_fix_that_also_touches_tests_and_settings_is_rewarded(row: dict[
     assert trajectory.total_reward == 1.0
 
 
-async def test_a_setup_that_fails_makes_the_trajectory_invalid(row: dict[str, Any]) -> None:
-    (trajectory,), _ = await solve({**row, "setup": "echo no network; exit 7"}, [SUBMIT])
-    assert not trajectory.is_valid
-    assert trajectory.stop_reason == "error_initialization"
-    assert "no network" in str(trajectory.error)
-
-
-async def test_a_grader_that_fails_makes_the_trajectory_invalid(row: dict[str, Any], tmp_path: Path) -> None:
-    setup = f"[ ! -e {tmp_path}/twice ]; s=$?; touch {tmp_path}/twice; exit $s"
-    (trajectory,), _ = await solve({**row, "setup": setup}, [FIX, SUBMIT])
-    assert not trajectory.is_valid
-    assert trajectory.stop_reason == "error_evaluation"
+async def test_a_setup_that_fails_makes_the_trajectory_invalid(row: dict[str, Any], tmp_path: Path) -> None:
+    second_fails = f"[ ! -e {tmp_path}/twice ]; s=$?; touch {tmp_path}/twice; exit $s"  # the grader's
+    setups = {"error_initialization": "echo no network; exit 7", "error_evaluation": second_fails}
+    for stop_reason, setup in setups.items():
+        (trajectory,), _ = await solve({**row, "setup": setup}, [FIX, SUBMIT])
+        assert not trajectory.is_valid
+        assert trajectory.stop_reason == stop_reason
+        assert stop_reason == "error_evaluation" or "no network" in str(trajectory.error)
 
 
 async def test_a_call_that_hangs_ends_with_cmd_timeout(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,20 +202,15 @@ async def test_patches_are_graded_in_containers(
         ({"test_files": {"/etc/x": ""}}, "relative paths in the repository"),
         ({"test_files": {".git/hooks/x": ""}}, "relative paths in the repository"),
         ({"test_files": {"x": 1}}, "relative paths in the repository"),
-        ({"repo_path": None, "setup": "git clone …"}, None),
     ],
 )
-def test_rows_that_cannot_be_graded_are_refused(
-    row: dict[str, Any], change: dict[str, Any], problem: str | None
-) -> None:
-    if problem is None:
+def test_rows_that_cannot_be_graded_are_refused(row: dict[str, Any], change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
         LocalRepositoryTask.check_instance({**row, **change}, "")
-    else:
-        with pytest.raises(DataError, match=problem):
-            LocalRepositoryTask.check_instance({**row, **change}, "")
 
 
-def test_containers_need_an_image(row: dict[str, Any]) -> None:
+def test_containers_need_an_image_and_may_clone_the_repository(row: dict[str, Any]) -> None:
+    LocalRepositoryTask.check_instance({**row, "repo_path": None, "setup": "git clone …"}, "")
     with pytest.raises(DataError, match="no text in image"):
         RepositoryTask.check_instance(row, "")
     with pytest.raises(DataError, match="the instance is a str; it must be a row"):

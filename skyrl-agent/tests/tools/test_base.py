@@ -142,15 +142,10 @@ async def speak(says: Any, **settings: Any) -> tuple[Trajectory, ScriptedEngine]
     return await play_one([tool_call("speak"), FINISH], tools=(f"{__name__}.Speaking", "finish"), **settings)
 
 
-def test_arguments_are_converted_and_validated() -> None:
+def test_parameters_are_described_converted_and_validated() -> None:
     counter = Counter()
-    assert counter.check({"n": "3", "labels": '["x"]', "loud": "True", "unit": "a", "step": "2"}) == {
-        "n": 3,
-        "step": 2,
-        "labels": ["x"],
-        "loud": True,
-        "unit": "a",
-    }
+    converted = counter.check({"n": "3", "labels": '["x"]', "loud": "True", "unit": "a", "step": "2"})
+    assert converted == {"n": 3, "step": 2, "labels": ["x"], "loud": True, "unit": "a"}
     for arguments, message in (
         ({}, "'n' is a required property"),
         ({"n": "three"}, "'three' is not of type 'integer'"),
@@ -160,22 +155,16 @@ def test_arguments_are_converted_and_validated() -> None:
     ):
         with pytest.raises(ToolCallError, match=message):
             counter.check(arguments)
-
-
-def test_descriptions_name_types_optional_parameters_and_choices() -> None:
     text = format_tools([Counter()])
     assert "n (integer): How far.\n" in text
     assert "unit (string, optional): The unit. One of a, b." in text
     assert format_tools([]) == ""
 
 
-def test_a_name_is_registered_once() -> None:
+def test_tools_have_unique_names() -> None:
     with pytest.raises(ValueError, match="tool 'finish' is already registered, as Finish"):
         register_tool("finish")(Counter)
     assert tool_registry["finish"].__name__ == "Finish"
-
-
-def test_a_tool_without_a_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="it has no name; set the class attribute"):
         new_runner(tools=(f"{__name__}.Nameless",))
 
@@ -212,20 +201,7 @@ async def test_each_trajectory_has_its_own_tool_and_groups_of_skyrl_gym_are_tool
         (Unreadable(), "ERROR: RuntimeError: no text"),
         (Path("/tmp"), 'EXECUTION RESULT of [speak]:\n"/tmp"'),
     ],
-    ids=[
-        *("raises", "exits", "long", "nothing", "broken characters", "coroutine"),
-        *(
-            "exits later",
-            "cancelled task",
-            "error later",
-            "cycle",
-            "inner cycle",
-            "key",
-            "deep",
-            "unreadable",
-            "object",
-        ),
-    ],
+    ids=range(15),
 )
 async def test_results_and_errors_are_shown_to_the_model(says: Any, shown: str) -> None:
     trajectory, engine = await speak(says, max_response_length=10**6)

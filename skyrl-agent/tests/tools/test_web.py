@@ -51,9 +51,6 @@ def test_search_engines_and_the_browser(monkeypatch: pytest.MonkeyPatch) -> None
         assert use("web_browser", url="http://x/fr", goal="the capital") == "France is a country."
         monkeypatch.setenv("WEB_SUMMARY_MODEL", "m")
         assert use("web_browser", url="http://x/fr", goal="the capital") == "It is Paris."
-
-
-def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOOGLE_SEARCH_KEY", raising=False)
     with pytest.raises(ToolFailure, match="Serper needs the environment variable GOOGLE_SEARCH_KEY"):
         use("search_engine", query="capital")

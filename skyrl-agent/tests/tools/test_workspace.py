@@ -50,15 +50,12 @@ def tools(local_workspace: LocalWorkspace) -> Tools:
     return Tools(local_workspace)
 
 
-def test_the_shell_reports_output_and_exit_status(tools: Tools) -> None:
+def test_the_shell_reports_output_exit_status_and_timeouts(tools: Tools, local_workspace: LocalWorkspace) -> None:
     assert tools.bash("echo a; exit 2") == "a\n[The command finished with exit status 2.]"
     assert tools.bash("true") == "[The command finished with exit status 0.]"
     assert "command not found" in tools.bash("nosuchcommand")
     assert tools.bash("false; nosuch") == tools.bash("false; nosuch"), "equal commands have equal results"
-
-
-def test_the_shell_says_that_a_command_was_killed(tools: Tools, local_workspace: LocalWorkspace) -> None:
-    """A command always times out before its tool call does."""
+    # A command always times out before its tool call does.
     result = tools.bash("echo a; sleep 60", timeout="1")
     assert result == "a\n[The command was killed because it took longer than 1 seconds.]"
     result = Tools(local_workspace, tool_timeout=1).bash("sleep 60", timeout=1000)
@@ -98,7 +95,7 @@ def test_settings_that_do_not_exist_are_refused() -> None:
             create_tools([{"name": name, "limit": 7}])
 
 
-def test_view_numbers_lines(tools: Tools) -> None:
+def test_view_numbers_lines_and_lists_directories(tools: Tools) -> None:
     tools.write("a\nb\nc\n")
     assert tools.edit("view") == "     1\ta\n     2\tb\n     3\tc\n     4\t"
     assert tools.edit("view", view_range="[2, 3]") == "     2\tb\n     3\tc"
@@ -106,11 +103,8 @@ def test_view_numbers_lines(tools: Tools) -> None:
     assert tools.edit("view", path=str(tools.folder / "a.py"), view_range=[1, 1]) == "     1\ta"
     for view_range in ([0, 1], [3, 2], [1, 9], [-1, 1]):
         tools.refuse("must be within the lines 1 to 4", "view", view_range=view_range)
-
-
-def test_view_lists_a_directory_to_a_depth_of_two(tools: Tools) -> None:
     tools.bash("mkdir -p src/deep/deeper .git; touch b src/a src/deep/x .git/x")
-    assert tools.edit("view", path=".") == ". has, to a depth of two:\nb\nsrc/\nsrc/a\nsrc/deep/"
+    assert tools.edit("view", path=".") == ". has, to a depth of two:\na.py\nb\nsrc/\nsrc/a\nsrc/deep/"
     tools.bash(f"mkdir -p -- '-many'; cd -- -many; touch $(seq {MAX_ENTRIES + 5})")
     listed = tools.edit("view", path="-many").splitlines()
     assert len(listed) == MAX_ENTRIES + 2
@@ -136,9 +130,6 @@ def test_str_replace_replaces_a_text_that_occurs_once(tools: Tools) -> None:
     ]
     tools.edit("str_replace", old_str="line 1\n")
     assert tools.read().startswith("line 2\n")
-
-
-def test_str_replace_explains_why_it_cannot_replace(tools: Tools) -> None:
     tools.write("a\nb\na\n")
     tools.refuse(r"occurs 2 times in a.py: in the lines 1, 3", "str_replace", old_str="a", new_str="b")
     tools.refuse(r"occurs 0 times in a.py; .* with its indentation", "str_replace", old_str="c", new_str="b")

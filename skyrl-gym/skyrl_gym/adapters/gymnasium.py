@@ -99,7 +99,10 @@ class GymnasiumEnv(BaseTextEnv):
         try:
             chosen = self._actions.read(action)
         except ActionError as problem:
-            return self._illegal(str(problem))
+            self._n_invalid += 1
+            self._is_done = self.settings.illegal == "end"
+            text = f"{problem} {self._actions.instructions}"
+            return self._output(lambda: text, self.settings.illegal_reward, {"action": None})
         observation, reward, terminated, truncated, _ = env.step(chosen)
         self._is_done, self._is_truncated = bool(terminated or truncated), bool(truncated)
         return self._output(lambda: self._format(observation), float(reward), {"action": chosen})
@@ -118,12 +121,6 @@ class GymnasiumEnv(BaseTextEnv):
         if self._env is None or self._is_done:
             raise RuntimeError("this episode is over; create a new GymnasiumEnv for the next episode")
         return self._env
-
-    def _illegal(self, problem: str) -> BaseTextEnvStepOutput:
-        self._n_invalid += 1
-        self._is_done = self.settings.illegal == "end"
-        text = f"{problem} {self._actions.instructions}"
-        return self._output(lambda: text, self.settings.illegal_reward, {"action": None})
 
     def _output(self, text: Callable[[], str], reward: float, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
         self._is_done = self._is_done or self.turns >= self.max_turns

@@ -64,7 +64,15 @@ class ActionReader:
         """
         text = extract_action(reply)
         if isinstance(self.space, spaces.Discrete):
-            return self._discrete(self.space, text)
+            folded = text.casefold()
+            mentioned = set(self._mention.findall(folded)) if self._mention else set()
+            if folded in self._folded:
+                mentioned = {folded}
+            if len(mentioned) > 1:
+                raise ActionError("Your action names more than one.")
+            if mentioned:
+                return self._folded.index(mentioned.pop()) + int(self.space.start)
+            return int(_from_json(self.space, parse_whole_number(text)))
         if isinstance(self.space, spaces.Text):
             return _from_json(self.space, text)
         if isinstance(self.space, spaces.Dict):
@@ -72,18 +80,6 @@ class ActionReader:
         if self.space.shape in ((), (1,)) and "[" not in text:
             return _from_json(self.space, _number(text))
         return _from_json(self.space, parse_json_array(text))
-
-    def _discrete(self, space: spaces.Discrete, text: str) -> int:
-        """Return the action with the name or number in `text`. A longer text may mention only one action."""
-        folded = text.casefold()
-        mentioned = set(self._mention.findall(folded)) if self._mention else set()
-        if folded in self._folded:
-            mentioned = {folded}
-        if len(mentioned) > 1:
-            raise ActionError("Your action names more than one.")
-        if mentioned:
-            return self._folded.index(mentioned.pop()) + int(space.start)
-        return int(_from_json(space, parse_whole_number(text)))
 
 
 def _check(space: Space[Any]) -> None:

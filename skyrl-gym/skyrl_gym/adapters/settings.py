@@ -28,20 +28,16 @@ def read_settings(kind: type[S], env_class: str, env_config: Mapping[str, Any] |
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if values.keys() <= fields.keys():
         for field in fields.values():
-            _check(f"environment.skyrl_gym.{env_class}.{field.name}", field, values)
+            key = f"environment.skyrl_gym.{env_class}.{field.name}"
+            value = values.get(field.name)
+            if field.default_factory is dict:
+                if value is None:
+                    values.pop(field.name, None)
+                elif not isinstance(value, dict):
+                    raise InvalidSettings(f"{key}={value!r} must be a section: set {key}.<key>")
+            elif value is None and field.default is dataclasses.MISSING:
+                raise InvalidSettings(f"{key} is missing; set it in the configuration")
     return parse_settings(env_class, values, kind)
-
-
-def _check(key: str, field: dataclasses.Field[Any], values: dict[str, Any]) -> None:
-    """Raise InvalidSettings if a value is missing or a section has the wrong type. Drop a section that is None."""
-    value = values.get(field.name)
-    if field.default_factory is dict:
-        if value is None:
-            values.pop(field.name, None)
-        elif not isinstance(value, dict):
-            raise InvalidSettings(f"{key}={value!r} must be a section: set {key}.<key>")
-    elif value is None and field.default is dataclasses.MISSING:
-        raise InvalidSettings(f"{key} is missing; set it in the configuration")
 
 
 def reset_arguments(defaults: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:

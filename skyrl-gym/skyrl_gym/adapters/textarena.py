@@ -177,7 +177,10 @@ class _Game:
     def __init__(self, settings: TextArenaSettings) -> None:
         self._settings = settings
         self._env = _make(settings)
-        *wrappers, self._core = _layers(self._env)
+        layers = [self._env]
+        while isinstance(layers[-1], _library().Wrapper):
+            layers.append(layers[-1].env)
+        *wrappers, self._core = layers
         self._has_custom_view = any(map(_is_custom_view, wrappers))
         self._seen: dict[int, str] = {}
         self._from_game: dict[int, str] = {}
@@ -261,14 +264,6 @@ def _make(settings: TextArenaSettings) -> Any:
 def _library() -> Any:
     """Import the package. It has no type annotations."""
     return importlib.import_module("textarena")
-
-
-def _layers(env: Any) -> list[Any]:
-    """Return the wrappers around a game, and the game."""
-    layers = [env]
-    while isinstance(layers[-1], _library().Wrapper):
-        layers.append(layers[-1].env)
-    return layers
 
 
 def _is_custom_view(wrapper: Any) -> bool:

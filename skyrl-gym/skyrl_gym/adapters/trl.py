@@ -34,7 +34,7 @@ from skyrl_gym.adapters.background_loop import BackgroundLoop
 from skyrl_gym.adapters.observations import append_observation, format_value, user_message
 from skyrl_gym.adapters.settings import NO_LIMIT, read_settings
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
-from skyrl_gym.envs.entry_point import load_attribute
+from skyrl_gym.envs.entry_point import load_attribute, select_arguments
 from skyrl_gym.envs.row import read_max_turns
 from skyrl_gym.tools.calls import ToolCall, ToolCallError
 from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt
@@ -90,7 +90,7 @@ class TrlEnv(BaseTextEnv):
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Reset the environment. Add the tools to the system prompt, and the result of `reset` to the prompt."""
-        first = self._call(self._env.reset, _accepted_arguments(self._env.reset, {"prompt": prompt, **self._row}))
+        first = self._call(self._env.reset, select_arguments(self._env.reset, {"prompt": prompt, **self._row}))
         if first is not None and not isinstance(first, str):
             raise ValueError(f"reset of {self.settings.factory} returned {first!r}; it must be a text or None")
         if self.settings.describe_tools:
@@ -199,11 +199,3 @@ def _tools(env: Any) -> dict[str, Signature]:
         and not name.startswith("_")
         and name not in NO_TOOLS
     }
-
-
-def _accepted_arguments(method: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a method accepts: all of them if it takes `**row`."""
-    parameters = inspect.signature(method).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(arguments)
-    return {name: value for name, value in arguments.items() if name in parameters}

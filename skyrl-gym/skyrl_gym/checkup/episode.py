@@ -57,7 +57,7 @@ class Hang(RuleViolation):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class EpisodeSpec:
     """The inputs of an episode. Each episode of a row gets its own copy."""
 
     spec: EnvSpec
@@ -66,8 +66,8 @@ class Task:
     env_config: EnvConfig
 
     @classmethod
-    def from_row(cls, spec: EnvSpec, row: Mapping[str, Any], env_config: Mapping[str, Any]) -> Task:
-        """Create a dataset row's task. Raises ValueError if training would reject the row."""
+    def from_row(cls, spec: EnvSpec, row: Mapping[str, Any], env_config: Mapping[str, Any]) -> EpisodeSpec:
+        """Create the spec of a dataset row. Raises ValueError if training would reject the row."""
         prompt, extras = split_row(row)
         return cls(spec, prompt, extras, copy_env_config(env_config))
 
@@ -76,9 +76,9 @@ class Task:
         """Maximum number of turns of an episode."""
         return int(self.extras["max_turns"])
 
-    def copy(self) -> Task:
+    def copy(self) -> EpisodeSpec:
         """Return a deep copy that shares only the spec."""
-        return Task(self.spec, *copy.deepcopy((self.prompt, self.extras, self.env_config)))
+        return EpisodeSpec(self.spec, *copy.deepcopy((self.prompt, self.extras, self.env_config)))
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ def play_all(players: Sequence[Player], executor: Executor, concurrent: bool = F
     return [episodes[i] for i in range(len(players))]
 
 
-def play_episode(task: Task, replies: Sequence[str]) -> Player:
+def play_episode(task: EpisodeSpec, replies: Sequence[str]) -> Player:
     """Play an episode with these replies (names of `REPLIES`) until it is done, and close it twice.
 
     Raises:

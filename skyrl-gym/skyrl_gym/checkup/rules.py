@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from skyrl_gym.checkup.episode import (
     REPLIES,
+    EpisodeSpec,
     Hang,
     Player,
     RecordedEpisode,
     RuleViolation,
-    Task,
     play_all,
     play_episode,
     validate_result,
@@ -74,7 +74,7 @@ class Checkup:
         Raises:
             ValueError: training would reject the row.
         """
-        self._task = Task.from_row(spec, row, env_config or {})
+        self._task = EpisodeSpec.from_row(spec, row, env_config or {})
         self._executor = Executor(len(REPLIES) + 1, timeout_seconds)
         self._episodes: dict[str, RecordedEpisode] = {}
 

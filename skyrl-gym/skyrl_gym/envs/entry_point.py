@@ -6,9 +6,10 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,14 @@ def split_entry_point(name: str) -> tuple[str, str]:
             f"the entry point {name!r} must be 'module:attribute', such as 'examples.catch.env:CatchEnv'"
         )
     return module_name, attribute
+
+
+def select_arguments(method: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the arguments that a method's signature names, or all if it has `**kwargs`."""
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:

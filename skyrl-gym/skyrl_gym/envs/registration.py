@@ -139,7 +139,12 @@ def spec(env_id: str) -> EnvSpec:
         return registry[env_id]
     if isinstance(env_id, str) and ":" in env_id:
         return EnvSpec(env_id, env_id)  # "my_module:MyEnv" needs no registration
-    raise error.UnregisteredEnv(_unregistered_message(env_id))
+    known = ", ".join(sorted(registry)) or "none"
+    message = (
+        f"No registered env with id: {env_id!r}.{suggestion(str(env_id), list(registry))} Registered here: {known}. "
+        "The registry belongs to one process: import or register the environment in the process that makes it."
+    )
+    raise error.UnregisteredEnv(message)
 
 
 def make(id: str | EnvSpec, **kwargs: Any) -> Env[Any, Any]:
@@ -205,14 +210,6 @@ def pprint_registry(
 
 def _is_built_in(env_spec: EnvSpec) -> bool:
     return isinstance(env_spec.entry_point, str) and env_spec.entry_point.startswith(__name__.split(".")[0] + ".")
-
-
-def _unregistered_message(env_id: str) -> str:
-    known = ", ".join(sorted(registry)) or "none"
-    return (
-        f"No registered env with id: {env_id!r}.{suggestion(str(env_id), list(registry))} Registered here: {known}. "
-        "The registry belongs to one process: import or register the environment in the process that makes it."
-    )
 
 
 def _print_or_return(text: str, disable_print: bool) -> str | None:

@@ -111,15 +111,12 @@ class ToolEnv(BaseTextEnv):
     def _execute(self, call: ToolCall) -> str:
         self._n_calls += 1
         try:
-            return shorten_result(self._find_group(call).call(call.name, call.arguments))
+            if call.name not in self._groups:
+                known = ", ".join(sorted(self._groups)) or "none"
+                raise ToolCallError(f"There is no tool {call.name!r}. Tools: {known}.")
+            return shorten_result(self._groups[call.name].call(call.name, call.arguments))
         except (ToolFailure, ConnectionError, TimeoutError):
             raise
         except Exception as error:  # noqa: BLE001, the boundary of a tool
             self._n_errors += 1
             return shorten_result(f"Error: {error}")
-
-    def _find_group(self, call: ToolCall) -> ToolGroup:
-        if call.name not in self._groups:
-            known = ", ".join(sorted(self._groups)) or "none"
-            raise ToolCallError(f"There is no tool {call.name!r}. Tools: {known}.")
-        return self._groups[call.name]

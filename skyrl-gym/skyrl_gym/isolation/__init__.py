@@ -2,7 +2,7 @@
 
 from skyrl_gym.isolation.program import (
     FunctionCall,
-    Limits,
+    ProgramLimits,
     ProgramResult,
     Stdin,
     isolation_level,
@@ -10,4 +10,4 @@ from skyrl_gym.isolation.program import (
     run_program,
 )
 
-__all__ = ["FunctionCall", "Limits", "ProgramResult", "Stdin", "isolation_level", "run_once", "run_program"]
+__all__ = ["FunctionCall", "ProgramLimits", "ProgramResult", "Stdin", "isolation_level", "run_once", "run_program"]

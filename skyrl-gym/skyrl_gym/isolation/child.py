@@ -17,12 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn, TextIO, cast
 
-from skyrl_gym.isolation.credentials import (
-    CAP_DAC_OVERRIDE,
-    CAP_DAC_READ_SEARCH,
-    become_user,
-    is_readable_by_all,
-)
+from skyrl_gym.isolation.credentials import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, become_user, is_readable_by_all
 from skyrl_gym.isolation.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl, set_limit
 from skyrl_gym.isolation.landlock import restrict_access
 from skyrl_gym.isolation.namespaces import RANDOM, SYSTEM
@@ -150,12 +145,7 @@ def _confine(run: Json, limits: Json, pipes: Mapping[str, int], confinement: Con
     for name, fd in FDS.items():
         os.dup2(pipes[name], fd)
     os.closerange(max(FDS.values()) + 1, MAX_FDS)
-    _open_streams(run.get("stdin", ""))
-    threading.stack_size(THREAD_STACK)
-    confinement.enter(limits)
-
-
-def _open_streams(stdin: str) -> None:
+    stdin = run.get("stdin", "")
     with open("stdin", "w+b") as file:
         os.unlink("stdin")
         file.write(stdin.encode("utf-8", "surrogatepass"))
@@ -163,6 +153,8 @@ def _open_streams(stdin: str) -> None:
         os.dup2(file.fileno(), 0)
     sys.stdin, sys.stdout, sys.stderr = _text(0, "r"), _text(1, "w"), _text(2, "w")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc, assignment]
+    threading.stack_size(THREAD_STACK)
+    confinement.enter(limits)
 
 
 def _text(fd: int, mode: str) -> TextIO:
@@ -181,7 +173,9 @@ def _run(program: Json, run: Json) -> int:
             exec(compile(text, name, "exec", dont_inherit=True), module.__dict__)
         if not is_main:
             _call(module.__dict__, run["call"], run["args"])
-        _wait_for_threads()
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
     except SystemExit as error:
         if run.get("ignores_exit_status"):
             return 0
@@ -205,9 +199,3 @@ def _call(names: Mapping[str, Any], name: str, args: list[Any]) -> None:
 def _as_json(value: Any) -> Any:
     """Convert sets to lists, and numpy values to Python values."""
     return list(value) if isinstance(value, set | frozenset) else value.tolist()
-
-
-def _wait_for_threads() -> None:
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()

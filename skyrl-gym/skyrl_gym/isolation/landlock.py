@@ -54,8 +54,7 @@ def restrict_access(read: Iterable[str], write: Iterable[str], version: int | No
     if version >= SCOPE_VERSION:
         attributes += struct.pack("Q", SCOPES)
     ruleset = check_result(
-        "landlock_create_ruleset",
-        libc().syscall(SYS_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0),
+        "landlock_create_ruleset", libc().syscall(SYS_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     )
     try:
         for path in read:

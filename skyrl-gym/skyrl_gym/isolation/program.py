@@ -72,7 +72,7 @@ _slots = BoundedSemaphore(os.cpu_count() or 1)  # more programs would only slow 
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProgramLimits:
     """The limits of one run."""
 
     seconds: float = 10.0  # of wall time
@@ -139,7 +139,7 @@ class ProgramResult:
 def run_program(
     source: str,
     runs: Sequence[Stdin | FunctionCall],
-    limits: Limits | None = None,
+    limits: ProgramLimits | None = None,
     level: Level | None = None,
     prelude: str = "",
 ) -> Generator[ProgramResult]:
@@ -152,7 +152,7 @@ def run_program(
         OSError: no process can be started, or `level` is None and this machine supports only `limits`.
         ToolFailure: the process could not be isolated, so the program was never run.
     """
-    limits = limits or Limits()
+    limits = limits or ProgramLimits()
     level = level or level_for("best")
     with _slots, _folder() as folder, memory_cgroup(limits.memory_bytes + limits.disk_bytes) as cgroup:
         job = _job(source, runs, limits, level) | {"prelude": prelude, "folder": folder, "cgroup": cgroup}
@@ -169,7 +169,9 @@ def run_program(
             yield ProgramResult("lost")
 
 
-def run_once(source: str, stdin: str = "", limits: Limits | None = None, level: Level | None = None) -> ProgramResult:
+def run_once(
+    source: str, stdin: str = "", limits: ProgramLimits | None = None, level: Level | None = None
+) -> ProgramResult:
     """Run a program once and return the result."""
     (result,) = run_program(source, [Stdin(stdin)], limits, level)
     return result
@@ -247,7 +249,7 @@ def _find_problem(level: Level) -> str | None:
     return reason
 
 
-def _job(source: str, runs: Sequence[Stdin | FunctionCall], limits: Limits, level: Level) -> dict[str, Any]:
+def _job(source: str, runs: Sequence[Stdin | FunctionCall], limits: ProgramLimits, level: Level) -> dict[str, Any]:
     python = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *_libraries()]
     return {
         "source": source,
@@ -287,10 +289,8 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
     mark = secrets.token_hex(16)
     home = WORK_DIR if job["level"] == "namespaces" else job["folder"]
     environment = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", MARK: mark}
-    environment |= {
-        "OPENBLAS_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "2",
-    }  # threads take address space, and it is limited
+    # Threads take address space, and it is limited.
+    environment |= {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(job).encode("ascii"))
         stdin.seek(0)
@@ -311,7 +311,9 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
             process.terminate()
             raise
         finally:
-            has_exited = _exits_cleanly(process)
+            has_exited = False
+            with suppress(subprocess.TimeoutExpired):
+                has_exited = process.wait(EXIT_SECONDS) == 0
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -319,14 +321,6 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
             process.stdout.close()
             if not has_exited:
                 _kill_remaining(process.pid, mark)
-
-
-def _exits_cleanly(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if a finished warden exits by itself with status 0."""
-    try:
-        return process.wait(EXIT_SECONDS) == 0
-    except subprocess.TimeoutExpired:
-        return False
 
 
 def _tail(file: IO[bytes]) -> str:
@@ -359,7 +353,7 @@ def _find_marked(mark: str) -> Iterator[int]:
                 yield pid
 
 
-def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: Limits) -> Generator[bytes]:
+def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: ProgramLimits) -> Generator[bytes]:
     """Yield the lines of the warden until it takes too long."""
     assert process.stdout is not None
     max_bytes = 8 * 3 * limits.output_bytes + (1 << 16)  # JSON may escape every byte

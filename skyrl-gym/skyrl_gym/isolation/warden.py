@@ -24,14 +24,7 @@ from skyrl_gym.isolation.credentials import throwaway_user
 from skyrl_gym.isolation.files import clear_folder, file_bytes
 from skyrl_gym.isolation.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
 from skyrl_gym.isolation.namespaces import enter_namespaces, isolate_files, run_as_init
-from skyrl_gym.isolation.processes import (
-    GROUP,
-    all_processes,
-    cpu_seconds,
-    members,
-    memory_bytes,
-    n_threads,
-)
+from skyrl_gym.isolation.processes import GROUP, all_processes, cpu_seconds, members, memory_bytes, n_threads
 
 READY = "ready"  # the first line, once the program can be run
 WATCH_SECONDS = 0.02  # between two looks at processes and memory
@@ -114,9 +107,16 @@ class ProgramRun:
         started = time.monotonic()
         with selectors.DefaultSelector() as selector:
             self._start(selector)
-            self._watch(selector, started + self._limits["seconds"])
+            deadline = started + self._limits["seconds"]
+            while not self._end:
+                for key, _ in selector.select(min(WATCH_SECONDS, max(0.0, deadline - time.monotonic()))):
+                    self._read(key.fd, selector)
+                if not self._end:
+                    self._end = self._find_end(deadline)
             self._kill_and_reap_all()
-            self._drain(selector)
+            for fd in self._streams:  # every process that writes to the pipes has ended
+                while fd in selector.get_map() and self._read(fd, selector):
+                    pass
         if self._n_killed() > self._n_killed_before:
             self._end = "memory"
         for fd in self._streams:
@@ -147,13 +147,6 @@ class ProgramRun:
             os.set_blocking(read_end, False)
             self._streams[read_end] = (name, bytearray())
             selector.register(read_end, selectors.EVENT_READ)
-
-    def _watch(self, selector: selectors.BaseSelector, deadline: float) -> None:
-        while not self._end:
-            for key, _ in selector.select(min(WATCH_SECONDS, max(0.0, deadline - time.monotonic()))):
-                self._read(key.fd, selector)
-            if not self._end:
-                self._end = self._find_end(deadline)
 
     def _find_end(self, deadline: float) -> str:
         if self._has_exited():
@@ -203,12 +196,6 @@ class ProgramRun:
         if len(chunk) > room and self._end in ("", "exit"):
             self._end = "output"
         return len(chunk) <= room
-
-    def _drain(self, selector: selectors.BaseSelector) -> None:
-        """Read the rest of the pipes, after every process that writes to them has ended."""
-        for fd in self._streams:
-            while fd in selector.get_map() and self._read(fd, selector):
-                pass
 
     def _has_exited(self) -> bool:
         """Return True if the child has exited. Also reap other exited processes."""

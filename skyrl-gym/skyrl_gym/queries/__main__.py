@@ -32,12 +32,7 @@ URI_OPTIONS = {"regular": "", "log": "&vfs=unix-none", "no log": "&immutable=1"}
 """URI options by log mode. WAL databases are read without locks: the locks are in a file that only a writer can create.
 """
 
-READ_ACTIONS = {
-    sqlite3.SQLITE_SELECT,
-    sqlite3.SQLITE_READ,
-    sqlite3.SQLITE_RECURSIVE,
-    sqlite3.SQLITE_TRANSACTION,
-}
+READ_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE, sqlite3.SQLITE_TRANSACTION}
 PRAGMAS = {
     "collation_list",
     "data_version",

@@ -49,7 +49,6 @@ class Index(Protocol):
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Return the `topk` best documents for each query, best first. Fewer are returned if fewer match."""
-        ...
 
 
 class Encoder(Protocol):
@@ -59,7 +58,6 @@ class Encoder(Protocol):
         self, sentences: list[str], *, batch_size: int, normalize_embeddings: bool, show_progress_bar: bool
     ) -> np.ndarray:
         """Return vectors (n, d)."""
-        ...
 
 
 class WordIndex:

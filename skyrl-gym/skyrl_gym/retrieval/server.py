@@ -36,7 +36,7 @@ class RetrieveRequest(BaseModel):
 def create_app(index: Index, n_documents: int, topk: int = 3) -> FastAPI:
     """Create the server's application. `topk` is the default for requests."""
     app = FastAPI(title="Retrieval")
-    app.add_middleware(BodyLimit)
+    app.add_middleware(RequestSizeLimit)
 
     @app.post("/retrieve")
     def retrieve(request: RetrieveRequest) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _format_hit(hit: Hit, with_score: bool) -> dict[str, Any]:
     return {"document": hit.document, "score": hit.score} if with_score else dict(hit.document)
 
 
-class BodyLimit:
+class RequestSizeLimit:
     """ASGI middleware that rejects a request body larger than `MAX_BODY_BYTES` before it is held in memory."""
 
     def __init__(self, app: ASGIApp) -> None:

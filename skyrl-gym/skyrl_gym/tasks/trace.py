@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 from skyrl_gym.envs.lcb.grading import extract_code
 from skyrl_gym.envs.options import reject_unknown, set_options
-from skyrl_gym.isolation.program import Limits, run_once
+from skyrl_gym.isolation.program import ProgramLimits, run_once
 from skyrl_gym.tasks.base import Task, TaskFamily
 from skyrl_gym.tasks.replies import visible_answer
 
-LIMITS = Limits(seconds=20, cpu_seconds=5, memory_bytes=256 << 20)
+LIMITS = ProgramLimits(seconds=20, cpu_seconds=5, memory_bytes=256 << 20)
 N_PRINTS = (3, 6)
 
 

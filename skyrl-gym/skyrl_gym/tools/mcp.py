@@ -96,7 +96,7 @@ class MCPToolGroup(ToolGroup):
             raise ToolCallError(f"There is no tool {name!r}. Tools: {', '.join(self.get_tool_names()) or 'none'}.")
         converted = convert_arguments(arguments, self._schemas[name]["function"]["parameters"])
         try:
-            result = self._portal.call(_call, self._client, name, converted)
+            result = self._portal.call(self._client.call_tool, name, converted)
         except Exception as error:
             if getattr(error, "code", None) == INVALID_PARAMS:  # some servers reject arguments this way
                 raise ToolCallError(f"The arguments of {name} are wrong: {error}") from error
@@ -177,10 +177,6 @@ async def _schemas(client: Client) -> dict[str, dict[str, Any]]:
         cursor = page.next_cursor
         if not cursor:
             return schemas
-
-
-async def _call(client: Client, name: str, arguments: dict[str, Any]) -> Any:
-    return await client.call_tool(name, arguments)
 
 
 def _text(result: Any) -> str:

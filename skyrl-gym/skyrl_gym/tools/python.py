@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_gym.isolation.program import Isolation, Limits, ProgramResult, level_for, run_once
+from skyrl_gym.isolation.program import Isolation, ProgramLimits, ProgramResult, level_for, run_once
 from skyrl_gym.tools.core import ToolGroup, tool
 
 OUTPUT_BYTES = 20_000
@@ -20,7 +20,7 @@ class PythonCodeExecutorToolGroup(ToolGroup):
         """
         super().__init__(name="PythonCodeExecutorToolGroup")
         self._level = level_for(isolation)
-        self._limits = Limits(seconds=timeout, memory_bytes=memory_bytes, output_bytes=OUTPUT_BYTES)
+        self._limits = ProgramLimits(seconds=timeout, memory_bytes=memory_bytes, output_bytes=OUTPUT_BYTES)
 
     @tool
     def python(self, code: str) -> str:

@@ -35,7 +35,16 @@ class Signature:
         doc = inspect.getdoc(function) or ""
         self.description = ARGS.split(doc, maxsplit=1)[0].strip()
         self._function = function
-        self._descriptions = _parse_descriptions(doc)
+        _, *sections = ARGS.split(doc, maxsplit=1)
+        descriptions: dict[str, str] = {}
+        name = ""
+        for line in "".join(sections).splitlines():
+            if match := ARGUMENT.match(line):
+                name = match[1]
+                descriptions[name] = match[2]
+            elif name and line.strip():
+                descriptions[name] += f" {line.strip()}"
+        self._descriptions = descriptions
 
     @cached_property
     def schema(self) -> dict[str, Any]:
@@ -70,17 +79,3 @@ class Signature:
             field = Field(default, alias=name, description=self._descriptions.get(name))
             fields[f"field_{len(fields)}"] = (hints.get(name, Any), field)  # a field cannot be named `schema` or `_x`
         return create_model(self.name, __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
-
-
-def _parse_descriptions(doc: str) -> dict[str, str]:
-    """Return each argument's description from an `Args:` section."""
-    _, *sections = ARGS.split(doc, maxsplit=1)
-    descriptions: dict[str, str] = {}
-    name = ""
-    for line in "".join(sections).splitlines():
-        if match := ARGUMENT.match(line):
-            name = match[1]
-            descriptions[name] = match[2]
-        elif name and line.strip():
-            descriptions[name] += f" {line.strip()}"
-    return descriptions

@@ -39,27 +39,20 @@ class SQLCodeExecutorToolGroup(ToolGroup):
         if sql is None:
             return "Your previous action is invalid: write one query between <sql> and </sql>, and try again."
         try:
-            return format_table(run_query(self._file(db_id), sql, min(timeout, MAX_SECONDS)))
+            if Path(db_id).name != db_id:
+                raise FileNotFoundError(
+                    f"the database {db_id!r} does not exist; it must be the name of a folder in {self._folder}"
+                )
+            file = self._folder / db_id / f"{db_id}.sqlite"
+            table = run_query(file, sql, min(timeout, MAX_SECONDS))
+            if len(table.rows) <= MAX_CHARS // 2 and len(text := _lines(table, table.rows)) <= MAX_CHARS:
+                return text
+            first_rows = _lines(table, table.rows[:MAX_ROWS])[:MAX_CHARS]
+            return f"Truncated to {MAX_ROWS} lines since returned response too long: {first_rows}"
         except QueryTimeout:
             return f"SQL Timeout:\n{sql}"
         except QueryError as error:
             return f"Error executing SQL: {error}, db file: {db_id}.sqlite"
-
-    def _file(self, db_id: str) -> Path:
-        """Return the path of a database. It must be inside the folder."""
-        if Path(db_id).name != db_id:
-            raise FileNotFoundError(
-                f"the database {db_id!r} does not exist; it must be the name of a folder in {self._folder}"
-            )
-        return self._folder / db_id / f"{db_id}.sqlite"
-
-
-def format_table(table: Table) -> str:
-    """Format a result for the model, one line per row. A long result keeps only its first rows."""
-    if len(table.rows) <= MAX_CHARS // 2 and len(text := _lines(table, table.rows)) <= MAX_CHARS:
-        return text
-    first_rows = _lines(table, table.rows[:MAX_ROWS])[:MAX_CHARS]
-    return f"Truncated to {MAX_ROWS} lines since returned response too long: {first_rows}"
 
 
 def _lines(table: Table, rows: Sequence[tuple[Any, ...]]) -> str:

@@ -1,13 +1,4 @@
-from collections.abc import Iterator
-
-import pytest
-from gym_kit.processes import no_leaks, run_python
-
-
-@pytest.fixture(autouse=True)
-def check_no_threads_left() -> Iterator[None]:
-    with no_leaks():
-        yield
+from gym_kit.processes import run_python
 
 
 def test_without_file_descriptors_it_raises_at_once() -> None:

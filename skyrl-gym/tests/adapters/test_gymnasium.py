@@ -61,7 +61,7 @@ def make_recording_env(space: Any, **env_config: Any) -> GymnasiumEnv:
     return start_env({"id": "Recorder-v0", "kwargs": {"action_space": space}, **env_config})
 
 
-def test_frozen_lake_to_the_goal() -> None:
+def test_frozen_lake() -> None:
     skyrl_gym.register(id="gymnasium", entry_point="skyrl_gym.adapters.gymnasium:GymnasiumEnv")
     with skyrl_gym.make("gymnasium", env_config=OmegaConf.create(LAKE), extras={"max_turns": 10}) as env:
         prompt, _ = env.init(PROMPT)
@@ -78,9 +78,6 @@ def test_frozen_lake_to_the_goal() -> None:
         output = env.step("2")
         assert (output["reward"], output["done"], output["observations"]) == (1.0, True, [])
         assert env.get_metrics() == {"steps": 6, "invalid_actions": 0, "truncated": 0}
-
-
-def test_a_hole_ends_the_episode() -> None:
     with start_env(LAKE) as env:
         env.step("right")
         assert env.step("down") == {"observations": [], "reward": 0.0, "done": True, "metadata": {"action": 1}}
@@ -100,13 +97,10 @@ def test_illegal_reply_is_explained() -> None:
         assert env.step("jump")["done"]
 
 
-def test_observation_is_shown_without_text_rendering() -> None:
+def test_reset_arguments_and_observations_without_text() -> None:
     with GymnasiumEnv({"id": "CartPole-v1"}, {"reset": {"seed": 1}}) as env:
         assert "[0.00118216, 0.0450464, -0.035584, 0.0448649]" in env.init(PROMPT)[0][1]["content"]
         assert env.step("left")["reward"] == 1.0
-
-
-def test_reset_arguments_of_the_row() -> None:
     env = GymnasiumEnv(
         {"id": "Recorder-v0", "kwargs": {"action_space": spaces.Discrete(2)}, "reset": {"seed": 1}},
         {"extra_info": {"seed": 2, "reset": {"options": {"low": 3, "unset": None}}}, "data_source": "x"},

@@ -34,13 +34,10 @@ def make(path: str, name: str) -> RewardFunctionEnv:
     return RewardFunctionEnv({"path": path, "name": name}, ROW)
 
 
-def test_the_function_gets_the_row(file: str) -> None:
+def test_the_function_gets_the_row_and_returns_a_score_or_a_dict(file: str) -> None:
     env = make(file, "length")
     assert env.step("four") == {"observations": [], "reward": 4.0, "done": True, "metadata": {}}
     assert env._function.__globals__["calls"] == [("d", "4", {"k": 1})]
-
-
-def test_a_dict_has_a_score_and_metrics(file: str) -> None:
     env = make(file, "scored")
     assert env.step("")["reward"] == 0.5
     assert env.get_metrics() == {"score": 0.5, "format": 1.0}

@@ -20,14 +20,11 @@ def read(env_config: Mapping[str, Any], extras: Mapping[str, Any] | None = None)
     return read_settings(Settings, "mine", env_config, extras or {})
 
 
-def test_other_mappings_are_kept() -> None:
+def test_row_overrides_the_section_and_mappings_are_kept() -> None:
     node = MappingProxyType({"a": 1})
     options = read({"name": "x", "options": {"space": node, "pair": (1, 2)}}).options
     assert options == {"space": node, "pair": (1, 2)}
     assert options["space"] is node
-
-
-def test_row_overrides_the_section() -> None:
     extras = {"extra_info": {"env_config": {"name": "row", "limit": None}, "index": 3}}
     assert read({"name": "config", "options": None}) == Settings("config", {}, 3.0)
     assert read({"name": "config", "limit": 5.0}, extras) == Settings("row", {}, 5.0)

@@ -98,7 +98,7 @@ def test_unfinished_game_has_missing_reward(section: dict[str, Any], reward: flo
         assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
 
 
-def test_opponent_plays_the_other_seat() -> None:
+def test_opponent_plays_the_other_seat_and_may_break_rules() -> None:
     FirstFreeCell.views.clear()
     with TextArenaEnv({**TICTACTOE, "opponents": f"{__name__}:FirstFreeCell"}, {}) as env:
         prompt, _ = env.init(PROMPT)
@@ -115,9 +115,6 @@ def test_opponent_plays_the_other_seat() -> None:
         assert output["metadata"] == {"rewards": {0: 1.0, 1: -1.0}}
         metrics = {"steps": 3, "invalid_actions": 0, "finished": 1, "won": 1, "drawn": 0, "lost": 0}
         assert env.get_metrics() == {**metrics, "opponent_illegal": 0}
-
-
-def test_rule_breaking_opponent_is_reported() -> None:
     with start_env({**TICTACTOE, "opponents": f"{__name__}:rule_breaker"}) as env:
         assert env.step("[4]")["reward"] == 1.0
         assert (env.get_metrics()["won"], env.get_metrics()["opponent_illegal"]) == (1, 1)

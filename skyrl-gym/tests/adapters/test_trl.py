@@ -172,15 +172,12 @@ def test_the_system_prompt_lists_public_methods() -> None:
     assert make_env("Guess", describe_tools=False).init(PROMPT)[0] == PROMPT
 
 
-def test_reply_without_a_call_ends_the_episode() -> None:
+def test_rewards_of_the_last_turn() -> None:
     env = start_env("Guess")
     env.step(call("guess", number=1))
     output = env.step(f"<think>{call('guess', number=7)}</think>I give up.")  # a call in thoughts is none
     assert (output["reward"], output["done"]) == (-0.1, True)
     assert env.get_metrics()["tool_calls"] == 1
-
-
-def test_last_turn_has_the_current_reward() -> None:
     env = start_env("Guess", {"max_turns": 2}, kwargs={"penalty": 0.25})
     assert env.step(call("guess", number=1))["reward"] == 0.0
     output = env.step(call("guess", number=2))

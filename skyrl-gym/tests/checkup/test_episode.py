@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from gym_kit.environments import ROW, GoodEnv
 
-from skyrl_gym.checkup.episode import REPLIES, Player, RuleViolation, Task, play_all, play_episode
+from skyrl_gym.checkup.episode import REPLIES, EpisodeSpec, Player, RuleViolation, play_all, play_episode
 from skyrl_gym.checkup.executor import Executor
 from skyrl_gym.envs.registration import EnvSpec
 
@@ -55,7 +55,7 @@ def executor() -> Iterator[Executor]:
 
 
 def player(cls: type[GoodEnv], replies: list[str], **row: Any) -> Player:
-    return play_episode(Task.from_row(EnvSpec("mine", cls), ROW | row, {}), replies)
+    return play_episode(EpisodeSpec.from_row(EnvSpec("mine", cls), ROW | row, {}), replies)
 
 
 def test_episode_is_played_with_its_replies_and_closed_twice(executor: Executor) -> None:

@@ -35,9 +35,6 @@ def test_episode_is_played_by_hand() -> None:
     assert shown.startswith("\n[user]\n6 * 7?\n")
     assert "-- reward 1.0" in shown
     assert "Episode finished: reward 1.0" in shown
-
-
-def test_input_may_end_before_the_episode() -> None:
     assert play(SPEC, ROW, {}, io.StringIO(""), io.StringIO()) is None
     assert play(SPEC, ROW, {}, io.StringIO("#### 42"), io.StringIO()) == 1.0  # the last full stop may be missing
 

@@ -256,11 +256,7 @@ BROKEN: list[tuple[type[GoodEnv], str, str]] = [
     (env_with(step_async=race_async), ISOLATION, "episodes with concurrent calls had other results"),
     (RefusesConcurrency, ISOLATION, "among other episodes with concurrent calls"),
     (RefusesConcurrency, ISOLATION, "step() raised AssertionError: one at a time, please"),
-    (
-        env_with(aggregate_metrics=staticmethod(divide_by_zero)),
-        METRICS,
-        "aggregate_metrics() raised ZeroDivisionError",
-    ),
+    (env_with(aggregate_metrics=staticmethod(divide_by_zero)), METRICS, "aggregate_metrics() raised ZeroDivisionError"),
     (
         env_with(aggregate_metrics=staticmethod(lambda metrics: 3.0)),
         METRICS,

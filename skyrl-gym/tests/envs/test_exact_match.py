@@ -16,11 +16,8 @@ def test_any_target_matches(answer: str, targets: list[str], is_right: bool) -> 
     assert is_match(answer, targets) == is_right
 
 
-def test_normalize_answer() -> None:
+def test_answers_and_targets_are_normalized() -> None:
     assert normalize_answer("The  Quick-brown, FOX & an owl") == "quickbrown fox owl"
-
-
-def test_targets() -> None:
     for targets in ("x", ["x"], {"target": "x"}, {"target": ["x"]}):
         assert parse_targets(targets) == ["x"]
     for wrong in ({}, {"target": []}, {"target": [3]}, 3, []):

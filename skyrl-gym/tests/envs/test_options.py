@@ -6,13 +6,10 @@ from skyrl_gym.envs.options import finite_number, reject_unknown, row_options, s
 from skyrl_gym.envs.row import whole_number
 
 
-def test_options_that_are_none_are_dropped() -> None:
+def test_options_of_the_section_and_the_row() -> None:
     section = OmegaConf.create({"cases": ["hex"], "mcts": {"uct_c": 1.5}, "seat": None})
     assert set_options(section) == {"cases": ["hex"], "mcts": {"uct_c": 1.5}}
     assert set_options(None) == {}
-
-
-def test_options_in_extra_info_take_precedence_over_columns() -> None:
     extras = {"seed": 1, "opponent": "mcts", "max_turns": 9, "other": 2, "extra_info": {"seed": 3, "max_turns": 4}}
     assert row_options(extras, {"seed", "opponent", "max_turns"}) == {"seed": 3, "opponent": "mcts", "max_turns": 4}
 

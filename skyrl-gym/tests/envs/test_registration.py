@@ -95,7 +95,7 @@ class TestMake:
         assert isinstance(env, BaseTextEnv)
         assert make("row", env_config={}, extras={}) is not env
 
-    def test_kwargs_of_make_override_registered_ones(self) -> None:
+    def test_kwargs_of_make_override_registered_ones_and_are_kept(self) -> None:
         register("row", RowEnv, kwargs={"env_config": {"seen": []}, "extras": {"b": 2}})
         extras = {"c": 3}
         env: Any = make("row", extras=extras)
@@ -103,12 +103,7 @@ class TestMake:
         env.env_config["seen"].append("mine")  # registered kwargs are copied
         assert make("row").env_config == {"seen": []}  # type: ignore[attr-defined]
         assert spec("row").kwargs == {"env_config": {"seen": []}, "extras": {"b": 2}}
-
-    def test_environment_keeps_its_spec(self) -> None:
-        register("row", RowEnv, kwargs={"env_config": {}})
-        env = make("row", extras={"c": 3})
-        assert env.spec == EnvSpec("row", RowEnv, {"env_config": {}, "extras": {"c": 3}})
-        assert spec("row").kwargs == {"env_config": {}}
+        assert env.spec == EnvSpec("row", RowEnv, {"env_config": {"seen": ["mine"]}, "extras": extras})
 
     def test_spec_can_be_made_without_registration(self) -> None:
         env_spec = EnvSpec("row", RowEnv, {"env_config": {}})
@@ -132,20 +127,17 @@ class TestMake:
         assert "Did you mean" not in str(caught.value)
         assert "Registered here: none." in str(caught.value)
 
-    def test_refused_arguments_are_shown_with_the_id(self) -> None:
+    def test_errors_of_an_entry_point(self) -> None:
         register("row", RowEnv)
         with pytest.raises(TypeError, match=r"missing 1 required .*'extras'.*'row' with kwargs \{'env_config': \{\}\}"):
             make("row", env_config={})
 
-    def test_other_errors_of_the_constructor_are_left_alone(self) -> None:
         def refuse() -> BaseTextEnv:
             raise LookupError("no such task")
 
         register("refusing", refuse)
         with pytest.raises(LookupError, match=r"^'?no such task'?$"):
             make("refusing")
-
-    def test_entry_point_must_return_an_env(self) -> None:
         register("list", list)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"'list' must return a skyrl_gym\.Env, got list"):
             make("list")
@@ -191,7 +183,7 @@ class TestJson:
 
 
 class TestPprint:
-    def test_the_registry_is_sorted_into_aligned_columns(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_registry_and_specs_are_printed(self, capsys: pytest.CaptureFixture[str]) -> None:
         for env_id in ["text2sql", "aime", "catch", "gsm8k"]:
             register(env_id, RowEnv)
         columns = "aime      catch\ngsm8k     text2sql"
@@ -199,8 +191,6 @@ class TestPprint:
         assert pprint_registry(num_cols=2) is None
         assert capsys.readouterr().out == f"{columns}\n"
         assert pprint_registry({}, disable_print=True) == ""
-
-    def test_a_spec_is_one_field_a_line(self, capsys: pytest.CaptureFixture[str]) -> None:
         env_spec = EnvSpec("row", ROW_ENV, {"extras": {"a": 1}})
         assert env_spec.pprint(disable_print=True) == "id=row\nextras={'a': 1}"
         assert env_spec.pprint(include_entry_points=True) is None

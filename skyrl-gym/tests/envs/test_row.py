@@ -24,11 +24,15 @@ def test_the_ground_truth_is_text_or_a_whole_number(truth: object, text: str) ->
     assert read_answer(OmegaConf.create({"reward_spec": {"ground_truth": text}})) == text
 
 
-def test_first_field_present_holds_the_ground_truth() -> None:
+def test_ground_truth_may_be_anything_but_an_answer_may_not() -> None:
     fields = ("reward_model", "reward_spec")
     row = {"reward_model": {"ground_truth": "1"}, "reward_spec": {"ground_truth": "2"}}
     assert read_answer(row, fields) == "1"
     assert read_answer(row | {"reward_model": None}, fields) == "2"
+    for truth in (42.0, ["42"], {"a": 1}):
+        assert read_ground_truth({"reward_spec": {"ground_truth": truth}}) == truth
+        with pytest.raises(ValueError, match=r"ground_truth=.* must be text or a whole number, got"):
+            read_answer({"reward_spec": {"ground_truth": truth}})
 
 
 @pytest.mark.parametrize(
@@ -45,13 +49,6 @@ def test_first_field_present_holds_the_ground_truth() -> None:
 def test_a_row_without_ground_truth_is_refused(row: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         read_answer(row)
-
-
-def test_ground_truth_may_be_anything_but_an_answer_may_not() -> None:
-    for truth in (42.0, ["42"], {"a": 1}):
-        assert read_ground_truth({"reward_spec": {"ground_truth": truth}}) == truth
-        with pytest.raises(ValueError, match=r"ground_truth=.* must be text or a whole number, got"):
-            read_answer({"reward_spec": {"ground_truth": truth}})
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,13 @@ def nest(folder: Path, depth: int) -> None:
         os.close(here)
 
 
-def test_folder_of_any_depth_is_cleared(tmp_path: Path) -> None:
+def test_folder_of_any_depth_and_permissions_is_cleared(tmp_path: Path) -> None:
     nest(tmp_path, 2000)
     (tmp_path / "moved-0").mkdir()
     (tmp_path / "link").symlink_to("/usr")
     clear_folder(str(tmp_path))
     assert os.listdir(tmp_path) == []
     assert os.path.isdir("/usr/lib")
-
-
-def test_folder_of_any_permissions_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").touch()
     for path in (tmp_path / "a" / "b", tmp_path / "a", tmp_path):
@@ -44,9 +41,6 @@ def test_size_of_files(tmp_path: Path) -> None:
         os.unlink(deleted.name)
         assert 1 << 20 <= file_bytes(str(tmp_path), [], 10) < 2 << 20
         assert 3 << 20 <= file_bytes(str(tmp_path), [os.getpid()], 10) < 4 << 20
-
-
-def test_files_that_cannot_be_counted_are_too_many(tmp_path: Path) -> None:
     for i in range(11):
         (tmp_path / f"{i}").touch()
     assert file_bytes(str(tmp_path), [], 10) == TOO_MANY_BYTES

@@ -21,10 +21,10 @@ from gym_kit.containment import supported_levels
 from gym_kit.processes import no_leaks, wait_until
 
 from skyrl_gym.error import ToolFailure
-from skyrl_gym.isolation import FunctionCall, Limits, ProgramResult, Stdin, isolation_level, program, run_program
+from skyrl_gym.isolation import FunctionCall, ProgramLimits, ProgramResult, Stdin, isolation_level, program, run_program
 from skyrl_gym.isolation.program import Isolation, Level, level_for, run_once
 
-SMALL = Limits(seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=8 << 20)
+SMALL = ProgramLimits(seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=8 << 20)
 LEVELS = supported_levels()
 
 
@@ -70,7 +70,7 @@ def no_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     ids=["streams", "stdin by name", "megabyte", "temporary file", "thread", "exit handler", "__stdout__", "buffer"],
 )
 def test_input_and_output(source: str, stdin: str, stdout: str, level: Level) -> None:
-    result = run_once(source, stdin, Limits(output_bytes=1 << 20), level)
+    result = run_once(source, stdin, ProgramLimits(output_bytes=1 << 20), level)
     assert (result.end, result.status, result.stdout) == ("exit", 0, stdout), result.stderr
     assert result.is_success
     assert result.stderr == ("é\n" if "stderr" in source else "")
@@ -138,7 +138,7 @@ def test_cpu_time_is_limited_and_waiting_is_not(level: Level) -> None:
         "else:\n  while True: pass"
     )
     runs = [Stdin("compute"), Stdin("wait"), Stdin("children")]
-    computes, waits, in_children = run_program(source, runs, Limits(seconds=60.0, cpu_seconds=0.2), level)
+    computes, waits, in_children = run_program(source, runs, ProgramLimits(seconds=60.0, cpu_seconds=0.2), level)
     assert (computes.end, waits.end, in_children.end) == ("time", "exit", "time")
     assert 0.2 <= computes.cpu_seconds < 2
     assert waits.cpu_seconds < 0.2 < waits.seconds
@@ -146,7 +146,7 @@ def test_cpu_time_is_limited_and_waiting_is_not(level: Level) -> None:
 
 def test_threads_are_limited() -> None:
     source = "import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(99,)).start()\n"
-    assert run_once(source, limits=Limits(seconds=20, n_processes=2)).end == "processes"
+    assert run_once(source, limits=ProgramLimits(seconds=20, n_processes=2)).end == "processes"
 
 
 def test_iterator_may_be_closed_early(level: Level) -> None:
@@ -297,7 +297,7 @@ def test_machine_supports_what_it_claims() -> None:
 def test_limits_must_be_positive_and_finite(limits: dict[str, float]) -> None:
     ((name, value),) = limits.items()
     with pytest.raises(ValueError, match=rf"the limit {name}={value} of a program must be a positive number"):
-        Limits(**limits)  # type: ignore[arg-type]
+        ProgramLimits(**limits)  # type: ignore[arg-type]
 
 
 def test_one_program_runs_per_core() -> None:
@@ -318,8 +318,8 @@ def test_one_program_runs_per_core() -> None:
 
 def test_programs_end_when_the_trainer_is_killed(tmp_path: Path) -> None:
     code = (
-        "from skyrl_gym.isolation.program import run_once, Limits\n"
-        "run_once('import time; time.sleep(1000)', limits=Limits(seconds=1000))"
+        "from skyrl_gym.isolation.program import run_once, ProgramLimits\n"
+        "run_once('import time; time.sleep(1000)', limits=ProgramLimits(seconds=1000))"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}  # its folder is left behind
     trainer = psutil.Popen([sys.executable, "-c", code], env=environment)

@@ -140,15 +140,12 @@ def test_virtual_tables_are_read(database: Path, sql: str, rows: list[tuple[Any,
         assert database.read_bytes() == before
 
 
-def test_query_that_uses_all_memory_fails_alone(database: Path) -> None:
+def test_heavy_queries_fail_alone(database: Path) -> None:
     values = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
     with pytest.raises(QueryError, match="memory"):
         run_query(database, f"{values} SELECT x || hex(zeroblob(120000)) AS y FROM c ORDER BY y", 60)
     assert run_query(database, "SELECT 1", 5).rows == [(1,)]
-
-
-def test_long_sqlite_step_is_ended(database: Path) -> None:
-    """SQLite does not check the time inside a function."""
+    # SQLite does not check the time inside a function
     sought, text = "hex(zeroblob(60000)) || '1'", "hex(zeroblob(120000))"
     slow = " + ".join([f"instr({text}, {sought})"] * 20)
     with pytest.raises(QueryTimeout):

@@ -21,15 +21,12 @@ class LetterEncoder:
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if normalize_embeddings else vectors
 
 
-def test_vector_index_finds_the_closest_document(documents: Any) -> None:
+def test_indexes_sort_by_score(documents: Any) -> None:
     index = VectorIndex(documents, LetterEncoder(), query_prefix="", document_prefix="")
     (hits,) = index.search([documents[1]["contents"].upper()], 2)
     assert hits[0].document == documents[1]
     assert hits[0].score == pytest.approx(1.0)
     assert hits[0].score > hits[1].score
-
-
-def test_word_index_sorts_by_score(documents: Any) -> None:
     (hits,) = WordIndex(documents).search(["tallest volcano in Italy, not a river"], 10)
     assert [hit.document["id"] for hit in hits] == ["etna", "3"]
 

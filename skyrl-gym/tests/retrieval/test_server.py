@@ -29,14 +29,11 @@ def ask(url: str, **body: Any) -> Any:
     return urllib3.request("POST", url, json=body, retries=False, timeout=60)
 
 
-def test_documents_with_scores(url: str) -> None:
+def test_documents_of_one_and_several_queries(url: str) -> None:
     (hits,) = ask(url, query="highest mountain", topk=2, return_scores=True).json()["result"]
     assert hits[0]["document"] == {"id": "fuji", "contents": "Mount Fuji is the highest mountain of Japan."}
     assert hits[0]["score"] > 0
     assert len(hits) == 1  # the others contain none of the words
-
-
-def test_bare_documents_and_several_queries(url: str) -> None:
     rivers, volcanoes = ask(url, queries=["river", "volcano"]).json()["result"]
     assert rivers == [{"id": "3", "contents": "The Nile is a river in Africa."}]
     assert volcanoes == [{"id": "etna", "contents": "Etna\nA volcano in Sicily, the tallest in Italy."}]

@@ -7,7 +7,7 @@ import pytest
 from skyrl_gym.runtime.env_config import EnvConfig, copy_env_config
 
 
-def test_section_is_a_dict_with_attributes() -> None:
+def test_section_is_a_separate_dict_with_attributes() -> None:
     config: Any = copy_env_config({"topk": 3, "inner": {"a": 1}})
     assert (config.topk, config["topk"], config.get("topk"), "topk" in config) == (3, 3, 3, True)
     assert dict(config.items()) == {"topk": 3, "inner": {"a": 1}}
@@ -16,9 +16,6 @@ def test_section_is_a_dict_with_attributes() -> None:
         _ = config.topp
     with pytest.raises(AttributeError, match="only nothing"):
         _ = EnvConfig().topk
-
-
-def test_copy_shares_nothing_with_the_original() -> None:
     section: dict[str, Any] = {"files": [], "seeds": np.arange(2), "day": date(2026, 1, 2)}
     config = copy_env_config(section)
     assert config == {"files": [], "seeds": [0, 1], "day": "2026-01-02"}

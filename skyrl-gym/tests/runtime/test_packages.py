@@ -47,8 +47,7 @@ def test_the_packages_of_an_interpreter(name: str, fault: str | None, module: st
 
 
 @pytest.mark.parametrize(
-    ("program", "fault"),
-    [("exit 3", "it ended with exit status 3"), ("echo no skyrl_gym >&2; exit 1", "no skyrl_gym")],
+    ("program", "fault"), [("exit 3", "it ended with exit status 3"), ("echo no skyrl_gym >&2; exit 1", "no skyrl_gym")]
 )
 def test_an_interpreter_that_fails(program: str, fault: str, tmp_path: Path) -> None:
     script = tmp_path / "python"

@@ -57,7 +57,7 @@ def test_an_error_without_a_text_is_described() -> None:
     assert len(describe_error(ValueError("x" * 10**6))) < 5000
 
 
-def test_text_of_an_environment_is_cleaned_where_it_enters() -> None:
+def test_text_and_names_of_an_environment_are_cleaned() -> None:
     (message,) = user(HALF)
     assert validate_prompt(([message], {})) == user("?")
     output: EnvStepOutput[Any] = {
@@ -73,8 +73,5 @@ def test_text_of_an_environment_is_cleaned_where_it_enters() -> None:
         "reward_components": {"?": 1.0},
         "own": HALF,  # training does not read it
     }
-
-
-def test_names_of_reward_components_become_text() -> None:
     output = {"observations": [], "reward": 1.0, "done": True, "metadata": {"reward_components": {1: 0.5, "b": 0.5}}}
     assert reward_components(output) == {"1": 0.5, "b": 0.5}

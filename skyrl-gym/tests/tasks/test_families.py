@@ -193,15 +193,12 @@ def test_splits_share_no_task(env: str) -> None:
     assert compute_score("any", family.solve(family.generate(train_ids[3])), None, json.dumps(row["extra_info"])) > 0
 
 
-def test_all_task_types_take_turns() -> None:
+def test_rows_of_a_dataset() -> None:
     dataset = DynamicEnvDataset()
     assert len(dataset) == 1_000_000
     assert [dataset[i]["data_source"] for i in range(len(TYPES))] == list(TYPES)
     last = dataset[len(dataset) - 1]
     assert last["extra_info"]["index"] == 999_999
-
-
-def test_rows_of_limited_families_use_each_id_once() -> None:
     options = {"env": "swe-synth", "adapter_config": {"task_id_range": [10, 39]}}
     train, validation = make_dataset(options), make_dataset(options, "validation")
     ids = [dataset.task_id(i) for dataset in (train, validation) for i in range(len(dataset))]

@@ -4,11 +4,7 @@ import pytest
 
 from skyrl_gym.tools.arguments import convert_arguments
 
-DEFINITIONS = {
-    "Whole": {"type": "integer"},
-    "Unit/of": {"enum": ["m", "km"]},
-    "Cycle": {"$ref": "#/$defs/Cycle"},
-}
+DEFINITIONS = {"Whole": {"type": "integer"}, "Unit/of": {"enum": ["m", "km"]}, "Cycle": {"$ref": "#/$defs/Cycle"}}
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,13 @@ def test_model_reads_that_its_query_is_refused(status: int) -> None:
         assert server.n_requests == 1
 
 
-def test_unreachable_server() -> None:
+def test_unreachable_and_hanging_servers() -> None:
     url = f"http://127.0.0.1:{free_port()}/retrieve"
     message = json.loads(SearchToolGroup(url).search("x"))["result"]
     assert message.startswith("Search error: ")
     assert message.endswith("(after 10 attempts)")
     with pytest.raises(ToolFailure, match=f"search at {url}: .*after 10 attempts"):
         SearchToolGroup(url, raise_failures=True).search("x")
-
-
-def test_hanging_server_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/retrieve"
         _, problem = call_search_api(url, "x", timeout=0.05)

@@ -79,18 +79,15 @@ class OpenEnvTask(Protocol):
 
     async def reset_async(self) -> dict[str, Any]:
         """Start the software. Return `prompt`, `tools`, and other metadata."""
-        ...
 
     async def step_async(self, action: dict[str, Any]) -> tuple[Any, float | None, bool, dict[str, Any]]:
         """Play `{"tool", "params", "done"}`. Return observation, reward, done and info.
 
         The verifier runs when the episode is done. Only then does the reward count.
         """
-        ...
 
     def close(self) -> None:
         """Stop the software."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

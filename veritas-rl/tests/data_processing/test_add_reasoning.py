@@ -43,7 +43,7 @@ def test_explanations_are_beside_an_input_in_any_other_folder(
     assert (tmp_path / "mine/reasoned/tasks.jsonl").is_file()
 
 
-def test_a_model_that_always_fails_ends_the_job(
+def test_failures_and_empty_explanations_end_the_job(
     generated: Path, served_model: ServedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served_model.reply = lambda prompt: 401
@@ -51,11 +51,6 @@ def test_a_model_that_always_fails_ends_the_job(
     error = capsys.readouterr().err
     assert "of 8 records failed, more than 10%" in error
     assert "status 401" in error
-
-
-def test_an_empty_explanation_is_not_kept(
-    generated: Path, served_model: ServedModel, capsys: pytest.CaptureFixture[str]
-) -> None:
     served_model.reply = lambda prompt: "<think>too long"
     assert reason(generated, served_model) == 1
     assert "gave no explanation" in capsys.readouterr().err

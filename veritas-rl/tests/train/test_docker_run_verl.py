@@ -50,12 +50,9 @@ def test_a_machine_with_a_gpu_has_vllm_in_its_image(recipes: Recipes, tmp_path: 
     assert "--gpus all" in run
 
 
-def test_the_tiny_form_runs_a_recipe(recipes: Recipes) -> None:
+def test_flags_before_and_after_the_command(recipes: Recipes) -> None:
     result = dry_run(recipes, "--tiny", IMAGE="org/image:1")
     assert result.stdout.split()[-4:] == ["org/image:1", "bash", "train/scripts/lgc-v2-SFT-trainer.sh", "--tiny"]
-
-
-def test_flags_after_the_command_are_its_own(recipes: Recipes) -> None:
     command = ["bash", "train/scripts/openspiel-ppo-trainer.sh", "--tiny", "--dry-run"]
     with recipes.dotenv("IMAGE='org/image:2' # ours\nHF_TOKEN=secret\n"):
         result = dry_run(recipes, *command, IMAGE="", HF_TOKEN="")

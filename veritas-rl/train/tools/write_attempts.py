@@ -1,4 +1,4 @@
-"""Write tasks with the answers of different tasks: `python train/tools/write_attempts.py --env openspiel --output
+"""Write tasks with answers to other tasks: `python train/tools/write_attempts.py --env openspiel --output
 file.jsonl`.
 
 Fine-tuning a tiny model on these rows teaches it the answer format, so that some rollouts earn a reward and GRPO has a
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 from skyrl_gym.tasks import DynamicEnvDataset, task_family
 
 SEED = 0
+N_ROWS_PER_ANSWER = 6
+"""Number of rows that share an answer. Solving a task of OpenSpiel plays thousands of random games."""
 
 
 def main() -> int:
@@ -31,11 +34,14 @@ def main() -> int:
     rng = random.Random(SEED)
     indices = rng.sample(range(len(dataset)), min(args.num_samples, len(dataset)))
     tasks = [family.generate(dataset.task_id(index)) for index in indices]
-    answers = [family.solve(task) for task in rng.sample(tasks, len(tasks))]
-    lines = (
-        json.dumps({"prompt": task.prompt, "response": answer}) for task, answer in zip(tasks, answers, strict=True)
-    )
-    args.output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    solved = rng.sample(tasks, math.ceil(len(tasks) / N_ROWS_PER_ANSWER))
+    answers = []
+    for n_solved, task in enumerate(solved, 1):
+        answers.append(family.solve(task))
+        if n_solved % 20 == 0 or n_solved == len(solved):
+            sys.stderr.write(f"Solved {n_solved} of {len(solved)} tasks of {args.env}\n")
+    rows = ({"prompt": task.prompt, "response": rng.choice(answers)} for task in tasks)
+    args.output.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return 0
 
 

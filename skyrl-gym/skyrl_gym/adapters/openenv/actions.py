@@ -28,11 +28,9 @@ class ActionFormat(Protocol):
     @property
     def instructions(self) -> str:
         """Instructions for the model. Empty if the reply itself is the action."""
-        ...
 
     def read(self, reply: str) -> list[dict[str, Any]]:
         """Return the fields of the actions in a reply, in order. Raises ActionError for an invalid reply."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,13 @@ class OpenEnvSession:
             SessionLost, ProtocolError: the session is over.
         """
         if self._connection is None and self._end is None:
-            return await self._open(arguments)
+            self._loop = asyncio.get_running_loop()
+            deadline = time.monotonic() + self.options.capacity_timeout_s
+            try:
+                return await self._first_reset(arguments, deadline)
+            except BaseException as error:
+                self._fail(error)
+                raise
         return await self._ask("reset", arguments, "observation", _step_result)
 
     async def step(self, action: Mapping[str, Any]) -> StepResult:
@@ -214,15 +220,6 @@ class OpenEnvSession:
         self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-    async def _open(self, arguments: Mapping[str, Any]) -> StepResult:
-        self._loop = asyncio.get_running_loop()
-        deadline = time.monotonic() + self.options.capacity_timeout_s
-        try:
-            return await self._first_reset(arguments, deadline)
-        except BaseException as error:
-            self._fail(error)
-            raise
 
     async def _first_reset(self, arguments: Mapping[str, Any], deadline: float) -> StepResult:
         """Connect and reset. A full server rejects only the reset, and then disconnects."""
@@ -320,14 +317,12 @@ class OpenEnvSession:
                     await connection.send(message)
                 return await connection.recv()
         except ConnectionClosed as error:
-            raise SessionLost(f"{self.url} disconnected: {error}{self._size_hint(error)}") from error
+            is_too_big = error.sent is not None and error.sent.code == 1009
+            hint = f"; raise max_message_bytes={self.options.max_message_bytes}" if is_too_big else ""
+            raise SessionLost(f"{self.url} disconnected: {error}{hint}") from error
         except TimeoutError as error:
             limit = f"message_timeout_s={self.options.message_timeout_s:g}"
             raise SessionLost(f"{self.url} did not answer within {limit}") from error
-
-    def _size_hint(self, error: Any) -> str:
-        is_too_big = error.sent is not None and error.sent.code == 1009
-        return f"; raise max_message_bytes={self.options.max_message_bytes}" if is_too_big else ""
 
     async def _send_close(self, connection: ClientConnection) -> None:
         """Ask the server to close, and wait until it disconnects. Its capacity is then free when this returns."""

@@ -229,18 +229,15 @@ class OpenEnvEnv(AsyncEnv):
         self, texts: list[str], rewards: list[float | None], actions: list[dict[str, Any]]
     ) -> BaseTextEnvStepOutput:
         self._is_done = self._is_done or self.turns == self.max_turns
+        known = [reward for reward in rewards if reward is not None]
+        self._has_reward = self._has_reward or bool(known)
+        is_missing = self._is_done and not self._has_reward
         return BaseTextEnvStepOutput(
             observations=[] if self._is_done else [user_message("\n".join(texts))],
-            reward=self._reward([reward for reward in rewards if reward is not None]),
+            reward=self.settings.missing_reward if is_missing else sum(known),
             done=self._is_done,
             metadata={"actions": actions},
         )
-
-    def _reward(self, rewards: list[float]) -> float | None:
-        self._has_reward = self._has_reward or bool(rewards)
-        if self._is_done and not self._has_reward:
-            return self.settings.missing_reward
-        return sum(rewards)
 
 
 def _tool_text(observation: Mapping[str, Any]) -> str:

@@ -98,19 +98,15 @@ def _field(name: str, schema: Schema, is_required: bool) -> Field:
 def _fetch_once(schema_url: str, options: SessionOptions) -> None:
     with _locks.setdefault(schema_url, threading.Lock()):  # episodes that start together send one request
         if schema_url not in _schemas:
-            _schemas[schema_url] = _fetch(schema_url, options)
-
-
-def _fetch(schema_url: str, options: SessionOptions) -> Schema:
-    request = urllib.request.Request(schema_url, headers=dict(options.headers))
-    try:
-        with urllib.request.urlopen(request, timeout=options.connect_timeout_s) as response:
-            schema = json.load(response)["action"]
-    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
-        raise ServerUnavailable(
-            f"{schema_url} returned no schema of actions ({error!r}); set environment.skyrl_gym.openenv.action."
-            "text_field to the field that takes the model's reply, or action.format=tools"
-        ) from error
-    if not isinstance(schema, Mapping):
-        raise ServerUnavailable(f"{schema_url} returned action={schema!r}, which must be a JSON Schema")
-    return schema
+            request = urllib.request.Request(schema_url, headers=dict(options.headers))
+            try:
+                with urllib.request.urlopen(request, timeout=options.connect_timeout_s) as response:
+                    schema = json.load(response)["action"]
+            except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+                raise ServerUnavailable(
+                    f"{schema_url} returned no schema of actions ({error!r}); set environment.skyrl_gym.openenv.action."
+                    "text_field to the field that takes the model's reply, or action.format=tools"
+                ) from error
+            if not isinstance(schema, Mapping):
+                raise ServerUnavailable(f"{schema_url} returned action={schema!r}, which must be a JSON Schema")
+            _schemas[schema_url] = schema

@@ -56,7 +56,12 @@ class SessionSlots:
                 await asyncio.wait([waiter.is_admitted], timeout=PROBE_S)
                 self._admit()
         except BaseException:
-            self._withdraw(waiter)
+            with self._lock:
+                if waiter.has_slot:
+                    self._n_taken -= 1
+                elif waiter in self._waiting:
+                    self._waiting.remove(waiter)
+            self._admit()
             raise
 
     def record_accepted(self) -> None:
@@ -88,14 +93,6 @@ class SessionSlots:
                 self._n_taken += 1
                 waiter.has_slot = True
                 waiter.loop.call_soon_threadsafe(_wake, waiter.is_admitted)
-
-    def _withdraw(self, waiter: _Waiter) -> None:
-        with self._lock:
-            if waiter.has_slot:
-                self._n_taken -= 1
-            elif waiter in self._waiting:
-                self._waiting.remove(waiter)
-        self._admit()
 
     def _limit(self) -> float:
         configured = math.inf if self._max_sessions is None else self._max_sessions

@@ -29,7 +29,7 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.mcp import SharedToolServer
 
-from skyrl_gym.adapters.verifiers.turn import Reply
+from skyrl_gym.adapters.verifiers.turn import ParsedReply
 from skyrl_gym.tools.calls import END_OF_THOUGHT, START_OF_THOUGHT
 
 MODEL = "policy"
@@ -38,7 +38,7 @@ NEVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AgentAnswer:
     """A reply in verifiers' format. `problem` tells the model why its calls cannot be parsed."""
 
     message: vf.AssistantMessage
@@ -50,7 +50,7 @@ class Question:
     """A conversation waiting for the model's reply."""
 
     request: vf.Request
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[AgentAnswer]
 
 
 class Exchange:
@@ -258,7 +258,7 @@ def initial_messages(system: str | None, prompt: str | vf.Messages | None) -> li
     return [message_to_wire(message) for message in messages]
 
 
-def to_answer(reply: Reply, n_turns: int) -> Answer:
+def to_answer(reply: ParsedReply, n_turns: int) -> AgentAnswer:
     """Convert a reply to verifiers' format: thoughts and calls are separate. Calls also stay in the text."""
     thoughts, text = split_thoughts(reply.text)
     calls = [
@@ -266,7 +266,7 @@ def to_answer(reply: Reply, n_turns: int) -> Answer:
         for i, call in enumerate(reply.calls)
     ]
     message = vf.AssistantMessage(content=text or None, reasoning_content=thoughts or None, tool_calls=calls or None)
-    return Answer(message, reply.problem)
+    return AgentAnswer(message, reply.problem)
 
 
 def split_thoughts(text: str) -> tuple[str, str]:

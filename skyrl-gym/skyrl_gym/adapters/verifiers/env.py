@@ -101,7 +101,17 @@ class VerifiersEnv(AsyncEnv):
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         super().__init__()
         record = _record(extras)
-        self.settings = read_settings(VerifiersSettings, "verifiers", _with_origin(env_config, record), extras)
+        section = to_python(env_config or {})
+        if section.get("id") and module_name(section["id"]) != module_name(record["id"]):
+            raise ValueError(
+                f"environment.skyrl_gym.verifiers.id={section['id']!r}, but the row is of {record['id']!r}; "
+                "remove the id, or write the dataset again"
+            )
+        for name in ("args", "env"):
+            if isinstance(arguments := section.get(name) or {}, dict):  # otherwise the settings raise
+                section[name] = {**record[name], **arguments}
+        section["id"] = record["id"]
+        self.settings = read_settings(VerifiersSettings, "verifiers", section, extras)
         self.max_turns = read_max_turns(extras, NO_LIMIT)
         package = load_package(self.settings.id, self.settings.args, self.settings.env)
         self._episode = package.episode(record["input"], self.max_turns)
@@ -145,7 +155,13 @@ class VerifiersEnv(AsyncEnv):
         result = await self._episode.reply(reply)
         if isinstance(result, ChatTurn):
             self._turn = result
-            return self._next_output(result)
+            rewritten: dict[str, Any] = {}
+            observations = result.observations()
+            if not result.n_read:
+                prompt = result.prompt(self.settings.describe_tools)
+                n_history = max(1, len(prompt) - 1)  # the history must not be empty
+                rewritten["modified_chat_history"], observations = prompt[:n_history], prompt[n_history:]
+            return BaseTextEnvStepOutput(observations=observations, reward=0.0, done=False, metadata=rewritten)
         self._result = result
         metadata: dict[str, Any] = {"stop_condition": result.stop_condition}
         if result.components:
@@ -170,15 +186,6 @@ class VerifiersEnv(AsyncEnv):
     def _end(self) -> None:
         self._has_started, self._turn = True, None
 
-    def _next_output(self, turn: ChatTurn) -> BaseTextEnvStepOutput:
-        metadata: dict[str, Any] = {}
-        observations = turn.observations()
-        if not turn.n_read:
-            prompt = turn.prompt(self.settings.describe_tools)
-            n_history = max(1, len(prompt) - 1)  # the history must not be empty
-            metadata["modified_chat_history"], observations = prompt[:n_history], prompt[n_history:]
-        return BaseTextEnvStepOutput(observations=observations, reward=0.0, done=False, metadata=metadata)
-
 
 def _record(extras: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record that `rows` wrote into the row."""
@@ -194,17 +201,3 @@ def _record(extras: Mapping[str, Any]) -> dict[str, Any]:
             "environment's arguments there"
         )
     return record
-
-
-def _with_origin(env_config: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with the row's environment. Arguments in the section override the row's."""
-    section = to_python(env_config or {})
-    if section.get("id") and module_name(section["id"]) != module_name(record["id"]):
-        raise ValueError(
-            f"environment.skyrl_gym.verifiers.id={section['id']!r}, but the row is of {record['id']!r}; "
-            "remove the id, or write the dataset again"
-        )
-    for name in ("args", "env"):
-        if isinstance(arguments := section.get(name) or {}, dict):  # otherwise the settings raise
-            section[name] = {**record[name], **arguments}
-    return {**section, "id": record["id"]}

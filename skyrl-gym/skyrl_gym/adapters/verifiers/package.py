@@ -36,16 +36,13 @@ class Package(Protocol):
         """Yield the dataset: the `prompt`, `example_id` and `answer` of each row, the `input` for `episode`, and the
         `route` to the member of an environment group.
         """
-        ...
 
     @property
     def is_infinite(self) -> bool:
         """True if `rows` never ends."""
-        ...
 
     def episode(self, row_input: Mapping[str, Any], max_turns: int) -> VerifiersEpisode:
         """Create a rollout of the row with this `input`."""
-        ...
 
 
 def load_package(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Package:
@@ -81,7 +78,16 @@ def _load(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Packa
         if env:
             raise ValueError(f"environment.skyrl_gym.verifiers.env={env!r} is for v1, and {env_id} is v0; use args")
         return EnvironmentPackage(name, args)
-    return _load_v1(name, module, args, env)
+    if not any(map(_is_taskset, (getattr(module, exported, None) for exported in getattr(module, "__all__", ())))):
+        raise ValueError(
+            f"{name} ({module.__file__}) contains no environment of verifiers: neither a function load_environment, "
+            "nor a Taskset among the names in __all__"
+        )
+    try:
+        from skyrl_gym.adapters.verifiers.v1 import TasksetPackage
+    except ImportError as problem:
+        raise ImportError(f"{name} is a taskset, which needs verifiers>=0.4") from problem
+    return TasksetPackage(name, args, env)
 
 
 def module_name(env_id: str) -> str:
@@ -108,19 +114,6 @@ def _needs_v0(problem: AttributeError | ImportError, verifiers: ModuleType) -> b
     if isinstance(problem, AttributeError):
         return problem.obj is verifiers
     return (problem.name or "").partition(".")[0] == "verifiers"
-
-
-def _load_v1(name: str, module: ModuleType, args: Mapping[str, Any], env: Mapping[str, Any]) -> Package:
-    if not any(map(_is_taskset, (getattr(module, exported, None) for exported in getattr(module, "__all__", ())))):
-        raise ValueError(
-            f"{name} ({module.__file__}) contains no environment of verifiers: neither a function load_environment, "
-            "nor a Taskset among the names in __all__"
-        )
-    try:
-        from skyrl_gym.adapters.verifiers.v1 import TasksetPackage
-    except ImportError as problem:
-        raise ImportError(f"{name} is a taskset, which needs verifiers>=0.4") from problem
-    return TasksetPackage(name, args, env)
 
 
 def _is_taskset(exported: Any) -> bool:

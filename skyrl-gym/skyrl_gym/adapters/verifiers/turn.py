@@ -24,7 +24,7 @@ class VerifiersError(Error):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ParsedReply:
     """The model's reply, without lone surrogates.
 
     calls: the tool calls, if there are tools.
@@ -81,30 +81,26 @@ class VerifiersEpisode(Protocol):
 
     async def start(self, prompt: ConversationType) -> ChatTurn:
         """Set up the environment, and return the first turn."""
-        ...
 
-    async def reply(self, reply: Reply) -> ChatTurn | EpisodeResult:
+    async def reply(self, reply: ParsedReply) -> ChatTurn | EpisodeResult:
         """Process a reply, and return the next turn or the result."""
-        ...
 
     async def close(self) -> None:
         """Release the environment's resources, at any time. Idempotent."""
-        ...
 
 
-def parse_reply(text: str, tools: Sequence[Mapping[str, Any]]) -> Reply:
+def parse_reply(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
     """Parse a reply and its calls of `tools` (functions of the OpenAI API). Without tools, a reply has no calls."""
     text = clean_text(text)
     if not tools:
-        return Reply(text)
+        return ParsedReply(text)
     parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     try:
         calls = parse_calls(text)
     except ActionError as problem:
-        return Reply(text, problem=str(problem))
-    return Reply(
-        text,
-        [ToolCall(call.name, convert_arguments(call.arguments, parameters.get(call.name, {}))) for call in calls],
+        return ParsedReply(text, problem=str(problem))
+    return ParsedReply(
+        text, [ToolCall(call.name, convert_arguments(call.arguments, parameters.get(call.name, {}))) for call in calls]
     )
 
 
@@ -141,7 +137,9 @@ def _chat_message(message: Mapping[str, Any]) -> MessageType:
     role = message["role"]
     text = message_text(message.get("content"))
     if role == "assistant":
-        return {"role": role, "content": _with_calls(_with_thoughts(text, message), message)}
+        thoughts = message.get("reasoning_content")
+        text = f"<think>\n{thoughts}\n</think>\n\n{text}" if thoughts else text
+        return {"role": role, "content": _with_calls(text, message)}
     if role == "tool":
         text = format_tool_response(text)
     return {"role": "user" if role in USER_ROLES else role, "content": text}
@@ -159,11 +157,6 @@ def message_text(content: Any) -> str:
         if part.get("type") != "text":
             raise ValueError(f"the environment sent a part of type {part.get('type')!r}; the model reads only text")
     return "\n".join(part["text"] for part in content)
-
-
-def _with_thoughts(text: str, message: Mapping[str, Any]) -> str:
-    thoughts = message.get("reasoning_content")
-    return f"<think>\n{thoughts}\n</think>\n\n{text}" if thoughts else text
 
 
 def _with_calls(text: str, message: Mapping[str, Any]) -> str:

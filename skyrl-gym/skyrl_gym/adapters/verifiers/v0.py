@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
-from skyrl_gym.adapters.verifiers.turn import ChatTurn, EpisodeResult, Reply, VerifiersError, next_turn
+from skyrl_gym.adapters.verifiers.turn import ChatTurn, EpisodeResult, ParsedReply, VerifiersError, next_turn
 from skyrl_gym.envs.base_text_env import ConversationType
 
 MODEL = "policy"
@@ -50,8 +50,16 @@ class EnvironmentPackage:
 
     def episode(self, row_input: Mapping[str, Any], max_turns: int) -> EnvironmentEpisode:
         """Create a rollout in the environment, or in the group member that the row names."""
-        env, row_input = _find_member(self._vf, self._env, row_input)
-        return EnvironmentEpisode(self._vf, env, row_input, max_turns)
+        env, member_input = self._env, dict(row_input)
+        while isinstance(env, self._vf.EnvGroup):
+            info = _info(member_input)
+            route = info.pop("env_id", None)
+            name, *rest = [route] if isinstance(route, str) else route or env.env_names[:1]
+            env = env.get_env_for_name(name)
+            if rest:
+                info["env_id"] = rest[0] if len(rest) == 1 else rest
+            member_input["info"] = info
+        return EnvironmentEpisode(self._vf, env, member_input, max_turns)
 
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         row_input = {name: value for name, value in row.items() if name != "prompt" and value is not None}
@@ -92,10 +100,21 @@ class EnvironmentEpisode:
             raise VerifiersError(f"{self._name} ended before the first reply ({self._state['stop_condition']})")
         return ChatTurn(messages, 0, self._tools())
 
-    async def reply(self, reply: Reply) -> ChatTurn | EpisodeResult:
+    async def reply(self, reply: ParsedReply) -> ChatTurn | EpisodeResult:
         """Add the reply to the state, and return the next turn or the result."""
         self._n_turns += 1
-        response = self._response(reply)
+        types = self._vf.types
+        calls = [
+            types.ToolCall(id=f"call_{self._n_turns}_{i}", name=call.name, arguments=json.dumps(call.arguments))
+            for i, call in enumerate(reply.calls)
+        ]
+        message = types.ResponseMessage(
+            content=reply.text,
+            tool_calls=calls or None,
+            finish_reason="tool_calls" if calls else "stop",
+            is_truncated=False,
+        )
+        response = types.Response(id=f"reply_{self._n_turns}", created=int(time.time()), model=MODEL, message=message)
         await self._record_error(self._env.add_model_response(self._state, self._prompt, response))
         before = [*_dicts(self._prompt), *_dicts(self._last_message())]
         after = await self._next_prompt(reply.problem)
@@ -143,21 +162,6 @@ class EnvironmentEpisode:
             self._state["error"] = error
         return None
 
-    def _response(self, reply: Reply) -> Any:
-        """Convert a reply to the response of a verifiers client."""
-        types = self._vf.types
-        calls = [
-            types.ToolCall(id=f"call_{self._n_turns}_{i}", name=call.name, arguments=json.dumps(call.arguments))
-            for i, call in enumerate(reply.calls)
-        ]
-        message = types.ResponseMessage(
-            content=reply.text,
-            tool_calls=calls or None,
-            finish_reason="tool_calls" if calls else "stop",
-            is_truncated=False,
-        )
-        return types.Response(id=f"reply_{self._n_turns}", created=int(time.time()), model=MODEL, message=message)
-
     def _last_message(self) -> Any:
         """Return the model's last message as the environment stores it."""
         return self._state["trajectory"][-1]["completion"]
@@ -181,13 +185,6 @@ class EnvironmentEpisode:
         for failure in failures:
             if _is_infrastructure_error(self._vf, failure):
                 raise VerifiersError(f"a reward function of {self._name} failed: {failure!r}") from failure
-        return self._result(len(failures))
-
-    async def _release(self) -> None:
-        self._is_released = True
-        await self._env.cleanup(self._state)
-
-    def _result(self, n_failures: int) -> EpisodeResult:
         reward, scores = self._state["reward"], dict(self._state["metrics"] or {})
         weights = {
             function.__name__: weight
@@ -199,8 +196,12 @@ class EnvironmentEpisode:
         if not math.isfinite(reward):
             raise VerifiersError(f"the reward of {self._name} is {reward}, computed from {scores}")
         adds_up = math.isclose(sum(components.values()), reward, abs_tol=1e-9)
-        metrics = {**scores, "failed_reward_functions": n_failures}
+        metrics = {**scores, "failed_reward_functions": len(failures)}
         return EpisodeResult(float(reward), components if adds_up else {}, metrics, self._state["stop_condition"])
+
+    async def _release(self) -> None:
+        self._is_released = True
+        await self._env.cleanup(self._state)
 
     @property
     def _name(self) -> str:
@@ -222,20 +223,6 @@ def _check(vf: Any, env: Any) -> None:
         )
     if not env.score_rollouts:
         raise ValueError(f"{name} has score_rollouts=False, so its rewards are never computed; set it to True")
-
-
-def _find_member(vf: Any, env: Any, row_input: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the member of an `EnvGroup` that plays a row, and the row as in that member's dataset."""
-    row_input = dict(row_input)
-    while isinstance(env, vf.EnvGroup):
-        info = _info(row_input)
-        route = info.pop("env_id", None)
-        name, *rest = [route] if isinstance(route, str) else route or env.env_names[:1]
-        env = env.get_env_for_name(name)
-        if rest:
-            info["env_id"] = rest[0] if len(rest) == 1 else rest
-        row_input["info"] = info
-    return env, row_input
 
 
 def _info(row_input: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from skyrl_gym.adapters.verifiers.agent import (
     initial_messages,
     to_answer,
 )
-from skyrl_gym.adapters.verifiers.turn import ChatTurn, EpisodeResult, Reply, VerifiersError, next_turn
+from skyrl_gym.adapters.verifiers.turn import ChatTurn, EpisodeResult, ParsedReply, VerifiersError, next_turn
 from skyrl_gym.envs.base_text_env import ConversationType
 
 NO_CLIENT = vf.EvalClientConfig(base_url="http://trainer.invalid", api_key_var="NO_API_KEY")
@@ -100,7 +100,7 @@ class TasksetEpisode:
             raise VerifiersError(f"{self._name} ended before the first reply ({turn.stop_condition})")
         return turn
 
-    async def reply(self, reply: Reply) -> ChatTurn | EpisodeResult:
+    async def reply(self, reply: ParsedReply) -> ChatTurn | EpisodeResult:
         """Answer the open question, and return the next turn or the result."""
         question, self._question = self._question, None
         if question is None or question.answer.done():
@@ -129,16 +129,14 @@ class TasksetEpisode:
             await asyncio.wait([self._playing, next_question], return_when=asyncio.FIRST_COMPLETED)
             if not self._playing.done():
                 self._question = next_question.result()
-                return self._turn(self._question.request)
+                request = self._question.request
+                before, self._messages = self._messages, [_dict(message) for message in request.messages]
+                tools = [_function(tool) for tool in request.tools or []]
+                return next_turn(before, self._messages, tools)
         finally:
             next_question.cancel()
         playing, self._playing = self._playing, None
         return playing.result()
-
-    def _turn(self, request: vf.Request) -> ChatTurn:
-        before, self._messages = self._messages, [_dict(message) for message in request.messages]
-        tools = [_function(tool) for tool in request.tools or []]
-        return next_turn(before, self._messages, tools)
 
     async def _play(self) -> EpisodeResult:
         """Run the episode, from the environment's `start` to its `stop`."""
@@ -151,8 +149,7 @@ class TasksetEpisode:
             tools = await stack.enter_async_context(env.shared_tools())
             server = await stack.enter_async_context(TrainerInterception(self._exchange, tools))
             agents = vf.Agents(
-                env.config,
-                lambda name, spec: TrainedAgent(spec, name, self._exchange, server, tools, episode.traces),
+                env.config, lambda name, spec: TrainedAgent(spec, name, self._exchange, server, tools, episode.traces)
             )
             stack.push_async_callback(env.stop)
             await env.start()
@@ -161,7 +158,21 @@ class TasksetEpisode:
             if not episode.traces:
                 raise VerifiersError(f"{type(env).__name__}.run ran no agent on a task of {self._name}")
             await env.finalize(task, episode)
-        return _result(self._name, episode.traces[0])
+        trace = episode.traces[0]
+        if not trace.ok:
+            error = trace.last_error
+            raise VerifiersError(f"{self._name}: {f'{error.type}: {error.message}' if error else 'not completed'}")
+        unscored = [key for key, reward in trace.rewards.items() if reward is None]
+        if unscored or not trace.rewards:
+            missing = ", ".join(unscored) or "no reward"
+            raise VerifiersError(f"{self._name} was not scored: {missing} ({trace.stop_condition})")
+        rewards = {key: reward for key, reward in trace.rewards.items() if reward is not None}
+        if not math.isfinite(trace.reward):
+            raise VerifiersError(f"the reward of {self._name} is {trace.reward}, the sum of {rewards}")
+        scores = {key: reward.score for key, reward in rewards.items()}
+        metrics = {key: metric for key, metric in trace.metrics.items() if metric is not None}
+        components = {key: reward.value for key, reward in rewards.items()}
+        return EpisodeResult(trace.reward, components, {**metrics, **scores}, trace.stop_condition)
 
     @property
     def _name(self) -> str:
@@ -232,25 +243,3 @@ def _dict(message: Any) -> dict[str, Any]:
 def _function(tool: vf.Tool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
-
-
-def _result(name: str, trace: vf.Trace) -> EpisodeResult:
-    """Return the result of a finished conversation.
-
-    Raises:
-        VerifiersError: the conversation failed, or was not scored.
-    """
-    if not trace.ok:
-        error = trace.last_error
-        raise VerifiersError(f"{name}: {f'{error.type}: {error.message}' if error else 'not completed'}")
-    unscored = [key for key, reward in trace.rewards.items() if reward is None]
-    if unscored or not trace.rewards:
-        missing = ", ".join(unscored) or "no reward"
-        raise VerifiersError(f"{name} was not scored: {missing} ({trace.stop_condition})")
-    rewards = {key: reward for key, reward in trace.rewards.items() if reward is not None}
-    if not math.isfinite(trace.reward):
-        raise VerifiersError(f"the reward of {name} is {trace.reward}, the sum of {rewards}")
-    scores = {key: reward.score for key, reward in rewards.items()}
-    metrics = {key: metric for key, metric in trace.metrics.items() if metric is not None}
-    components = {key: reward.value for key, reward in rewards.items()}
-    return EpisodeResult(trace.reward, components, {**metrics, **scores}, trace.stop_condition)

@@ -170,9 +170,5 @@ def grade_strict_box(reply: str, ground_truth: str) -> Grade:
     return Grade(answer, answer is not None and answer == ground_truth)
 
 
-GRADERS: Mapping[str, Grader] = {
-    "minerva": grade_minerva,
-    "strict_box": grade_strict_box,
-    "math_verify": maths.grade,
-}
+GRADERS: Mapping[str, Grader] = {"minerva": grade_minerva, "strict_box": grade_strict_box, "math_verify": maths.grade}
 """The values of ``environment.skyrl_gym.aime.grader``."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl_gym import maths
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.gsm8k.grading import GRADERS
 from skyrl_gym.envs.row import NO_ROW, read_answer, read_max_turns
 from skyrl_gym.metrics import default_aggregate_metrics
@@ -54,8 +54,9 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         if answer != self._grade.answer:  # a subclass has replaced the parser
             self._grade = maths.Grade(answer, answer is not None and answer.strip() == self.ground_truth)
         self._has_ended = self._is_done(action)
+        request = ANSWER_NOW if self.turns + 1 == self.max_turns else TRY_AGAIN
         return BaseTextEnvStepOutput(
-            observations=self._observations(),
+            observations=[] if self._has_ended else [{"role": "user", "content": request}],
             reward=self._get_reward(action, self._has_ended),
             done=self._has_ended,
             metadata={"parsed_answer": answer, "undecided": self._grade.undecided},
@@ -87,9 +88,3 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         """Return the mean number of turns as `avg_steps`, and the means of the other metrics."""
         means = default_aggregate_metrics(metrics)
         return {"avg_steps" if key == "steps" else key: value for key, value in means.items()}
-
-    def _observations(self) -> ConversationType:
-        if self._has_ended:
-            return []
-        is_next_last = self.turns + 1 == self.max_turns
-        return [{"role": "user", "content": ANSWER_NOW if is_next_last else TRY_AGAIN}]

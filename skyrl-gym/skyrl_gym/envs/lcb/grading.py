@@ -15,7 +15,7 @@ from decimal import Decimal, InvalidOperation
 from textwrap import dedent
 from typing import Any
 
-from skyrl_gym.isolation.program import FunctionCall, Level, Limits, ProgramResult, Stdin, run_program
+from skyrl_gym.isolation.program import FunctionCall, Level, ProgramLimits, ProgramResult, Stdin, run_program
 from skyrl_gym.tools.calls import strip_thoughts
 
 FENCE = "```"
@@ -131,14 +131,14 @@ def parse_tests(ground_truth: Any) -> list[Test]:
     return tests
 
 
-def limits_per_test(cpu_seconds: float, memory_bytes: int, tests: Sequence[Test]) -> Limits:
+def limits_per_test(cpu_seconds: float, memory_bytes: int, tests: Sequence[Test]) -> ProgramLimits:
     """Return the limits for a single test.
 
     The limit that matters is CPU time, so a verdict does not depend on the machine's load. The wall time limit only
     ends programs that sleep. The output limit is a multiple of the longest expected output.
     """
     max_output = max(len(test.output if isinstance(test.run, Stdin) else json.dumps(test.output)) for test in tests)
-    return Limits(
+    return ProgramLimits(
         seconds=WALL_TIME_FACTOR * cpu_seconds,
         cpu_seconds=cpu_seconds,
         memory_bytes=memory_bytes,
@@ -147,7 +147,7 @@ def limits_per_test(cpu_seconds: float, memory_bytes: int, tests: Sequence[Test]
 
 
 def grade(
-    code: str, tests: Sequence[Test], limits: Limits, total_seconds: float, level: Level | None = None
+    code: str, tests: Sequence[Test], limits: ProgramLimits, total_seconds: float, level: Level | None = None
 ) -> Verdict:
     """Run a program on the tests until one fails, with `total_seconds` of CPU time for all of them."""
     n_passed, seconds = 0, 0.0
@@ -157,7 +157,8 @@ def grade(
     with closing(run_program(code, [test.run for test in tests], limits, level, prelude=prelude)) as results:
         for test, result in zip(tests, results, strict=True):
             if not test.is_passed(result):
-                return Verdict(n_passed, len(tests), _failure(result))
+                failure = "error" if result.end == "exit" else result.end
+                return Verdict(n_passed, len(tests), "wrong" if result.is_success else failure)
             n_passed += 1
             seconds += max(result.cpu_seconds, result.seconds / WALL_TIME_FACTOR)
             if seconds > total_seconds and n_passed < len(tests):
@@ -213,9 +214,3 @@ def _parse_test(record: Any) -> Test:
     metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
     args = [json.loads(line) for line in str(record["input"]).split("\n") if line.strip()]
     return Test(FunctionCall(str(metadata["func_name"]), args), json.loads(record["output"]))
-
-
-def _failure(result: ProgramResult) -> str:
-    if result.is_success:
-        return "wrong"
-    return "error" if result.end == "exit" else result.end

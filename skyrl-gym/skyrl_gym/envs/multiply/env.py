@@ -51,8 +51,10 @@ class MultiplyEnv(BaseTextEnv):
         self._answer = self._parse_action(action)
         self._is_correct = self._answer is not None and self._answer.strip() == self.ground_truth
         self._has_ended = self._is_done(action)
+        wrong = "There is no answer in a box." if self._answer is None else "The answer in the box is wrong. Try again."
+        feedback = {"role": "user", "content": f"{wrong} Put your final answer in \\boxed{{}}."}
         return BaseTextEnvStepOutput(
-            observations=[] if self._has_ended else [_feedback(self._answer)],
+            observations=[] if self._has_ended else [feedback],
             reward=self._get_reward(action, self._has_ended),
             done=self._has_ended,
             metadata={"parsed_answer": self._answer},
@@ -77,8 +79,3 @@ class MultiplyEnv(BaseTextEnv):
             return 1.0
         has_format_reward = done and self.max_turns > 1 and self._answer is not None
         return FORMAT_REWARD if has_format_reward else 0.0
-
-
-def _feedback(answer: str | None) -> dict[str, Any]:
-    wrong = "There is no answer in a box." if answer is None else "The answer in the box is wrong. Try again."
-    return {"role": "user", "content": f"{wrong} Put your final answer in \\boxed{{}}."}

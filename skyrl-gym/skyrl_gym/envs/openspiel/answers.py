@@ -88,12 +88,19 @@ class ParsedAnswer:
 def parse_answer(reply: str, legal: LegalMoves) -> ParsedAnswer:
     """Find the legal move that `reply` names. Never raises."""
     answer = final_answer(reply)
-    text = _as_text(answer)
+    text = " ".join(answer.split())
+    if len(text) > MAX_ANSWER_LENGTH:
+        text = text[-MAX_ANSWER_LENGTH:].partition(" ")[2]
+    if latex := _LATEX_TEXT.fullmatch(text):
+        text = latex[1].strip()
+    text = _LATEX_ESCAPE.sub(r"\1", text)
     if not text:
         return ParsedAnswer(answer, None, "none")
     if move := _find_by_name(text, legal):
         return ParsedAnswer(answer, move, "text")
-    if move := _find_by_number(text, legal):
+    bare = text.rstrip(".,;:!? " + _AROUND_NUMBER).lstrip(_AROUND_NUMBER)
+    number = _NUMBER.fullmatch(bare) if len(bare) <= 80 else None  # "3", "(3)." or "Index 3"
+    if number and (move := legal.by_number.get(int(number[1]))):
         return ParsedAnswer(answer, move, "number")
     if move := _find_mention(text, legal):
         return ParsedAnswer(answer, move, "mention")
@@ -103,7 +110,10 @@ def parse_answer(reply: str, legal: LegalMoves) -> ParsedAnswer:
 def final_answer(reply: str) -> str:
     """Return the part of a reply that holds the answer. Empty if there is none."""
     visible = strip_thoughts(reply)[-MAX_REPLY_TAIL:]
-    marked = max(_last_box(visible), _last_action(visible))
+    end = visible.rfind("</action>")
+    start = visible.rfind("<action>", 0, max(end, 0))
+    action = (start, visible[start + len("<action>") : end]) if start >= 0 else (-1, "")
+    marked = max(_last_box(visible), action)
     if marked[0] >= 0:
         return marked[1].strip()
     return next((line.strip() for line in reversed(visible.splitlines()) if line.strip()), "")
@@ -121,34 +131,9 @@ def _last_box(text: str) -> tuple[int, str]:
     return last
 
 
-def _last_action(text: str) -> tuple[int, str]:
-    """Return the start and content of the last closed ``<action>``. The start is -1 if there is none."""
-    end = text.rfind("</action>")
-    start = text.rfind("<action>", 0, max(end, 0))
-    return (start, text[start + len("<action>") : end]) if start >= 0 else (-1, "")
-
-
-def _as_text(answer: str) -> str:
-    """Put an answer on one line, remove LaTeX, and truncate a long answer to the words at its end."""
-    words = answer.split()
-    text = " ".join(words)
-    if len(text) > MAX_ANSWER_LENGTH:
-        text = text[-MAX_ANSWER_LENGTH:].partition(" ")[2]
-    if latex := _LATEX_TEXT.fullmatch(text):
-        text = latex[1].strip()
-    return _LATEX_ESCAPE.sub(r"\1", text)
-
-
 def _find_by_name(text: str, legal: LegalMoves) -> Move | None:
     by_name = legal.by_name
     return by_name.get(text) or (None if legal.is_case_sensitive else by_name.get(lower_ascii(text)))
-
-
-def _find_by_number(text: str, legal: LegalMoves) -> Move | None:
-    """Return the move if `text` is only its number, as in ``3``, ``(3).`` or ``Index 3``."""
-    bare = text.rstrip(".,;:!? " + _AROUND_NUMBER).lstrip(_AROUND_NUMBER)
-    number = _NUMBER.fullmatch(bare) if len(bare) <= 80 else None
-    return legal.by_number.get(int(number[1])) if number else None
 
 
 class _Mention(NamedTuple):

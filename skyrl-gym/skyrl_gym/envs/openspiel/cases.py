@@ -164,7 +164,17 @@ def resolve_cases(
     """
     chosen = [canonical(case) for case in _names(cases)]
     if not chosen and (game_list or game_configs):
-        chosen = _cases_of_games(_names(game_list) or list(DEFAULT_GAME_LIST), game_configs or {})
+        games = _names(game_list) or list(DEFAULT_GAME_LIST)
+        configs = game_configs or {}
+        unused = sorted({canonical(name) for name in configs} - {canonical(name) for name in games})
+        if unused:
+            raise ValueError(f"game_configs has {', '.join(unused)}, but game_list does not: {list(games)}")
+        by_game = {canonical(name): parameter_sets for name, parameter_sets in configs.items()}
+        chosen = [
+            canonical(_text(canonical(name), parameters))
+            for name in games
+            for parameters in (by_game.get(canonical(name)) or [{}])
+        ]
     chosen = chosen or [canonical(case) for case in AVAILABLE_CASES]
     types = [canonical(name) for name in _names(game_types)]
     selected = [case for case in chosen if not types or any(_is_of_type(case, game_type) for game_type in types)]
@@ -184,18 +194,6 @@ def _find_obstacle(spiel: Any, game: Game) -> str:
         return ""
     is_open = kind.information == spiel.GameType.Information.PERFECT_INFORMATION
     return "" if is_open else "it cannot show a player's knowledge as text"
-
-
-def _cases_of_games(games: Sequence[str], configs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    unused = sorted({canonical(name) for name in configs} - {canonical(name) for name in games})
-    if unused:
-        raise ValueError(f"game_configs has {', '.join(unused)}, but game_list does not: {list(games)}")
-    by_game = {canonical(name): parameter_sets for name, parameter_sets in configs.items()}
-    return [
-        canonical(_text(canonical(name), parameters))
-        for name in games
-        for parameters in (by_game.get(canonical(name)) or [{}])
-    ]
 
 
 def _is_of_type(case: str, game_type: str) -> bool:

@@ -36,7 +36,10 @@ class OpenSpielEnv(BaseTextEnv):
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         extras = extras or {}
-        self.config = TaskConfig.from_options(_row_options(extras) | set_options(env_config))
+        method = (extras.get("reward_spec") or {}).get("method")
+        mode = {} if method in (None, "", "rule") else {"reward_mode": method}
+        options = mode | row_options(extras, TASK_OPTIONS)
+        self.config = TaskConfig.from_options(options | set_options(env_config))
         self.task = read_task(read_extra_info(extras), self.config)
         self.parsed: ParsedAnswer | None = None
         self.value: float | None = None
@@ -86,10 +89,3 @@ def describe(parsed: ParsedAnswer) -> dict[str, Any]:
         "parsed_by": parsed.way,
         "answer": parsed.answer[:MAX_LOGGED_ANSWER],
     }
-
-
-def _row_options(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in a row. SkyRL's method ``rule`` leaves the reward mode to the configuration."""
-    method = (extras.get("reward_spec") or {}).get("method")
-    mode = {} if method in (None, "", "rule") else {"reward_mode": method}
-    return mode | row_options(extras, TASK_OPTIONS)

@@ -9,20 +9,14 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.openspiel import prompts
-from skyrl_gym.envs.openspiel.answers import ParsedAnswer, parse_answer
-from skyrl_gym.envs.openspiel.cases import Game
+from skyrl_gym.envs.openspiel.answers import parse_answer
 from skyrl_gym.envs.openspiel.endpoint import ChatEndpoint, EndpointConfig
 from skyrl_gym.envs.openspiel.env import describe
 from skyrl_gym.envs.openspiel.match import Match, MatchTurn, Opponent
 from skyrl_gym.envs.openspiel.opponents import LanguageModel, MctsConfig, MctsOpponent, PolicyOpponent, RandomOpponent
 from skyrl_gym.envs.openspiel.rewards import playout_value, scaled_return
 from skyrl_gym.envs.openspiel.tasks import TASK_OPTIONS, TaskConfig, read_task
-from skyrl_gym.envs.options import (
-    finite_number,
-    one_of,
-    row_options,
-    set_options,
-)
+from skyrl_gym.envs.options import finite_number, one_of, row_options, set_options
 from skyrl_gym.envs.row import read_extra_info, whole_number
 
 OPPONENTS = ("random", "mcts", "policy")
@@ -113,8 +107,14 @@ class OpenSpielGameEnv(BaseTextEnv):
         options = row_options(extras, TASK_OPTIONS | _GAME_OPTIONS) | set_options(env_config)
         self.config = GameConfig.from_options(options)
         self.task = read_task(read_extra_info(extras), self.config.tasks)
-        self.seat = _seat(self.config, self.task.task_id, self.task.game)
-        self.max_turns = _turn_limit(self.config, extras, self.task.game)
+        game, n_players = self.task.game, self.task.game.num_players()
+        self.seat = self.config.seat if self.config.seat is not None else self.task.task_id % n_players
+        if self.seat >= n_players:
+            raise ValueError(f"seat={self.seat}, but {game} has {n_players} players, counted from 0")
+        limits = [] if self.config.max_turns is None else [self.config.max_turns]
+        if extras.get("max_turns") is not None:
+            limits.append(whole_number(extras["max_turns"], "max_turns", 1))
+        self.max_turns = min(limits) if limits else int(game.max_game_length()) * (1 + self.config.n_retries)
         self.n_legal = 0
         self.outcome: float | None = None
         self._n_illegal_in_a_row = 0
@@ -148,7 +148,7 @@ class OpenSpielGameEnv(BaseTextEnv):
         parsed = parse_answer(action, self._turn.legal)
         observations = self._play(parsed.move.action) if parsed.move else self._after_illegal_answer()
         if self.outcome is None and self.turns >= self.max_turns:
-            self.outcome = self._estimate_value()
+            self.outcome = playout_value(self._match.state, self.seat, self.config.tasks.n_playouts, self._rng)
         components = {"outcome": self.outcome or 0.0}
         if self.config.legal_move_reward:
             components["legal"] = self.config.legal_move_reward if parsed.move else 0.0
@@ -156,7 +156,14 @@ class OpenSpielGameEnv(BaseTextEnv):
             observations=observations if self.outcome is None else [],
             reward=sum(components.values()),
             done=self.outcome is not None,
-            metadata={"reward_components": components, **self._facts(parsed)},
+            metadata={
+                "reward_components": components,
+                "seat": self.seat,
+                "legal": parsed.move is not None,
+                "outcome": self.outcome,
+                "returns": list(self._match.state.returns()) if self._match.is_over else None,
+                **describe(parsed),
+            },
         )
 
     def get_metrics(self) -> dict[str, Any]:
@@ -242,9 +249,6 @@ class OpenSpielGameEnv(BaseTextEnv):
         self._turn = self._match.turn()
         return [{"role": "user", "content": self._decision(*events)}]
 
-    def _estimate_value(self) -> float:
-        return playout_value(self._match.state, self.seat, self.config.tasks.n_playouts, self._rng)
-
     def _has_won(self) -> bool:
         """Return True if the game ended with the best return, not shared by all, or alone with more than half."""
         if not self._match.is_over:
@@ -253,15 +257,6 @@ class OpenSpielGameEnv(BaseTextEnv):
         if len(returns) == 1:
             return scaled_return(self.task.game, returns, self.seat) > 0.5
         return bool(returns[self.seat] == max(returns) > min(returns))
-
-    def _facts(self, parsed: ParsedAnswer) -> dict[str, Any]:
-        return {
-            "seat": self.seat,
-            "legal": parsed.move is not None,
-            "outcome": self.outcome,
-            "returns": list(self._match.state.returns()) if self._match.is_over else None,
-            **describe(parsed),
-        }
 
 
 def _endpoint(config: GameConfig) -> ChatEndpoint | None:
@@ -274,19 +269,3 @@ def _endpoint(config: GameConfig) -> ChatEndpoint | None:
             "such as http://127.0.0.1:8000/v1"
         )
     return ChatEndpoint(config.policy)
-
-
-def _seat(config: GameConfig, task_id: int, game: Game) -> int:
-    """Return the model's seat: the configured seat, or one that alternates from task to task."""
-    seat = config.seat if config.seat is not None else task_id % game.num_players()
-    if seat >= game.num_players():
-        raise ValueError(f"seat={seat}, but {game} has {game.num_players()} players, counted from 0")
-    return seat
-
-
-def _turn_limit(config: GameConfig, extras: Mapping[str, Any], game: Game) -> int:
-    """Return the model's maximum number of turns: the smallest limit, or enough for the longest possible game."""
-    limits = [] if config.max_turns is None else [config.max_turns]
-    if extras.get("max_turns") is not None:
-        limits.append(whole_number(extras["max_turns"], "max_turns", 1))
-    return min(limits) if limits else int(game.max_game_length()) * (1 + config.n_retries)

@@ -145,7 +145,10 @@ class PolicyOpponent:
 
     def choose(self, turn: MatchTurn, rng: random.Random) -> int:
         """Choose the move that the model names, or a random move."""
-        self._add_message(self._format_decision(turn))
+        events, self._pending_events = self._pending_events + turn.events, ()
+        decision = prompts.format_decision(turn.state, turn.player, turn.legal, self._max_listed_moves, events)
+        text = decision if self._messages else f"{prompts.format_introduction(turn.state.get_game())}\n\n{decision}"
+        self._add_message(text)
         for n_left in range(self._n_retries, -1, -1):
             reply = self._model([dict(message) for message in self._messages])
             if not isinstance(reply, str):
@@ -159,11 +162,6 @@ class PolicyOpponent:
         move = rng.choice(turn.legal.moves)
         self._pending_events = (prompts.format_random_move(move.text),)
         return move.action
-
-    def _format_decision(self, turn: MatchTurn) -> str:
-        events, self._pending_events = self._pending_events + turn.events, ()
-        decision = prompts.format_decision(turn.state, turn.player, turn.legal, self._max_listed_moves, events)
-        return decision if self._messages else f"{prompts.format_introduction(turn.state.get_game())}\n\n{decision}"
 
     def _add_message(self, text: str) -> None:
         self._messages.append({"role": "user", "content": text})

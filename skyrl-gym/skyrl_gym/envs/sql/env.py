@@ -13,11 +13,7 @@ from skyrl_gym.envs.sql.grading import Match, compute_score, extract_query, join
 from skyrl_gym.tools.sql import SQLCodeExecutorToolGroup
 
 MAX_TURNS = 5
-FOLDERS = {
-    "synsql": "SynSQL-2.5M/databases",
-    "spider": "spider/database",
-    "bird": "bird/train/train_databases",
-}
+FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,11 @@ class SQLEnv(QueryEnv):
         )
         self.db_id = str(extras["db_id"])
         self.gold_sql = str(read_ground_truth(extras))
-        self.db_file = self._folder(extras.get("data")) / self.db_id / f"{self.db_id}.sqlite"
+        data = extras.get("data")
+        if data not in FOLDERS:
+            raise NotImplementedError(f"data={data!r} of the row is unknown; use one of {', '.join(FOLDERS)}")
+        folder = Path(self._settings.db_path) / FOLDERS[data]
+        self.db_file = folder / self.db_id / f"{self.db_id}.sqlite"
         if not self.db_file.is_file():
             raise FileNotFoundError(
                 f"the database {self.db_file} does not exist; set environment.skyrl_gym.text2sql.db_path to its root"
@@ -77,8 +77,3 @@ class SQLEnv(QueryEnv):
     def score(self, replies: list[str]) -> float:
         """Score the format and the result of the solution."""
         return compute_score(join_replies(replies), self.gold_sql, self.db_file, self._settings.match)
-
-    def _folder(self, data: Any) -> Path:
-        if data not in FOLDERS:
-            raise NotImplementedError(f"data={data!r} of the row is unknown; use one of {', '.join(FOLDERS)}")
-        return Path(self._settings.db_path) / FOLDERS[data]

@@ -171,12 +171,7 @@ def has_order(query: str) -> bool:
     >>> has_order("SELECT * FROM (SELECT a FROM t ORDER BY a)")
     False
     """
-    return ORDER_BY.search(_top_level(query)) is not None
-
-
-def _top_level(query: str) -> str:
-    """Return the text outside parentheses, quotes and comments."""
-    kept: list[str] = []
+    kept: list[str] = []  # text outside parentheses, quotes and comments
     depth = 0
     position = 0
     while position < len(query):
@@ -191,7 +186,7 @@ def _top_level(query: str) -> str:
         if depth == 0:
             kept.append(char)
         position += 1
-    return "".join(kept)
+    return ORDER_BY.search("".join(kept)) is not None
 
 
 _CLOSING = {"'": "'", '"': '"', "`": "`", "[": "]", "--": "\n", "/*": "*/"}

@@ -47,7 +47,7 @@ def create_prefix(rng: Random) -> Puzzle:
         if stack and (not body or rng.random() < 0.3):
             answer += CLOSING_OF[stack.pop()]
         else:
-            end = _balanced_prefix(body)
+            end = next(n for n in range(2, len(body) + 1, 2) if not stack_after(body[:n]))
             answer, body = answer + body[:end], body[end:]
     question = answer[rng.randint(1, n_first) :]
     prompt = (
@@ -120,11 +120,6 @@ def random_sequence(rng: Random, kinds: Sequence[str], n_opening: int, n_closing
         else:
             text, n_closing = text + CLOSING_OF[stack.pop()], n_closing - 1
     return text
-
-
-def _balanced_prefix(text: str) -> int:
-    """Return the length of the shortest balanced prefix of a balanced text."""
-    return next(n for n in range(2, len(text) + 1, 2) if not stack_after(text[:n]))
 
 
 def _corrupt(rng: Random, stack: str, sequence: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from skyrl_gym.envs.options import reject_unknown, set_options
 from skyrl_gym.envs.row import whole_number
-from skyrl_gym.isolation.program import FunctionCall, Limits, level_for, run_program
+from skyrl_gym.isolation.program import FunctionCall, ProgramLimits, level_for, run_program
 from skyrl_gym.tasks.base import Task, TaskFamily
 from skyrl_gym.tasks.replies import visible_answer
 from skyrl_gym.tasks.swe_synth.bugs import BUGS
@@ -27,8 +27,8 @@ from skyrl_gym.tasks.swe_synth.patch import PatchError, apply_patch
 
 PATH = "toolbox.py"
 HEADER = "from typing import Any\n"
-LIMITS = Limits(seconds=20, cpu_seconds=5, memory_bytes=256 << 20)
-BUG_LIMITS = Limits(seconds=4, cpu_seconds=0.5, memory_bytes=256 << 20)  # a correct function takes milliseconds
+LIMITS = ProgramLimits(seconds=20, cpu_seconds=5, memory_bytes=256 << 20)
+BUG_LIMITS = ProgramLimits(seconds=4, cpu_seconds=0.5, memory_bytes=256 << 20)  # a correct function takes milliseconds
 N_FUNCTIONS = 3
 N_TESTS = 12
 """Number of tests per function."""
@@ -143,7 +143,7 @@ def _first_failure(name: str, bug: str) -> tuple[list[Any], Any, str]:
 
 
 def _find_failure(
-    program: str, tests: Sequence[Sequence[Any]], limits: Limits = LIMITS
+    program: str, tests: Sequence[Sequence[Any]], limits: ProgramLimits = LIMITS
 ) -> tuple[int, str | None] | None:
     """Return the index and outcome of the first failing test, or None if all pass. The outcome is None at a limit."""
     calls = [FunctionCall(name, arguments) for name, arguments in tests]

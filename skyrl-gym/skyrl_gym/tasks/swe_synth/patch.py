@@ -63,7 +63,14 @@ def _parse(lines: list[str], path: str) -> list[_Hunk]:
         elif not hunks or line.startswith(("--- ", "diff ")):
             raise PatchError(f"{line!r} is not a hunk of {path}; only one file may be changed")
         elif not line.startswith("\\"):  # "\\ No newline at end of file"
-            _add_line(hunks[-1], line)
+            hunk = hunks[-1]
+            sign = line[:1] or " "  # models write an empty line for empty context
+            if sign not in " -+":
+                raise PatchError(f"{line!r} starts with none of ' ', '-', '+'")
+            if sign != "+":
+                hunk.old.append(line[1:])
+            if sign != "-":
+                hunk.new.append(line[1:])
     if not hunks:
         raise PatchError(f"the diff of {path} has no hunk")
     return hunks
@@ -77,17 +84,6 @@ def _check_files(lines: list[str], path: str) -> None:
         name = line[4:].partition("\t")[0].strip()
         if name not in (path, prefix + path):
             raise PatchError(f"the diff changes {name!r}; only {path} may be changed")
-
-
-def _add_line(hunk: _Hunk, line: str) -> None:
-    """Add a context, removed or added line to a hunk. Models write an empty line for empty context."""
-    sign = line[:1] or " "
-    if sign not in " -+":
-        raise PatchError(f"{line!r} starts with none of ' ', '-', '+'")
-    if sign != "+":
-        hunk.old.append(line[1:])
-    if sign != "-":
-        hunk.new.append(line[1:])
 
 
 def _find(lines: list[str], hunk: _Hunk, shift: int) -> int:

@@ -146,7 +146,9 @@ class TestTools:
             assert (output["reward"], output["done"]) == (1.0, True)
             assert env.get_metrics()["actions"] == 3
 
-    async def test_mistakes_are_explained(self, tool_server: ProtocolServer) -> None:
+    async def test_mistakes_are_explained_and_a_reply_without_a_call_may_end_the_episode(
+        self, tool_server: ProtocolServer
+    ) -> None:
         async with episode(tool_server) as env:
             for reply, message in {
                 "hello": "Your reply calls no tool.",
@@ -157,8 +159,6 @@ class TestTools:
             }.items():
                 assert message in message_text(await env.step_async(reply))
             assert env.get_metrics()["invalid_actions"] == 3
-
-    async def test_reply_without_a_call_may_end_the_episode(self, tool_server: ProtocolServer) -> None:
         async with episode(tool_server, no_tool_call="end") as env:
             plain = "<function=add><parameter=a>2</parameter><parameter=b>40</parameter></function>"
             assert message_text(await env.step_async(plain)) == "<tool_response>\n42\n</tool_response>"

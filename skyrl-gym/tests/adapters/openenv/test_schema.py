@@ -7,7 +7,7 @@ from skyrl_gym.adapters.openenv.client import ServerUnavailable, SessionOptions
 from skyrl_gym.adapters.openenv.schema import Field, action_fields, fetch_action_schema, has_tool_actions
 
 
-def test_fields_exclude_metadata_and_constants() -> None:
+def test_fields_exclude_constants_and_identify_tool_actions() -> None:
     schema = {
         "properties": {
             "metadata": {"type": "object"},
@@ -24,6 +24,10 @@ def test_fields_exclude_metadata_and_constants() -> None:
         Field("note", "string or null", False, "", ()),
         Field("side", "string", True, "", ("left", "right")),
     ]
+    call = {"properties": {"tool_name": {}, "arguments": {}}}
+    assert has_tool_actions(call)
+    assert has_tool_actions({"anyOf": [True, {"$ref": "#/$defs/Call"}], "$defs": {"Call": call}})
+    assert not has_tool_actions({"properties": {"message": {}}})
 
 
 @pytest.mark.parametrize(
@@ -32,13 +36,6 @@ def test_fields_exclude_metadata_and_constants() -> None:
 def test_field_without_a_type_may_have_any_value(described: object) -> None:
     schema = {"properties": {"x": described}, "required": ["x"]}
     assert [(field.name, field.type) for field in action_fields(schema)] == [("x", "any value")]
-
-
-def test_tool_actions_are_recognized_by_their_fields() -> None:
-    call = {"properties": {"tool_name": {}, "arguments": {}}}
-    assert has_tool_actions(call)
-    assert has_tool_actions({"anyOf": [True, {"$ref": "#/$defs/Call"}], "$defs": {"Call": call}})
-    assert not has_tool_actions({"properties": {"message": {}}})
 
 
 async def test_server_without_http_is_unavailable() -> None:

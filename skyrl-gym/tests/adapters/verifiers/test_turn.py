@@ -19,7 +19,7 @@ def test_text_arguments_are_converted_to_the_types_of_the_tool() -> None:
     assert reply.calls == [ToolCall("f", {"x": 5}), ToolCall("g", {"x": "5"})]
 
 
-def test_tool_results_and_the_next_user_message_are_merged() -> None:
+def test_messages_are_merged_and_thoughts_and_calls_kept() -> None:
     messages = [
         {"role": "user", "content": "Go."},
         {"role": "user", "content": "On."},
@@ -34,9 +34,6 @@ def test_tool_results_and_the_next_user_message_are_merged() -> None:
         {"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'},
         {"role": "user", "content": f"{results}\nWell?"},
     ]
-
-
-def test_existing_thoughts_and_calls_are_kept() -> None:
     call = "<tool_call>{}</tool_call>"
     message = {"role": "assistant", "content": call, "reasoning_content": "hm", "tool_calls": [{"name": "f"}]}
     assert chat_messages([message]) == [{"role": "assistant", "content": f"<think>\nhm\n</think>\n\n{call}"}]

@@ -67,12 +67,10 @@ class TestRows:
         with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
             rows(package("broken_two", "import no_such_dependency"))
 
-    def test_infinite_taskset_needs_n_rows(self) -> None:
+    def test_arguments_of_a_taskset(self) -> None:
         with pytest.raises(ValueError, match="guessing-v1 generates tasks forever; set n_rows"):
             rows("guessing-v1")
         assert [row["extra_info"]["example_id"] for row in rows("guessing-v1", n_rows=3)] == [0, 1, 2]
-
-    def test_arguments_of_a_taskset(self) -> None:
         assert make_row("guessing-v1", args={"opens": False})["prompt"] == user("A game.")  # without a prompt
         with pytest.raises(ValueError, match="n_taks"):
             rows("arithmetic-v1", {"n_taks": 1})
@@ -95,14 +93,12 @@ class TestRows:
 
 
 class TestRewards:
-    async def test_weighted_rewards(self) -> None:
+    async def test_weighted_rewards_of_replies_without_thoughts(self) -> None:
         output, env = await play(make_row("arithmetic-v1", 2), "4")
         assert output["metadata"]["reward_components"] == {"correct": 2.0, "short": 0.5, "polite": 0.0, "watched": 0.0}
         assert output["reward"] == 2.5
         scores = {"correct": 1.0, "short": 1.0, "polite": 0.0, "watched": 7.0, "thoughts": 0.0}
         assert env.get_metrics() == {**scores, "steps": 1, "invalid_actions": 0}
-
-    async def test_thoughts_are_separated_from_the_reply(self) -> None:
         output, env = await play(make_row("arithmetic-v1", 2), "<think>\n2 + 2 is 4, please\n</think>\n\n4")
         assert output["reward"] == 2.5
         assert env.get_metrics()["thoughts"] == len("2 + 2 is 4, please")

@@ -11,7 +11,7 @@ def new(env_config: dict[str, Any] | None = None, **extras: Any) -> GSM8kMultiTu
     return GSM8kMultiTurnEnv(env_config=env_config, extras={"reward_spec": {"ground_truth": "42"}} | extras)
 
 
-def test_wrong_answer_earns_a_fifth_on_the_last_turn_alone() -> None:
+def test_an_episode_ends_with_the_right_answer_or_the_last_turn() -> None:
     env = new()
     steps = [env.step("#### 41") for _ in range(5)]
     assert [step["reward"] for step in steps] == [0.0] * 4 + [0.2]
@@ -20,9 +20,6 @@ def test_wrong_answer_earns_a_fifth_on_the_last_turn_alone() -> None:
     assert env.get_metrics() == {"steps": 5}
     with pytest.raises(RuntimeError, match="ended after turn 5"):
         env.step("#### 42")
-
-
-def test_the_right_answer_ends_the_episode() -> None:
     env = new(max_turns=3)
     first, second = env.step("#### 41"), env.step("#### 42")
     assert (first["reward"], first["done"]) == (0.0, False)

@@ -58,10 +58,7 @@ def test_settings_are_validated_in_the_constructor(settings: dict[str, Any], mes
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [
-        ("print('7' * (1 << 20) + '8')", "7" * (1 << 20) + "8"),
-        ("print('y\\n' * (1 << 20))", "y\n" * (1 << 20)),
-    ],
+    [("print('7' * (1 << 20) + '8')", "7" * (1 << 20) + "8"), ("print('y\\n' * (1 << 20))", "y\n" * (1 << 20))],
     ids=["line", "lines"],
 )
 def test_long_output(code: str, expected: str) -> None:

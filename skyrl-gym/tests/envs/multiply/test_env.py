@@ -30,7 +30,7 @@ def test_one_turn_is_right_or_wrong(reply: str, reward: float, parsed: str | Non
     assert new(84, max_turns=1).step(reply) == step  # the ground truth may be a number
 
 
-def test_model_may_correct_a_wrong_answer() -> None:
+def test_model_may_correct_a_wrong_answer_until_the_last_turn() -> None:
     env = new(max_turns=3)
     first, second, third = env.step("84"), env.step(r"\boxed{85}"), env.step(r"\boxed{84}")
     assert [step["reward"] for step in (first, second, third)] == [0.0, 0.0, 1.0]
@@ -41,9 +41,6 @@ def test_model_may_correct_a_wrong_answer() -> None:
     assert env.get_metrics() == {"steps": 3, "correct": 1}
     with pytest.raises(RuntimeError, match="ended after turn 3"):
         env.step(r"\boxed{84}")
-
-
-def test_max_turns_defaults_to_five() -> None:
     env = new()
     assert [env.step(r"\boxed{85}")["reward"] for _ in range(5)] == [0, 0, 0, 0, 0.5]
     with pytest.raises(RuntimeError, match="ended after turn 5"):

@@ -65,15 +65,16 @@ def test_selection_of_cases() -> None:
     assert resolve_cases(["pig", "go(go_board_size=9)"], game_list=["hex"]) == ("pig", "go(board_size=9)")
     selected = resolve_cases(game_types="breakthrough(rows=6,columns=6),go(go_board_size=9)")
     assert selected == ("breakthrough(columns=6,rows=6)", "go(board_size=9)")
-
-
-def test_game_configs_make_a_case_for_each_parameter_set() -> None:
     configs = {"hex": [{"board_size": 3}, {"board_size": 4}], "breakthrough": [{"rows": 6, "columns": 5}]}
     cases = resolve_cases(game_list=["pig", "hex", "breakthrough"], game_configs=configs)
     assert cases == ("pig", "hex(board_size=3)", "hex(board_size=4)", "breakthrough(columns=5,rows=6)")
     cases = resolve_cases(game_configs={"go": [{"go_board_size": 9}]})
     assert len(cases) == len(DEFAULT_GAME_LIST)
     assert cases[DEFAULT_GAME_LIST.index("go")] == "go(board_size=9)"
+    with pytest.raises(ValueError, match=r"game_types=\['chess'\] matches none of the cases \['hex'\]"):
+        resolve_cases("hex", game_types=["chess"])
+    with pytest.raises(ValueError, match="game_configs has hex, but game_list does not"):
+        resolve_cases(game_list=["pig"], game_configs={"hex": [{"board_size": 3}]})
 
 
 @pytest.mark.parametrize("game_types", ["hex,go, chess ", ["hex", "go", "chess", " "]])
@@ -81,13 +82,6 @@ def test_game_types_select_games_by_their_whole_name(game_types: str | list[str]
     selected = resolve_cases(game_types=game_types)
     assert {case.split("(")[0] for case in selected} == {"hex", "go", "chess"}
     assert len([case for case in selected if case.startswith("hex(")]) == 4
-
-
-def test_selection_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"game_types=\['chess'\] matches none of the cases \['hex'\]"):
-        resolve_cases("hex", game_types=["chess"])
-    with pytest.raises(ValueError, match="game_configs has hex, but game_list does not"):
-        resolve_cases(game_list=["pig"], game_configs={"hex": [{"board_size": 3}]})
 
 
 def test_missing_open_spiel_names_the_extra() -> None:

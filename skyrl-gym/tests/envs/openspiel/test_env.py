@@ -67,15 +67,12 @@ def test_every_case_can_be_played_and_scored() -> None:
     assert tasks.total == 2 * len(AVAILABLE_CASES)
 
 
-def test_precedence_of_config_row_and_defaults() -> None:
+def test_config_row_and_defaults() -> None:
     row = extras(0, reward_spec={"method": "legal"})
     assert OpenSpielEnv({}, row).config.reward_mode == "legal"
     assert OpenSpielEnv({"reward_mode": "outcome"}, row).config.reward_mode == "outcome"
     assert OpenSpielEnv({}, extras(0, reward_spec={"method": "rule"})).config.reward_mode == "outcome"
     assert OpenSpielEnv(OmegaConf.create({"n_playouts": 3}), extras()).config.n_playouts == 3
-
-
-def test_invalid_config_is_refused() -> None:
     for config, row in (({"reward_mode": "win"}, extras()), ({}, extras(reward_spec={"method": "win"}))):
         with pytest.raises(ValueError, match="reward_mode='win' is unknown"):
             OpenSpielEnv(config, row)

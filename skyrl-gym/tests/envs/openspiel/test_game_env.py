@@ -121,7 +121,7 @@ def test_seat_alternates_unless_it_is_set() -> None:
         new_game(seat=2)
 
 
-def test_illegal_answer_may_be_corrected() -> None:
+def test_illegal_answers_may_be_corrected_or_replaced() -> None:
     env = new_game(seat=0, n_retries=2)
     first = env.step("z9")
     assert message_text(first) == prompts.format_illegal_answer(2)
@@ -130,6 +130,17 @@ def test_illegal_answer_may_be_corrected() -> None:
     assert env.step("x(1,1)")["metadata"]["legal"]
     assert "you have 2 more tries" in message_text(env.step("x(1,1)"))  # a new decision, new tries
     assert env.get_metrics()["legal"] == 0.25
+    env = new_game(seat=0, illegal="random")
+    out = env.step("z9")
+    message = "Your answer was not a legal action; a random one was played for you: x("
+    assert message_text(out).startswith(message)
+    assert len(env._match.state.history()) == 2
+    assert (env.get_metrics()["legal"], out["metadata"]["legal"], out["done"]) == (0.0, False, False)
+    env = new_game(seat=0, max_turns=2, n_retries=5)
+    assert "1 more try" in message_text(env.step("z9"))
+    last = env.step("z9")
+    assert (last["reward"], last["done"]) == (0.0, True)
+    assert new_game(seat=0, n_retries=1).max_turns == 18  # fits the longest game
 
 
 @pytest.mark.parametrize(("config", "n_steps"), [({"n_retries": 1}, 2), ({"illegal": "lose"}, 1)])
@@ -140,15 +151,6 @@ def test_illegal_answers_lose(config: dict[str, Any], n_steps: int) -> None:
     assert (last["reward"], last["done"], last["observations"]) == (0.0, True, [])
     assert last["metadata"]["returns"] is None
     assert env.get_metrics() == {"steps": n_steps, "legal": 0.0, "finished": 0, "outcome": 0.0, "won": 0}
-
-
-def test_random_move_may_replace_an_illegal_answer() -> None:
-    env = new_game(seat=0, illegal="random")
-    out = env.step("z9")
-    message = "Your answer was not a legal action; a random one was played for you: x("
-    assert message_text(out).startswith(message)
-    assert len(env._match.state.history()) == 2
-    assert (env.get_metrics()["legal"], out["metadata"]["legal"], out["done"]) == (0.0, False, False)
 
 
 def test_legal_moves_may_be_rewarded() -> None:
@@ -170,14 +172,6 @@ def test_unfinished_game_is_scored_by_random_games(trainer: int | None, configur
     assert (first["done"], last["done"], last["observations"]) == (False, True, [])
     assert 0.0 < last["reward"] < 1.0
     assert env.get_metrics()["finished"] == 0
-
-
-def test_no_retry_after_the_last_turn() -> None:
-    env = new_game(seat=0, max_turns=2, n_retries=5)
-    assert "1 more try" in message_text(env.step("z9"))
-    last = env.step("z9")
-    assert (last["reward"], last["done"]) == (0.0, True)
-    assert new_game(seat=0, n_retries=1).max_turns == 18  # fits the longest game
 
 
 def test_game_that_ends_before_the_seats_turn_is_restarted_and_then_refused() -> None:

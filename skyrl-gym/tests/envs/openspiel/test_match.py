@@ -32,13 +32,10 @@ def test_opponents_play_until_the_seats_turn() -> None:
     assert match.turn().events == ("Player 0 played x(2,2).",)
 
 
-def test_events_are_empty_in_games_with_hidden_information() -> None:
+def test_hidden_moves_are_no_events() -> None:
     match = Match(opening(load_game("leduc_poker"), 0, 0), 1, {0: Scripted(2)}, random.Random(0))
     match.advance()
     assert match.turn().events == ()
-
-
-def test_simultaneous_bids_are_secret() -> None:
     other = Scripted(6, 5)
     state = load_game("goofspiel(num_cards=8,points_order=descending)").new_initial_state()
     match = Match(state, 0, {1: other}, random.Random(0))

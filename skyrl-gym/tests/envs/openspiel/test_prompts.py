@@ -48,13 +48,10 @@ def test_hidden_information_is_not_shown(case: str) -> None:
         assert prompts.format_observation(state, state.current_player()) != str(state).strip("\n")
 
 
-def test_opponents_hand_is_not_shown() -> None:
+def test_observations_are_shown_without_the_opponents_hand() -> None:
     state, other = position("leduc_poker", 5, 2), position("leduc_poker", 5, 0)
     assert prompts.format_observation(state, 0) == prompts.format_observation(other, 0)
     assert prompts.format_observation(state, 1) != prompts.format_observation(other, 1)
-
-
-def test_observation_is_preferred_where_it_is_readable() -> None:
     assert "Dealer: Cards: ??" in prompts.format_observation(opening_of("blackjack"), 0)
     assert "State of player's ships" in prompts.format_observation(opening_of("battleship"), 0)
 

@@ -31,15 +31,12 @@ def test_seed_gives_the_recorded_moves(case: str, seed: int, history: list[int])
     assert opening(load_game(case), seed, 4).history() == history
 
 
-def test_first_decision_is_used_if_the_random_moves_end_the_game() -> None:
+def test_openings_without_random_moves() -> None:
     game = load_game("leduc_poker")
     for seed in (0, 42):
         state = opening(game, seed, 4)
         assert state.history() == opening(game, seed, 0).history()
         assert len(state.history()) == 2  # the two cards
-
-
-def test_seed_determines_the_cards() -> None:
     first, again, other = (str(opening(load_game("gin_rummy"), seed, 0)) for seed in (3, 3, 4))
     assert first == again != other
     with pytest.raises(ValueError, match=r"hex\(board_size=0\) has no decision at its start"):

@@ -15,7 +15,7 @@ from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig, read_task
 TWO_CASES = {"cases": ["hex(board_size=5)", "leduc_poker"], "num_tasks_per_case": 3, "seed": 10}
 
 
-def test_task_id_determines_case_and_seed() -> None:
+def test_task_id_determines_case_seed_and_seat() -> None:
     tasks = OpenSpielTasks(TWO_CASES)
     assert tasks.total == len(tasks) == 6
     for task_id in range(6):
@@ -24,9 +24,6 @@ def test_task_id_determines_case_and_seed() -> None:
         assert (task.task_id, task.case) == (task_id, case)
         assert task.state.history() == opening(load_game(case), 10 + task_id % 3, 4).history()
         assert tasks.generate(task_id + 6).facts == tasks.generate(task_id - 6).facts == task.facts  # ids wrap around
-
-
-def test_seat_alternates_in_simultaneous_games_unless_it_is_set() -> None:
     options = {"cases": ["goofspiel(num_cards=8)"], "num_tasks_per_case": 4}
     assert [OpenSpielTasks(options).generate(k).player for k in range(4)] == [0, 1, 0, 1]
     assert [OpenSpielTasks(options | {"seat": 1}).generate(k).player for k in range(4)] == [1, 1, 1, 1]

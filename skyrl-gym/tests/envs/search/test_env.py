@@ -47,17 +47,14 @@ def test_search_and_answer(requests: list[dict[str, Any]]) -> None:
     assert env.get_metrics() == {"steps": 2, "searches": 1}
 
 
-def test_answer_in_a_document_does_not_count(requests: list[dict[str, Any]]) -> None:
+def test_replies_without_an_answer_or_a_query(requests: list[dict[str, Any]]) -> None:
+    assert message_text(new_env().step("hm </search><search>")) == "\n<information></information>\n"
+    assert requests == []
     env = new_env()
     env.step("<search>a</search>")
     env.step("<search>b</search>")
     last = env.step("I cannot tell.")
     assert (last["reward"], last["done"]) == (0.0, True)
-
-
-def test_reply_without_query_gets_an_empty_observation(requests: list[dict[str, Any]]) -> None:
-    assert message_text(new_env().step("hm </search><search>")) == "\n<information></information>\n"
-    assert requests == []
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def new_env(**env_config: Any) -> SearchCodeEnv:
     return SearchCodeEnv(env_config=env_config, extras=ROW)
 
 
-def test_python_search_and_a_solution() -> None:
+def test_tools_and_a_solution() -> None:
     with new_env() as env:
         first = env.step("<tool><python>\nprint(6 * 7)\n</python></tool>")
         assert message_text(first) == "42"
@@ -43,9 +43,6 @@ def test_python_search_and_a_solution() -> None:
         last = env.step("<solution>#### 42</solution>")
         assert (last["reward"], last["done"], last["observations"]) == (1.0, True, [])
         assert env.get_metrics() == {"steps": 3}
-
-
-def test_tool_output_is_not_scored() -> None:
     env = new_env()
     env.step("<tool><python>print('#' * 4, 42)</python></tool>")
     env.step("<tool><search>answer</search></tool>")
@@ -70,13 +67,10 @@ def test_wrong_call_is_explained(reply: str, message: str) -> None:
     assert (output["reward"], output["done"]) == (0.0, False)
 
 
-def test_search_failure_is_raised_unless_tell_failures_is_set() -> None:
+def test_failures_of_tools() -> None:
     with pytest.raises(ToolFailure):
         new_env().step("<tool><search>down</search></tool>")
     message = message_text(new_env(tell_failures=True).step("<tool><search>down</search></tool>"))
     assert "Search error: down" in message
-
-
-def test_python_timeout() -> None:
     message = message_text(new_env(python_timeout=0.5).step("<tool><python>while True: pass</python></tool>"))
     assert message.endswith("Execution timed out after 0.5 seconds.")

@@ -29,10 +29,10 @@ import psutil
 from gym_kit.attacks import ATTACKS, COMMON, HOSTILE
 from skyrl_gym.envs.lcb.grading import grade, limits_per_test, parse_tests
 from skyrl_gym.error import ToolFailure
-from skyrl_gym.isolation import Limits, cgroup
+from skyrl_gym.isolation import ProgramLimits, cgroup
 from skyrl_gym.isolation.program import Level, run_once
 
-SMALL = Limits(
+SMALL = ProgramLimits(
     seconds=15.0, cpu_seconds=1.0, memory_bytes=256 << 20, output_bytes=100_000, file_bytes=4 << 20, disk_bytes=64 << 20
 )
 FORK_BOMB = """

@@ -41,12 +41,9 @@ def test_shellcheck_finds_nothing(recipes: Recipes) -> None:
     assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_scripts_can_be_executed() -> None:
+def test_scripts_are_executable_and_outputs_ignored_by_git() -> None:
     executable = {path.name for path in TRAIN.glob("**/*.sh") if path.stat().st_mode & stat.S_IXUSR}
     assert executable == {*SCRIPTS, "docker_run_verl.sh"}
-
-
-def test_outputs_are_ignored_by_git() -> None:
     ignored = (VERITAS.parent / ".gitignore").read_text()
     for name in ("artifacts/", "models/", "outputs/", "parquet*/", "merged_model*/"):
         assert f"veritas-rl/train/{name}" in ignored

@@ -37,30 +37,11 @@ def test_the_pages_contain_the_whole_result(text: str, max_output_chars: int, pa
     assert all(len(page) <= max_output_chars + 1 for page in pages)  # with the newline at the end of a line
 
 
-def test_pages_of_short_lines() -> None:
+def test_pages_of_short_lines_and_notices_of_truncation() -> None:
     context = Context([], 1000)
     context.add_output("\n".join(f"line {i}" for i in range(1, 8)))
     shown = call(context, "view_tool_output", page=2, page_size=3)
     assert shown == "Page 2 of 3, lines 4 to 6, tool result 1:\nline 4\nline 5\nline 6\n"
-
-
-def test_a_search_shows_all_matches_on_a_line() -> None:
-    context = Context([], 1000)
-    context.add_output(ROWS)
-    found = call(context, "search_tool_output", pattern="USER39")
-    assert set(re.findall(r"user39\d?", found)) == {"user39", *(f"user{i}" for i in range(390, 400))}
-    number = int(re.findall(r"line (\d+): ", found)[-1])
-    assert "user399" in call(context, "view_tool_output", page=number, page_size=1)
-
-
-def test_a_match_may_extend_beyond_its_line() -> None:
-    context = Context([], 1000)
-    context.add_output("x" * 198 + "needle" + "y" * 300)
-    assert call(context, "search_tool_output", pattern="needle") == f"line 1: {'x' * 198}needle"
-    assert call(context, "search_tool_output", pattern="needles") == "Nothing found."
-
-
-def test_notices_name_the_truncated_result() -> None:
     context = Context([], 100)
     for number in (1, 2):
         assert context.add_output(ROWS).endswith(
@@ -68,3 +49,16 @@ def test_notices_name_the_truncated_result() -> None:
         )
     assert "Truncated" not in call(context, "view_tool_output", output=1)
     assert context.truncate("x" * 101).endswith("x\n[Truncated: 100 of 101 characters]")
+
+
+def test_a_search_shows_all_matches() -> None:
+    context = Context([], 1000)
+    context.add_output(ROWS)
+    found = call(context, "search_tool_output", pattern="USER39")
+    assert set(re.findall(r"user39\d?", found)) == {"user39", *(f"user{i}" for i in range(390, 400))}
+    number = int(re.findall(r"line (\d+): ", found)[-1])
+    assert "user399" in call(context, "view_tool_output", page=number, page_size=1)
+    context = Context([], 1000)
+    context.add_output("x" * 198 + "needle" + "y" * 300)
+    assert call(context, "search_tool_output", pattern="needle") == f"line 1: {'x' * 198}needle"
+    assert call(context, "search_tool_output", pattern="needles") == "Nothing found."

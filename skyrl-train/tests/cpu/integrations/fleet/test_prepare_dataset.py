@@ -151,16 +151,13 @@ def test_a_stale_validation_file_is_removed(all_tasks: Path, tmp_path: Path) -> 
     assert "trainer.eval_interval=-1" in report
 
 
-def test_entries_that_are_no_tasks_are_left_out_and_named(tmp_path: Path) -> None:
+def test_entries_that_cannot_be_graded_are_left_out_and_named(tmp_path: Path) -> None:
     good = {"task_key": "a", "env_key": "github", "prompt": "Do it.", "verifier_func": "def verify(env): return 1"}
     entries: list[Any] = [good, good | {"prompt": "Other."}, {"task_key": "b"}, {**good, "key": "c", "task_key": None}]
     tasks, left_out = load_tasks(write_tasks(tmp_path / "tasks.json", [*entries, good | {"task_key": 3}, "x"]))
     assert [(task.key, task.prompt) for task in tasks] == [("a", "Do it."), ("c", "Do it.")]
     assert len(left_out) == 4
     assert "'a' occurs twice" in left_out[0]
-
-
-def test_tasks_that_nothing_can_grade_are_left_out_and_named(tmp_path: Path) -> None:
     (graded, ungraded) = fleet_entries({"github": (2, 0)})
     for verifier in ({}, {"verifier_code": None}, {"verifier_code": "", "verifier_func": ""}):
         ungraded.pop("verifier_code", None)

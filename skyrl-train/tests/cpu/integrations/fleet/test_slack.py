@@ -16,7 +16,7 @@ def test_messages_are_posted_and_answered_in_a_thread(
     ]
 
 
-def test_a_refusal_is_printed_without_the_token(
+def test_refusals_and_missing_tokens_and_networks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLACK_BOT_TOKEN", "secret-token")
@@ -26,9 +26,6 @@ def test_a_refusal_is_printed_without_the_token(
     output = capsys.readouterr()
     assert "not_in_channel" in output.err
     assert "secret-token" not in output.err + output.out
-
-
-def test_without_a_token_or_a_network_slack_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLACK_BOT_TOKEN", raising=False)
     assert slack.post("Hello") is None
     monkeypatch.setenv("SLACK_BOT_TOKEN", "x")
