@@ -334,7 +334,7 @@ async def _serve_connection(sock: socket.socket, token: bytes, turn: asyncio.Loc
             logger.warning("Refused a connection that did not send the token")
             return
         async with turn:
-            await _Server(sock, shared).run()
+            await _RPCServer(sock, shared).run()
     except Exception:  # the boundary of a connection: the next connection gets a new object
         logger.exception("A connection failed")
     finally:
@@ -352,7 +352,7 @@ async def _receive_token(sock: socket.socket, token: bytes) -> bool:
     return received is not None and hmac.compare_digest(received, token)
 
 
-class _Server:
+class _RPCServer:
     """The serving end of one connection."""
 
     def __init__(self, sock: socket.socket, shared: Any) -> None:

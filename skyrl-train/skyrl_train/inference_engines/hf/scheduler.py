@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy
-from skyrl_train.inference_engines.hf.region_table import Refusal, Region, RegionTable, prefix_keys
+from skyrl_train.inference_engines.hf.region_table import Deferral, Region, RegionTable, prefix_keys
 from skyrl_train.inference_engines.sampling import Draw
 from skyrl_train.inference_engines.sequence import ActiveSequence
 
@@ -155,7 +155,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self._max_sequences:
             sequence = self.waiting.popleft()
             placed = self._place(sequence)
-            if placed is Refusal.FULL and not self.running:
+            if placed is Deferral.FULL and not self.running:
                 self._table.clear()  # idle regions fragment the memory
                 placed = self._place(sequence)
                 assert placed is None, "the engine checked on arrival that it fits alone"
@@ -163,18 +163,18 @@ class Scheduler:
                 self.running.append(sequence)
                 continue
             skipped.append(sequence)
-            if placed is Refusal.FULL:
+            if placed is Deferral.FULL:
                 break
         self.waiting.extendleft(reversed(skipped))
 
-    def _place(self, sequence: CachedSequence) -> Refusal | None:
+    def _place(self, sequence: CachedSequence) -> Deferral | None:
         """Give a sequence its region, or return the reason why not."""
         n_reserved = min(len(sequence.token_ids) + UNIT, sequence.max_tokens)
         session_id = sequence.request.session_id
         placed = self._table.place(
             sequence.token_ids, sequence.prefix_keys, n_reserved, sequence.max_tokens, session_id
         )
-        if isinstance(placed, Refusal):
+        if isinstance(placed, Deferral):
             return placed
         sequence.region, sequence._keys = placed, []
         if sequence.n_reused is None:

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Extents
 from skyrl_train.inference_engines.hf.region_table import (
-    Refusal,
+    Deferral,
     Region,
     RegionTable,
     capacity_for,
@@ -20,7 +20,7 @@ SIZE = 12 * UNIT
 
 def place(
     table: RegionTable, token_ids: list[int], n_reserved: int, max_tokens: int, session: str | None
-) -> Region | Refusal:
+) -> Region | Deferral:
     return table.place(token_ids, lambda: prefix_keys(token_ids), n_reserved, max_tokens, session)
 
 
@@ -57,14 +57,14 @@ class Regions(RuleBasedStateMachine):
         token_ids = [start] * n_tokens + [9] * tail
         for _ in range(n_at_once):
             region = place(self.table, list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
-            if region is Refusal.FULL and not self.busy:
+            if region is Deferral.FULL and not self.busy:
                 self.table.clear()  # evict idle regions as the scheduler does
                 region = place(self.table, list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
             if isinstance(region, Region):
                 assert region.n_cached < len(token_ids)
                 self.busy.append(region)
             else:
-                assert region is Refusal.SOON or self.busy
+                assert region is Deferral.SOON or self.busy
         self.run_step()
 
     @precondition(lambda self: self.busy)
@@ -142,8 +142,8 @@ def read(table: RegionTable, region: Region) -> None:
 def test_a_prompt_being_read_is_awaited_and_then_copied() -> None:
     table = RegionTable(SIZE)
     leader = place_region(table, [1] * 100)
-    assert place(table, [1] * 100, 100, 200, None) is Refusal.SOON
-    assert place(table, [1] * 80 + [2] * 20, 100, 200, None) is Refusal.SOON
+    assert place(table, [1] * 100, 100, 200, None) is Deferral.SOON
+    assert place(table, [1] * 80 + [2] * 20, 100, 200, None) is Deferral.SOON
     read(table, leader)
     same, similar = place_region(table, [1] * 100), place_region(table, [1] * 80 + [2] * 20)
     assert (same.n_cached, similar.n_cached) == (99, 80)
