@@ -10,8 +10,6 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 import httpx
-import torch
-from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.scheduled import AsyncEngine, Output
@@ -37,24 +35,9 @@ class HTTPEngine(AsyncEngine):
     HEALTH: ClassVar[str] = "/health"
     """Server path that answers as long as the server's backend is alive."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        context_length: int,
-        vocab_size: int,
-        eos_ids: frozenset[int],
-        tokenizer: PreTrainedTokenizerBase,
-        weight_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            context_length=context_length,
-            vocab_size=vocab_size,
-            eos_ids=eos_ids,
-            tokenizer=tokenizer,
-            thread=EngineThread(None, "http-engine"),
-            weight_dtype=weight_dtype,
-        )
+    def __init__(self, url: str, **options: Any) -> None:
+        """Pass `options` to `SteppedEngine`."""
+        super().__init__(thread=EngineThread(None, "http-engine"), **options)
         self._url = url
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -123,9 +106,6 @@ class HTTPEngine(AsyncEngine):
             if stream := self._streams.pop(request_id, None):
                 stream.cancel()
 
-    async def _drop_all(self) -> None:
-        self._forget_all()
-
     async def _request(
         self, method: str, path: str, *, timeout_s: float | None = ANSWER_TIMEOUT_S, **options: Any
     ) -> Any:
@@ -177,5 +157,5 @@ def read_answer(response: httpx.Response) -> Any:
 
 
 def describe_response(response: httpx.Response) -> str:
-    """Format the status of an answer and the beginning of its text."""
+    """Format the status of an answer and the start of its text."""
     return f"HTTP {response.status_code}: {response.text[:MAX_ERROR_CHARS].strip()}"

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 10.0
+TIMEOUT_KEY = "generator.engine_start_timeout_seconds"
 START = 0  # number of the first request of a connection
 
 
@@ -62,7 +63,6 @@ def connect(
     end_process: Callable[[], None] | None = None,
     *,
     start_timeout_s: float = 600.0,
-    start_timeout_name: str = "start_timeout_s",
 ) -> RemoteEngine:
     """Connect to `serve`, let it make an engine, and return the engine once it is ready. Blocks.
 
@@ -71,7 +71,6 @@ def connect(
             the engine that the other process shares.
         describe_end: returns the name and exit status of the other process, for error messages. May block.
         end_process: called by `RemoteEngine.close`, e.g. to end the other process. May block.
-        start_timeout_name: name of the setting for `start_timeout_s`, for error messages.
 
     Raises:
         EngineError: the token is wrong, the process ended, or the engine was not ready in time.
@@ -79,9 +78,7 @@ def connect(
     """
     names = ("info", "n_weight_copies")
     sock, (info, n_weight_copies) = open_connection(
-        *(address, token, make_engine, names, describe_end),
-        start_timeout_s=start_timeout_s,
-        start_timeout_name=start_timeout_name,
+        address, token, make_engine, names, describe_end, start_timeout_s=start_timeout_s
     )
     return RemoteEngine(sock, info, n_weight_copies, describe_end, end_process)
 
@@ -94,7 +91,6 @@ def open_connection(
     describe_end: Callable[[], str],
     *,
     start_timeout_s: float,
-    start_timeout_name: str = "start_timeout_s",
 ) -> tuple[socket.socket, tuple[Any, ...]]:
     """Have `serve` make an object. Return the connection to it and its attributes listed in `names`. Blocks.
 
@@ -102,19 +98,24 @@ def open_connection(
         EngineError: the token is wrong, the process ended, or the object was not ready in time.
         Exception: any error of `make`.
     """
+    try:
+        pickled = None if make is None else cloudpickle.dumps(make)  # by value, with what it uses from `__main__`
+    except Exception as error:
+        raise EngineError(
+            f"an engine cannot be made in another process: {error}; keep locks, sockets and threads out of the "
+            "attributes of the experiment"
+        ) from error
     family, target = parse_address(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(start_timeout_s)
-        start = encode([(START, "start", (None if make is None else _pickle_by_value(make), names))])
+        start = encode([(START, "start", (pickled, names))])
         try:
             sock.connect(target)
             sock.sendall(token + start)
             ((_, kind, value),) = receive_blocking(sock)
         except TimeoutError as error:
-            raise EngineError(
-                f"the engine was not ready in {start_timeout_s:g} s; raise {start_timeout_name}"
-            ) from error
+            raise EngineError(f"the engine was not ready in {start_timeout_s:g} s; raise {TIMEOUT_KEY}") from error
         except (OSError, EOFError) as error:
             raise EngineError(f"{describe_end()} before the engine was ready; its own messages are above") from error
         if kind == "error":
@@ -123,18 +124,6 @@ def open_connection(
     except BaseException:
         sock.close()
         raise
-
-
-def _pickle_by_value(make: Callable[[], Any]) -> bytes:
-    """Pickle a function, including everything it uses from `__main__`. EngineError if that is impossible."""
-    try:
-        pickled: bytes = cloudpickle.dumps(make)
-    except Exception as error:
-        raise EngineError(
-            f"an engine cannot be made in another process: {error}; keep locks, sockets and threads out of the "
-            "attributes of the experiment"
-        ) from error
-    return pickled
 
 
 class _PendingCall(NamedTuple):
@@ -329,8 +318,13 @@ async def serve(listener: socket.socket, token: bytes, shared: Any = None) -> No
 
 
 async def _serve_connection(sock: socket.socket, token: bytes, turn: asyncio.Lock, shared: Any) -> None:
+    received = None
     try:
-        if not await _receive_token(sock, token):
+        sock.setblocking(False)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TOKEN_TIMEOUT_S):
+                received = await receive_exactly(sock, len(token))
+        if received is None or not hmac.compare_digest(received, token):
             logger.warning("Refused a connection that did not send the token")
             return
         async with turn:
@@ -339,17 +333,6 @@ async def _serve_connection(sock: socket.socket, token: bytes, turn: asyncio.Loc
         logger.exception("A connection failed")
     finally:
         sock.close()
-
-
-async def _receive_token(sock: socket.socket, token: bytes) -> bool:
-    """Return True if the other end has sent the right token in time."""
-    sock.setblocking(False)
-    try:
-        async with asyncio.timeout(TOKEN_TIMEOUT_S):
-            received = await receive_exactly(sock, len(token))
-    except TimeoutError:
-        return False
-    return received is not None and hmac.compare_digest(received, token)
 
 
 class _RPCServer:

@@ -80,11 +80,7 @@ class InlineLauncher:
         if self._has_engine_process:
 
             async def start(_index: int) -> InferenceEngine:
-                return await start_engine(
-                    partial(make_engine, None),
-                    start_timeout_s=start_timeout_s,
-                    start_timeout_name="generator.engine_start_timeout_seconds",
-                )
+                return await start_engine(partial(make_engine, None), start_timeout_s=start_timeout_s)
 
             return EngineClient([await start(0)], start)
         engine = make_engine(self.policy)

@@ -3,7 +3,7 @@
 A region is in use while its sequence runs, and idle afterwards. Idle regions keep their tokens for two readers: the
 next turn of their session continues them in place, and new sequences with the same beginning copy it. For example,
 with G = 4 samples of a prompt of 200 tokens, the first sample reads the prompt in one step. The other three wait for
-that step (`Deferral.SOON`), copy 199 tokens and read only the last one, because its hidden state gives the first logits.
+that step (`Deferral.SOON`), copy 199 tokens, and read only the last one. Its hidden state gives the first logits.
 
 When space runs out, the least recently used idle regions are evicted.
 """

@@ -120,10 +120,27 @@ class Scheduler:
     def next_step(self) -> EngineStep:
         """Return the next forward pass. Requires a waiting or running sequence."""
         for sequence in list(self.running):  # in arrival order
-            if sequence.region is not None:
-                self._make_room(sequence)
+            while sequence.region is not None and not self._table.grow(
+                sequence.region, len(sequence.token_ids), sequence.max_tokens
+            ):
+                last = self.running.pop()  # as the last resort the sequence itself
+                assert last.region is not None
+                self._table.free(last.region)
+                last.region = None
+                self.waiting.appendleft(last)
         self._admit()
-        return EngineStep(self._table.take_copies(), self._rows())
+        rows: list[Row] = []
+        prompts: list[Row] = []
+        for sequence in self.running:
+            n_left = len(sequence.token_ids) - sequence.n_cached
+            (rows if n_left == 1 else prompts).append(Row(sequence, n_left))
+        budget = max(self._max_tokens - len(rows), UNIT)
+        for row in prompts:
+            rows.append(Row(row.sequence, min(row.n_new, budget)))
+            budget -= row.n_new
+            if budget <= 0:
+                break
+        return EngineStep(self._table.take_copies(), sorted(rows, key=lambda row: row.start))
 
     def restart_all(self) -> None:
         """Drop all regions. Every sequence waits and is read again."""
@@ -132,18 +149,6 @@ class Scheduler:
             self.waiting.appendleft(sequence)
         self.running = []
         self._table.clear()
-
-    def _make_room(self, sequence: CachedSequence) -> None:
-        """Make the tokens of a sequence fit by preempting later sequences, and as the last resort itself."""
-        assert sequence.region is not None
-        while not self._table.grow(sequence.region, len(sequence.token_ids), sequence.max_tokens):
-            last = self.running.pop()
-            assert last.region is not None
-            self._table.free(last.region)
-            last.region = None
-            self.waiting.appendleft(last)
-            if last is sequence:
-                return
 
     def _admit(self) -> None:
         """Give waiting sequences a region, within the limits of sequences and memory.
@@ -180,18 +185,3 @@ class Scheduler:
         if sequence.n_reused is None:
             sequence.n_reused = placed.n_cached
         return None
-
-    def _rows(self) -> list[Row]:
-        """Return rows for all sequences with one token left to read, and for prompts up to the token budget."""
-        rows: list[Row] = []
-        prompts: list[Row] = []
-        for sequence in self.running:
-            n_left = len(sequence.token_ids) - sequence.n_cached
-            (rows if n_left == 1 else prompts).append(Row(sequence, n_left))
-        budget = max(self._max_tokens - len(rows), UNIT)
-        for row in prompts:
-            rows.append(Row(row.sequence, min(row.n_new, budget)))
-            budget -= row.n_new
-            if budget <= 0:
-                break
-        return sorted(rows, key=lambda row: row.start)

@@ -13,7 +13,7 @@ from skyrl_train.weight_sync.rendezvous import SenderEndpoint, call_off
 pytestmark = pytest.mark.usefixtures("frozen_objects", "gpus_are_cpus")
 
 TIMEOUT_S = 3.0
-"""Timeout of tests that wait for it; other ends connect in far less, even on a busy machine."""
+"""Timeout in tests that wait for it. Present ends connect much faster, even on a busy machine."""
 
 
 def test_a_missing_receiver_is_named(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_receiver_that_cannot_load_ends_the_sender_at_once(tensors: Tensors) -
             refusing.result()
 
 
-def test_a_sender_of_a_sync_that_was_called_off_learns_the_reason(tensors: Tensors) -> None:
+def test_a_sender_learns_why_its_sync_was_called_off(tensors: Tensors) -> None:
     plan = plan_for(tensors, n_receivers=2)
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(send, plan, iter(tensors.items()))
@@ -87,7 +87,7 @@ def test_a_sender_of_a_sync_that_was_called_off_learns_the_reason(tensors: Tenso
             sending.result()
 
 
-def test_shared_memory_between_machines_is_refused_by_name(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_between_machines_is_an_error_by_name(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "open_memory", lambda address: None)
     plan = plan_for(tensors, "shared_memory")
     with ThreadPoolExecutor(1) as threads:

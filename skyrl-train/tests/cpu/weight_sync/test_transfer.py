@@ -25,7 +25,7 @@ class Changes:
         self.first = self._transfer(None)[0]
 
     def send(self) -> tuple[Receipt, Receipt]:
-        """Send the changes; return the receipts of sender and receiver."""
+        """Send the changes, and return the receipts of sender and receiver."""
         self.version += 1
         return self._transfer(self.version - 1)
 
@@ -66,7 +66,7 @@ def test_changes_on_other_weights_are_noticed() -> None:
     assert receipt.checksum != sent.checksum
 
 
-def test_changes_of_another_version_are_refused(tensors: Tensors) -> None:
+def test_changes_since_another_version_are_rejected(tensors: Tensors) -> None:
     plan = plan_for(tensors, tracks_changes=True, base_version=4)
     with pytest.raises(SyncError, match="changes since version 4, but the sender has kept version None"):
         send(plan, iter(tensors.items()), SentWeights())
