@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -159,3 +161,18 @@ def read_answer(response: httpx.Response) -> Any:
 def describe_response(response: httpx.Response) -> str:
     """Format the status of an answer and the start of its text."""
     return f"HTTP {response.status_code}: {response.text[:MAX_ERROR_CHARS].strip()}"
+
+
+def server_url(address: str) -> str:
+    """Convert "host:port" to a URL. A URL is unchanged, except for trailing slashes."""
+    url = address if "://" in address else f"http://{address}"
+    return url.rstrip("/")
+
+
+def find_host(url: str) -> str:
+    """Return this machine's address on the network of a server."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
+        host: str = probe.getsockname()[0]
+        return host

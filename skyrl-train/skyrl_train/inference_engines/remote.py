@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 10.0
-TIMEOUT_KEY = "generator.engine_start_timeout_seconds"
 START = 0  # number of the first request of a connection
 
 
@@ -76,9 +75,9 @@ def connect(
         EngineError: the token is wrong, the process ended, or the engine was not ready in time.
         Exception: any error of `make_engine`.
     """
-    names = ("info", "n_weight_copies")
+    names, advice = ("info", "n_weight_copies"), "; raise generator.engine_start_timeout_seconds"
     sock, (info, n_weight_copies) = open_connection(
-        address, token, make_engine, names, describe_end, start_timeout_s=start_timeout_s
+        address, token, make_engine, names, describe_end, start_timeout_s=start_timeout_s, advice=advice
     )
     return RemoteEngine(sock, info, n_weight_copies, describe_end, end_process)
 
@@ -91,8 +90,11 @@ def open_connection(
     describe_end: Callable[[], str],
     *,
     start_timeout_s: float,
+    advice: str = "",
 ) -> tuple[socket.socket, tuple[Any, ...]]:
     """Have `serve` make an object. Return the connection to it and its attributes listed in `names`. Blocks.
+
+    `advice` completes the error of a start that takes too long.
 
     Raises:
         EngineError: the token is wrong, the process ended, or the object was not ready in time.
@@ -115,7 +117,7 @@ def open_connection(
             sock.sendall(token + start)
             ((_, kind, value),) = receive_blocking(sock)
         except TimeoutError as error:
-            raise EngineError(f"the engine was not ready in {start_timeout_s:g} s; raise {TIMEOUT_KEY}") from error
+            raise EngineError(f"the engine was not ready in {start_timeout_s:g} s{advice}") from error
         except (OSError, EOFError) as error:
             raise EngineError(f"{describe_end()} before the engine was ready; its own messages are above") from error
         if kind == "error":
@@ -348,27 +350,22 @@ class _RPCServer:
         """Make the object and execute calls until the connection ends."""
         served = None
         try:
-            served = await self._start()
-            if served is not None:
-                await self._serve(served)
+            try:
+                messages = await self._channel.receive()
+                if messages is None:
+                    return
+                ((_, _, (make, names)),) = messages
+                served = self._shared if make is None else pickle.loads(make)()
+            except Exception as error:
+                logger.exception("An engine could not start")
+                self._channel.send((START, "error", picklable_error(error, EngineError)))
+                return
+            self._channel.send((START, "result", tuple(getattr(served, name) for name in names)))
+            await self._serve(served)
         finally:
             if served is not None and served is not self._shared:
                 await served.close()
             await self._channel.close()
-
-    async def _start(self) -> Any:
-        try:
-            messages = await self._channel.receive()
-            if messages is None:
-                return None
-            ((_, _, (make, names)),) = messages
-            served = self._shared if make is None else pickle.loads(make)()
-        except Exception as error:
-            logger.exception("An engine could not start")
-            self._channel.send((START, "error", picklable_error(error, EngineError)))
-            return None
-        self._channel.send((START, "result", tuple(getattr(served, name) for name in names)))
-        return served
 
     async def _serve(self, served: Any) -> None:
         async with asyncio.TaskGroup() as group:

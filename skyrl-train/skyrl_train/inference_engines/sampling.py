@@ -153,10 +153,8 @@ def _shaped(logits: torch.Tensor, draws: Sequence[tuple[int, Draw]]) -> torch.Te
         _penalize(values, draw)
     temperature = torch.tensor([draw.sampling.temperature or 1.0 for _, draw in draws], device=logits.device)
     shaped.div_(temperature[:, None])
-    params = [draw.sampling for _, draw in draws]
-    truncated = [row for row, p in enumerate(params) if p.truncates]
-    if truncated:
-        shaped[truncated] = _truncated(shaped[truncated], [params[row] for row in truncated])
+    if truncated := [row for row, (_, draw) in enumerate(draws) if draw.sampling.truncates]:
+        shaped[truncated] = _truncated(shaped[truncated], [draws[row][1].sampling for row in truncated])
     return shaped
 
 

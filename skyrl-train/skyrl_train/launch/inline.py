@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.distributed import SingleStrategy
-from skyrl_train.inference_engines.addresses import find_host, server_url
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
+from skyrl_train.inference_engines.http import find_host, server_url
 from skyrl_train.inference_engines.process import start_engine
 from skyrl_train.launch.launcher import holding_devices
 from skyrl_train.launch.lease import Lease

@@ -61,12 +61,7 @@ class RegionTable:
         `keys` returns the `prefix_keys` of `token_ids`. At least `n_reserved` tokens fit into the region. The sequence
         never has more than `n_max`.
         """
-        placed = self._place(token_ids, keys, capacity_for(n_reserved, n_max), session_id)
-        if isinstance(placed, Region) and placed.session_id is not None:
-            self._busy.setdefault(placed.session_id, {})[placed] = None
-        return placed
-
-    def _place(self, token_ids: list[int], keys: KeysOf, capacity: int, session_id: str | None) -> Region | Deferral:
+        capacity = capacity_for(n_reserved, n_max)
         if session_id is not None and (region := self._sessions.get(session_id)):
             return self._reuse(region, token_ids, capacity)
         source, n_common = self._longest_match(token_ids, keys())
@@ -82,6 +77,8 @@ class RegionTable:
         if source is not None:
             self._copies[region] = Copy(source.start, start, n_common)
         self._index(region, keys())
+        if session_id is not None:
+            self._busy.setdefault(session_id, {})[region] = None
         return region
 
     def grow(self, region: Region, n_tokens: int, n_max: int) -> bool:
@@ -150,6 +147,8 @@ class RegionTable:
             self._unindex(region)
         region.token_ids, region.n_cached = token_ids, n_common
         region.session_id = session_id or region.session_id
+        if region.session_id is not None:
+            self._busy.setdefault(region.session_id, {})[region] = None
         return region
 
     def _widen(self, region: Region, capacity: int, *, may_evict: bool) -> bool:

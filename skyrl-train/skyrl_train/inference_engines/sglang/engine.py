@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
-from skyrl_train.inference_engines.addresses import server_url
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
-from skyrl_train.inference_engines.http import HTTPEngine, call_server
+from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids

@@ -298,7 +298,7 @@ async def test_an_engine_that_is_lost_repeatedly_fails_its_requests(
         await listener.result()
 
 
-async def test_a_failed_replacement_is_retried_for_the_next_requests(
+async def test_requests_of_a_lost_engine_fail_until_a_replacement_succeeds(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (expected,) = await fleet.client.generate([request(30, 0, "a")])
@@ -308,6 +308,9 @@ async def test_a_failed_replacement_is_retried_for_the_next_requests(
 
     fleet.kill()
     with monkeypatch.context() as patches:
+        patches.setattr(fleet.client, "_restart", None)
+        with pytest.raises(EngineError, match="ended with exit status -9"):
+            await fleet.client.generate([request(30, 0, "a")])
         patches.setattr(fleet.client, "_restart", fail)
         with pytest.raises(EngineError, match="its node has left the cluster"):
             await fleet.client.generate([request(30, 0, "a")])
@@ -348,13 +351,6 @@ async def test_an_aborted_request_of_a_lost_engine_is_not_sampled_again(fleet: F
     assert (await aborted.result()).stop_reason == "abort"
     assert {result.stop_reason for result in await third} == {"abort"}
     assert (await kept.result()).stop_reason == "length"
-
-
-async def test_without_a_restart_a_lost_engine_fails_its_requests(fleet: Fleet) -> None:
-    fleet.client._restart = None
-    fleet.kill()
-    with pytest.raises(EngineError, match="ended with exit status -9"):
-        await fleet.client.generate([request(400)])
 
 
 # -- receipts

@@ -280,8 +280,7 @@ class CacheContract:
         assert_agrees(engine_kit, edited, result)
 
     async def test_an_ended_session_starts_again(self, engine_kit: EngineKit) -> None:
-        engine = engine_kit.new()
-        request = engine_kit.request(80, 8, session="game")
+        engine, request = engine_kit.new(), engine_kit.request(80, 8, session="game")
         (first,) = await engine.generate([request])
         await engine.end_session("game")
         await engine.end_session("unknown")
