@@ -407,9 +407,11 @@ def run_within(timeout_s: float, function: Callable[[], None], message: str) -> 
 
     def run() -> None:
         try:
-            outcome.set_result(function())
+            function()
         except BaseException as error:  # noqa: BLE001, raised by the caller
             outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
 
     threading.Thread(target=run, daemon=True).start()
     if not wait([outcome], timeout_s).done:
