@@ -43,7 +43,7 @@ class EngineTraits:
 EMBEDDED = "hf"
 
 ENGINES = {
-    EMBEDDED: EngineTraits("the embedded engine", "skyrl_train.inference_engines.hf.start:start"),
+    EMBEDDED: EngineTraits("the embedded engine", "skyrl_train.inference_engines.hf.engine:start"),
     "vllm": EngineTraits(
         "vLLM",
         "skyrl_train.inference_engines.vllm.start:start",
@@ -52,8 +52,8 @@ ENGINES = {
     ),
     "sglang": EngineTraits(
         "SGLang",
-        "skyrl_train.inference_engines.sglang.start:start",
-        connect="skyrl_train.inference_engines.sglang.start:connect",
+        "skyrl_train.inference_engines.sglang.launch:start",
+        connect="skyrl_train.inference_engines.sglang.launch:connect",
         package="sglang",
         reads_files=True,
         needs_ray_for_several_devices=False,

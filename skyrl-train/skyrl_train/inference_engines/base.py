@@ -1,4 +1,4 @@
-"""The interface of inference engines. Tokens in, tokens out; text exists only for environments."""
+"""The interface of inference engines: tokens in, tokens out. Text exists only for environments."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class EngineResult:
     logprobs: list[float] | None  # None: the engine cannot compute them, e.g. for a truncated distribution
     stop_reason: StopReason
     weight_spans: tuple[WeightSpan, ...]
-    sampling_logprobs: list[float] | None = None  # [n] after penalties and truncation; None without them
+    sampling_logprobs: list[float] | None = None  # [n] after penalties and truncation, or None without them
     raw_logprobs: list[float] | None = None  # [n] at temperature 1, on request
     top_logprobs: list[dict[int, float]] | None = None  # [n] most likely tokens, like `logprobs`, on request
     n_reused: int = 0  # prompt tokens taken from the cache
@@ -130,7 +130,7 @@ class EngineInfo:
 
     context_length: int  # maximum tokens of prompt and response together
     longest_sequence: int  # `context_length`, or less if the engine's cache is smaller
-    weight_dtype: torch.dtype | None = None  # of the engine's weights; None: the dtype that the policy sends
+    weight_dtype: torch.dtype | None = None  # of the engine's weights (None: the dtype that the policy sends)
 
 
 class InferenceEngine(Protocol):

@@ -73,7 +73,7 @@ def encode(messages: list[Message]) -> bytes:
 def receive_blocking(sock: socket.socket) -> list[Message]:
     """Return the messages of the next frame. EOFError if the connection ends.
 
-    There must not be a second frame on its way: buffering would lose its beginning.
+    The sender must not have sent another frame: buffering would lose its first bytes.
     """
     with sock.makefile("rb") as file:
         header = file.read(_HEADER.size)

@@ -310,17 +310,13 @@ class EngineClient:
             self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Keep replacing engines that no longer answer."""
+        """Keep replacing engines that no longer answer. Only log failures: requests fail with the same errors."""
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
-            await asyncio.gather(*map(self._check_and_replace, range(len(self._engines))))
-
-    async def _check_and_replace(self, index: int) -> None:
-        """Replace an engine if it no longer answers. Only log a failure."""
-        try:
-            await self._replace_if_lost(index, sends_weights=True)
-        except Exception as error:  # noqa: BLE001, the engine's requests fail with it, too
-            logger.warning("%s could not be replaced: %s", self._name(index).capitalize(), error)
+            replacing = (self._replace_if_lost(index, sends_weights=True) for index in range(len(self._engines)))
+            for index, error in enumerate(await asyncio.gather(*replacing, return_exceptions=True)):
+                if error is not None:
+                    logger.warning("%s could not be replaced: %s", self._name(index).capitalize(), error)
 
     async def _replace_if_lost(self, index: int, *, sends_weights: bool) -> None:
         engine = self._engines[index]

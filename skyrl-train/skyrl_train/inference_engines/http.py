@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import httpx
-import torch
-from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.scheduled import AsyncEngine, Output
@@ -37,24 +37,9 @@ class HTTPEngine(AsyncEngine):
     HEALTH: ClassVar[str] = "/health"
     """Server path that answers as long as the server's backend is alive."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        context_length: int,
-        vocab_size: int,
-        eos_ids: frozenset[int],
-        tokenizer: PreTrainedTokenizerBase,
-        weight_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            context_length=context_length,
-            vocab_size=vocab_size,
-            eos_ids=eos_ids,
-            tokenizer=tokenizer,
-            thread=EngineThread(None, "http-engine"),
-            weight_dtype=weight_dtype,
-        )
+    def __init__(self, url: str, **options: Any) -> None:
+        """Pass `options` to `SteppedEngine`."""
+        super().__init__(thread=EngineThread(None, "http-engine"), **options)
         self._url = url
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -123,9 +108,6 @@ class HTTPEngine(AsyncEngine):
             if stream := self._streams.pop(request_id, None):
                 stream.cancel()
 
-    async def _drop_all(self) -> None:
-        self._forget_all()
-
     async def _request(
         self, method: str, path: str, *, timeout_s: float | None = ANSWER_TIMEOUT_S, **options: Any
     ) -> Any:
@@ -177,5 +159,20 @@ def read_answer(response: httpx.Response) -> Any:
 
 
 def describe_response(response: httpx.Response) -> str:
-    """Format the status of an answer and the beginning of its text."""
+    """Format the status of an answer and the start of its text."""
     return f"HTTP {response.status_code}: {response.text[:MAX_ERROR_CHARS].strip()}"
+
+
+def server_url(address: str) -> str:
+    """Convert "host:port" to a URL. A URL is unchanged, except for trailing slashes."""
+    url = address if "://" in address else f"http://{address}"
+    return url.rstrip("/")
+
+
+def find_host(url: str) -> str:
+    """Return this machine's address on the network of a server."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
+        host: str = probe.getsockname()[0]
+        return host

@@ -71,7 +71,6 @@ class ServerProcess:
         *,
         is_owner: bool = False,
         start_timeout_s: float = 600.0,
-        start_timeout_name: str = "start_timeout_s",
     ) -> RemoteEngine:
         """Make a new engine in this process, as `connect` does. Blocks.
 
@@ -79,9 +78,7 @@ class ServerProcess:
         """
         end_process = self.close if is_owner else None
         return connect(
-            *(self.address, self._token, make_engine, self.describe_end, end_process),
-            start_timeout_s=start_timeout_s,
-            start_timeout_name=start_timeout_name,
+            self.address, self._token, make_engine, self.describe_end, end_process, start_timeout_s=start_timeout_s
         )
 
     def open(self, make: Callable[[], Any], start_timeout_s: float = 600.0) -> socket.socket:
@@ -131,7 +128,6 @@ async def start_engine(
     address: str | None = None,
     n_threads: int | None = None,
     start_timeout_s: float = 600.0,
-    start_timeout_name: str = "start_timeout_s",
 ) -> RemoteEngine:
     """Start a process and make an engine in it. Closing the engine ends the process.
 
@@ -144,13 +140,7 @@ async def start_engine(
     """
     process = ServerProcess(address, n_threads=n_threads)
     try:
-        return await asyncio.to_thread(
-            process.connect,
-            make_engine,
-            is_owner=True,
-            start_timeout_s=start_timeout_s,
-            start_timeout_name=start_timeout_name,
-        )
+        return await asyncio.to_thread(process.connect, make_engine, is_owner=True, start_timeout_s=start_timeout_s)
     except BaseException:
         await asyncio.to_thread(process.close, FAILED_START_TIMEOUT_S)
         raise

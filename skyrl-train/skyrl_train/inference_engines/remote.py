@@ -62,7 +62,6 @@ def connect(
     end_process: Callable[[], None] | None = None,
     *,
     start_timeout_s: float = 600.0,
-    start_timeout_name: str = "start_timeout_s",
 ) -> RemoteEngine:
     """Connect to `serve`, let it make an engine, and return the engine once it is ready. Blocks.
 
@@ -71,17 +70,14 @@ def connect(
             the engine that the other process shares.
         describe_end: returns the name and exit status of the other process, for error messages. May block.
         end_process: called by `RemoteEngine.close`, e.g. to end the other process. May block.
-        start_timeout_name: name of the setting for `start_timeout_s`, for error messages.
 
     Raises:
         EngineError: the token is wrong, the process ended, or the engine was not ready in time.
         Exception: any error of `make_engine`.
     """
-    names = ("info", "n_weight_copies")
+    names, advice = ("info", "n_weight_copies"), "; raise generator.engine_start_timeout_seconds"
     sock, (info, n_weight_copies) = open_connection(
-        *(address, token, make_engine, names, describe_end),
-        start_timeout_s=start_timeout_s,
-        start_timeout_name=start_timeout_name,
+        address, token, make_engine, names, describe_end, start_timeout_s=start_timeout_s, advice=advice
     )
     return RemoteEngine(sock, info, n_weight_copies, describe_end, end_process)
 
@@ -94,27 +90,34 @@ def open_connection(
     describe_end: Callable[[], str],
     *,
     start_timeout_s: float,
-    start_timeout_name: str = "start_timeout_s",
+    advice: str = "",
 ) -> tuple[socket.socket, tuple[Any, ...]]:
     """Have `serve` make an object. Return the connection to it and its attributes listed in `names`. Blocks.
+
+    `advice` completes the error of a start that takes too long.
 
     Raises:
         EngineError: the token is wrong, the process ended, or the object was not ready in time.
         Exception: any error of `make`.
     """
+    try:
+        pickled = None if make is None else cloudpickle.dumps(make)  # by value, with what it uses from `__main__`
+    except Exception as error:
+        raise EngineError(
+            f"an engine cannot be made in another process: {error}; keep locks, sockets and threads out of the "
+            "attributes of the experiment"
+        ) from error
     family, target = parse_address(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(start_timeout_s)
-        start = encode([(START, "start", (None if make is None else _pickle_by_value(make), names))])
+        start = encode([(START, "start", (pickled, names))])
         try:
             sock.connect(target)
             sock.sendall(token + start)
             ((_, kind, value),) = receive_blocking(sock)
         except TimeoutError as error:
-            raise EngineError(
-                f"the engine was not ready in {start_timeout_s:g} s; raise {start_timeout_name}"
-            ) from error
+            raise EngineError(f"the engine was not ready in {start_timeout_s:g} s{advice}") from error
         except (OSError, EOFError) as error:
             raise EngineError(f"{describe_end()} before the engine was ready; its own messages are above") from error
         if kind == "error":
@@ -123,18 +126,6 @@ def open_connection(
     except BaseException:
         sock.close()
         raise
-
-
-def _pickle_by_value(make: Callable[[], Any]) -> bytes:
-    """Pickle a function, including everything it uses from `__main__`. EngineError if that is impossible."""
-    try:
-        pickled: bytes = cloudpickle.dumps(make)
-    except Exception as error:
-        raise EngineError(
-            f"an engine cannot be made in another process: {error}; keep locks, sockets and threads out of the "
-            "attributes of the experiment"
-        ) from error
-    return pickled
 
 
 class _PendingCall(NamedTuple):
@@ -329,30 +320,24 @@ async def serve(listener: socket.socket, token: bytes, shared: Any = None) -> No
 
 
 async def _serve_connection(sock: socket.socket, token: bytes, turn: asyncio.Lock, shared: Any) -> None:
+    received = None
     try:
-        if not await _receive_token(sock, token):
+        sock.setblocking(False)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TOKEN_TIMEOUT_S):
+                received = await receive_exactly(sock, len(token))
+        if received is None or not hmac.compare_digest(received, token):
             logger.warning("Refused a connection that did not send the token")
             return
         async with turn:
-            await _Server(sock, shared).run()
+            await _RPCServer(sock, shared).run()
     except Exception:  # the boundary of a connection: the next connection gets a new object
         logger.exception("A connection failed")
     finally:
         sock.close()
 
 
-async def _receive_token(sock: socket.socket, token: bytes) -> bool:
-    """Return True if the other end has sent the right token in time."""
-    sock.setblocking(False)
-    try:
-        async with asyncio.timeout(TOKEN_TIMEOUT_S):
-            received = await receive_exactly(sock, len(token))
-    except TimeoutError:
-        return False
-    return received is not None and hmac.compare_digest(received, token)
-
-
-class _Server:
+class _RPCServer:
     """The serving end of one connection."""
 
     def __init__(self, sock: socket.socket, shared: Any) -> None:
@@ -365,27 +350,22 @@ class _Server:
         """Make the object and execute calls until the connection ends."""
         served = None
         try:
-            served = await self._start()
-            if served is not None:
-                await self._serve(served)
+            try:
+                messages = await self._channel.receive()
+                if messages is None:
+                    return
+                ((_, _, (make, names)),) = messages
+                served = self._shared if make is None else pickle.loads(make)()
+            except Exception as error:
+                logger.exception("An engine could not start")
+                self._channel.send((START, "error", picklable_error(error, EngineError)))
+                return
+            self._channel.send((START, "result", tuple(getattr(served, name) for name in names)))
+            await self._serve(served)
         finally:
             if served is not None and served is not self._shared:
                 await served.close()
             await self._channel.close()
-
-    async def _start(self) -> Any:
-        try:
-            messages = await self._channel.receive()
-            if messages is None:
-                return None
-            ((_, _, (make, names)),) = messages
-            served = self._shared if make is None else pickle.loads(make)()
-        except Exception as error:
-            logger.exception("An engine could not start")
-            self._channel.send((START, "error", picklable_error(error, EngineError)))
-            return None
-        self._channel.send((START, "result", tuple(getattr(served, name) for name in names)))
-        return served
 
     async def _serve(self, served: Any) -> None:
         async with asyncio.TaskGroup() as group:

@@ -70,7 +70,11 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
     shaped = _shaped(logits, [(row, draws[row]) for row in shaped_rows]) if shaped_rows else None  # (s, V)
     if any(draw.sampling.temperature not in (0, 1) for draw in draws):
         logits.div_(torch.tensor([[draw.sampling.temperature or 1.0] for draw in draws], device=logits.device))
-    top = _top_logits(logits, draws)
+    top: dict[int, tuple[list[int], torch.Tensor]] = {}  # by row: most likely tokens, their logits
+    for row, draw in enumerate(draws):
+        if (n_top := min(draw.sampling.n_top_logprobs, logits.shape[-1])) > 0:
+            best = logits[row].topk(n_top)
+            top[row] = (best.indices.tolist(), best.values)
     excluded = _exclude(logits, banned)  # (B, maximum number of banned tokens in a row)
     sums = _chunk_logsumexp(logits)  # (B, V / CHUNK)
     log_normalizer = torch.cat([sums, excluded], dim=-1).logsumexp(dim=-1)  # (B,) of the model
@@ -149,10 +153,8 @@ def _shaped(logits: torch.Tensor, draws: Sequence[tuple[int, Draw]]) -> torch.Te
         _penalize(values, draw)
     temperature = torch.tensor([draw.sampling.temperature or 1.0 for _, draw in draws], device=logits.device)
     shaped.div_(temperature[:, None])
-    params = [draw.sampling for _, draw in draws]
-    truncated = [row for row, p in enumerate(params) if p.truncates]
-    if truncated:
-        shaped[truncated] = _truncated(shaped[truncated], [params[row] for row in truncated])
+    if truncated := [row for row, (_, draw) in enumerate(draws) if draw.sampling.truncates]:
+        shaped[truncated] = _truncated(shaped[truncated], [draws[row][1].sampling for row in truncated])
     return shaped
 
 
@@ -280,13 +282,3 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
     below = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
     found = torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
     return found.clamp(max=cumulative.shape[-1] - 1)
-
-
-def _top_logits(logits: torch.Tensor, draws: Sequence[Draw]) -> dict[int, tuple[list[int], torch.Tensor]]:
-    """Return {row: (most likely tokens, their logits)} for the rows that request top log-probs."""
-    return {
-        row: (best.indices.tolist(), best.values)
-        for row, draw in enumerate(draws)
-        if (n := min(draw.sampling.n_top_logprobs, logits.shape[-1])) > 0
-        for best in [logits[row].topk(n)]
-    }

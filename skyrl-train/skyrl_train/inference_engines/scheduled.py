@@ -92,8 +92,7 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
                 assert sequence.done is not None
                 sequence.done.set_exception(EngineError(output.error or GAVE_UP))
 
-    def _forget_all(self) -> None:
-        """Drop all requests."""
+    async def _drop_all(self) -> None:
         self._drop(list(self._running))
         self._running, self._waiting = {}, []
 

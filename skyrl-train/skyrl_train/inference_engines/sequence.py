@@ -7,12 +7,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.inference_engines.base import (
-    EngineRequest,
-    EngineResult,
-    SamplingParams,
-    TokenChunk,
-)
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams, TokenChunk
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.types import StopReason, WeightSpan
 
@@ -103,11 +98,8 @@ def find_stop_reason(
     sequence: ActiveSequence, eos_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase
 ) -> StopReason | None:
     """Return why the response ends with its last token, or None if it continues."""
-    sampling, n_sampled = sequence.sampling, len(sequence.logprobs)
-    last = sequence.token_ids[-1]
-    if last in eos_ids and not sampling.ignore_eos:
-        return StopReason.STOP
-    if last in sampling.stop_token_ids:
+    sampling, n_sampled, last = sequence.sampling, len(sequence.logprobs), sequence.token_ids[-1]
+    if (last in eos_ids and not sampling.ignore_eos) or last in sampling.stop_token_ids:
         return StopReason.STOP
     if sampling.stop and n_sampled >= sampling.min_new_tokens:
         # Decode only a tail that can contain the stop string: a token is at least one byte. One more token, because

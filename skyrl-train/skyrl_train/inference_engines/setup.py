@@ -25,18 +25,13 @@ class EngineSetup:
     total_bytes: int = 1
     """Memory of the device."""
     executor: ThreadPoolExecutor | None = None
-    """The thread that computes; None if the engine has the process to itself."""
+    """The thread that computes, or None if the engine has the process to itself."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """`generator.engine_init_kwargs` without `chat_template`: that one belongs to the tokenizer."""
+        """`generator.engine_init_kwargs` without `chat_template`, a setting of the tokenizer."""
         kwargs = self.cfg.generator.engine_init_kwargs
         return {name: value for name, value in kwargs.items() if name != "chat_template"}
-
-    @property
-    def weight_folder(self) -> Path:
-        """The folder for new weights, for engines that read files."""
-        return weight_folder(self.cfg)
 
 
 def weight_folder(cfg: SkyRLConfig) -> Path:

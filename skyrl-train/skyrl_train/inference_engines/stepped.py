@@ -148,15 +148,13 @@ class SteppedEngine(ABC, Generic[S]):
         try:
             await self._between_steps.wait()
         except asyncio.CancelledError:
-            self._unpause()
+            if self._is_paused:  # not resumed meanwhile
+                await self.resume()
             raise
 
     async def resume(self) -> None:
         if not self._is_paused:
             raise EngineError("the engine is not paused")
-        self._unpause()
-
-    def _unpause(self) -> None:
         self._is_paused = False
         self._release_hold()
 
@@ -207,7 +205,7 @@ class SteppedEngine(ABC, Generic[S]):
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
-    # -- what a backend implements
+    # -- implemented by backends
 
     @abstractmethod
     async def end_session(self, session_id: str) -> None:

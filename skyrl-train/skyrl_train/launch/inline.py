@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.distributed import SingleStrategy
-from skyrl_train.inference_engines.addresses import find_host, server_url
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
+from skyrl_train.inference_engines.http import find_host, server_url
 from skyrl_train.inference_engines.process import start_engine
 from skyrl_train.launch.launcher import holding_devices, with_transport
 from skyrl_train.launch.lease import Lease
@@ -80,11 +80,7 @@ class InlineLauncher:
         if self._has_engine_process:
 
             async def start(_index: int) -> InferenceEngine:
-                return await start_engine(
-                    partial(make_engine, None),
-                    start_timeout_s=start_timeout_s,
-                    start_timeout_name="generator.engine_start_timeout_seconds",
-                )
+                return await start_engine(partial(make_engine, None), start_timeout_s=start_timeout_s)
 
             return EngineClient([await start(0)], start)
         engine = make_engine(self.policy)

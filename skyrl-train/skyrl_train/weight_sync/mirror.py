@@ -66,22 +66,17 @@ class WeightMirror:
         elif plan.transport == "shared" or (plan.kind == "full" and not plan.tracks_changes):
             self._specs, self.tensors = [], {}
         elif plan.specs != self._specs:
-            self._specs, self.tensors = plan.specs, self._allocate(plan.specs)
+            self._specs, self.tensors = plan.specs, {}  # drop the old ones first: there may not be memory for both
+            memory = allocate_host_memory(sum(pad_size(spec.n_bytes) for spec in plan.specs), self._peers)
+            start = 0
+            for spec in plan.specs:
+                self.tensors[spec.name] = memory[start : start + spec.n_bytes].view(spec.dtype).view(spec.shape)
+                start += pad_size(spec.n_bytes)
         return self.tensors
 
     def complete(self, version: int) -> None:
         """Mark the tensors as complete, with this version."""
         self._version = version
-
-    def _allocate(self, specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
-        """Return tensors in one block of memory."""
-        self.tensors = {}  # drop the old ones first, because there may not be memory for both
-        memory = allocate_host_memory(sum(pad_size(spec.n_bytes) for spec in specs), self._peers)
-        tensors, start = {}, 0
-        for spec in specs:
-            tensors[spec.name] = memory[start : start + spec.n_bytes].view(spec.dtype).view(spec.shape)
-            start += pad_size(spec.n_bytes)
-        return tensors
 
 
 class MirroredReceiver(Receiver):

@@ -151,7 +151,7 @@ class ReceiverEndpoint:
     """A receiver's connection to the sender."""
 
     def __init__(self, plan: SyncPlan) -> None:
-        """Connect to the sender. It may begin to listen later."""
+        """Connect to the sender. Retry until it listens."""
         self._plan = plan
         self._sock = _connect(plan, plan.timeout_s)
         self._received = b""

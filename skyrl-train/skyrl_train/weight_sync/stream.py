@@ -28,6 +28,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -43,8 +44,6 @@ from skyrl_train.weight_sync.shared_memory import SharedMemory, can_share_memory
 N_SLOTS = 4
 ALIGNMENT = 64  # every record starts at a multiple of this many bytes
 POLL_S = 2e-4
-
-Memory = SharedMemory | CudaMemory
 
 
 def pad_size(n_bytes: int) -> int:
@@ -93,15 +92,11 @@ class StreamWriter:
         self._endpoint: SenderEndpoint | None = None
         self._connect_deadline = time.monotonic() + plan.timeout_s
         try:
-            self._on_first_rank(self._listen)
             self._connect()
         except BaseException as error:
             self.fail(error)
             self.close()
             raise
-
-    def _listen(self) -> None:
-        self._endpoint = SenderEndpoint(self._plan)
 
     def _connect(self) -> None:
         """Allocate the slots, and agree with each receiver on how it reads them.
@@ -113,10 +108,11 @@ class StreamWriter:
         receiver   "connected"
         sender     "start"
         """
-        size, memory = N_SLOTS * self._size, None
-        if self._plan.transport == "cuda_ipc":
-            memory = create_memory(size, self._device)
-        elif self._plan.transport in ("shared_memory", "auto") and can_share_memory():
+        size = N_SLOTS * self._size
+        memory: SharedMemory | CudaMemory | None = None
+        if self._device.type == "cuda" and self._plan.transport == "cuda_ipc":
+            memory = CudaMemory.create(size, self._device)
+        elif self._plan.transport in ("shared_memory", "auto", "cuda_ipc") and can_share_memory():
             memory = SharedMemory.create(size)
         self._buffer = memory.buffer if memory else torch.empty(size, dtype=torch.uint8, device=self._device)
         addresses = {memory_location(self._device): memory.address} if memory else {}
@@ -146,7 +142,8 @@ class StreamWriter:
         self._send("start")
 
     def _introduce(self, addresses: dict[str, str]) -> None:
-        """Send the addresses of the slots, and record the receivers that cannot open them as remote."""
+        """Listen, send the addresses of the slots, and record the receivers that cannot open them as remote."""
+        self._endpoint = SenderEndpoint(self._plan)
         self._gather("connect", self._connect_deadline)
         self._send(addresses)
         opened = self._gather("connect", self._connect_deadline)
@@ -354,12 +351,7 @@ class StreamReader:
             self._endpoint.send("read")
 
 
-def create_memory(size: int, device: torch.device) -> Memory:
-    """Allocate memory on a device that other processes can open."""
-    return SharedMemory.create(size) if device.type == "cpu" else CudaMemory.create(size, device)
-
-
-def open_device_memory(address: str, device: torch.device) -> Memory | None:
+def open_device_memory(address: str, device: torch.device) -> SharedMemory | CudaMemory | None:
     """Return the memory of a device at an address, or None if this process cannot open it."""
     if device.type == "cpu":
         return open_memory(address)
@@ -396,7 +388,7 @@ def process_group(plan: SyncPlan, store: dist.TCPStore, remote: Sequence[int], d
 
     others = [other for other in ranks if other != plan.rank]
     try:
-        run_within(plan.timeout_s, connect, lambda: describe_stall(plan, others))
+        run_within(plan.timeout_s, connect, describe_stall(plan, others))
     except BaseException:
         group.abort()
         raise
@@ -409,25 +401,22 @@ def close_group(group: Any, device: torch.device) -> None:
         group.abort()
 
 
-def run_within(timeout_s: float, function: Callable[[], None], describe: Callable[[], str]) -> None:
-    """Call a function that may hang in another thread, and raise SyncError(describe()) if it takes too long."""
-    outcome: list[BaseException | None] = []
+def run_within(timeout_s: float, function: Callable[[], None], message: str) -> None:
+    """Call a function that may hang in another thread, and raise SyncError(message) if it takes too long."""
+    outcome: Future[None] = Future()
 
     def run() -> None:
         try:
             function()
         except BaseException as error:  # noqa: BLE001, raised by the caller
-            outcome.append(error)
+            outcome.set_exception(error)
         else:
-            outcome.append(None)
+            outcome.set_result(None)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome:
-        raise SyncError(describe())
-    if outcome[0] is not None:
-        raise outcome[0]
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([outcome], timeout_s).done:
+        raise SyncError(message)
+    outcome.result()
 
 
 def describe_stall(plan: SyncPlan, others: Sequence[int]) -> str:

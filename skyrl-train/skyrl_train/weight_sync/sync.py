@@ -17,9 +17,11 @@ from skyrl_train.types import Metrics
 from skyrl_train.types.specs import SyncKind, TensorSpec
 from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport, split_into_chunks
 from skyrl_train.weight_sync.rendezvous import LINGER_S, MAX_POLL_S, call_off
-from skyrl_train.weight_sync.shared import receive_shared, release, send_shared
 from skyrl_train.weight_sync.stream import N_SLOTS
 from skyrl_train.weight_sync.transfer import SentWeights, receive_stream, send_stream
+
+_SHARED: dict[str, list[tuple[str, torch.Tensor]]] = {}
+"""Tensors of syncs within this process, passed by reference, by the address of their plan."""
 
 ADVICE = "Training on its samples would be wrong; rerun the command to resume from the last checkpoint"
 
@@ -31,7 +33,14 @@ def send(
 
     A plan that `tracks_changes` needs the `sent_weights` of the previous call, and updates them.
     """
-    return send_shared(plan, tensors) if plan.transport == "shared" else send_stream(plan, tensors, sent_weights)
+    if plan.transport != "shared":
+        return send_stream(plan, tensors, sent_weights)
+    _SHARED[plan.address] = list(tensors)
+    return _shared_receipt(plan)
+
+
+def _shared_receipt(plan: SyncPlan) -> Receipt:
+    return Receipt(plan.version, sum(tensor.nbytes for _, tensor in _SHARED[plan.address]))
 
 
 class Receiver:
@@ -53,8 +62,11 @@ class Receiver:
         self._into = into or {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        is_shared = self._plan.transport == "shared"
-        self.receipt = yield from receive_shared(self._plan) if is_shared else receive_stream(self._plan, self._into)
+        if self._plan.transport == "shared":
+            yield from _SHARED[self._plan.address]
+            self.receipt = _shared_receipt(self._plan)
+        else:
+            self.receipt = yield from receive_stream(self._plan, self._into)
 
 
 class WeightSource(Protocol):
@@ -153,7 +165,12 @@ class WeightSync:
             EngineError: a sink rejected the sync, e.g. because it is asleep.
         """
         async with self._holding_devices():
-            receipt = await self._send_to_all(version)
+            try:
+                receipt = await self._send(self._sinks, version, is_update=True)
+            except (EngineError, SyncError):
+                if self.recover is None or not await self.recover():
+                    raise
+                receipt = await self._send(self._sinks, version)
         self._version = version
         if self._options.transport == "shared":
             return Metrics()
@@ -161,20 +178,11 @@ class WeightSync:
         verified = {"sync/verified_copies": n_copies} if self._options.has_checksum else {}
         return Metrics.of({"sync/megabytes": receipt.n_sent / 1e6, **verified})
 
-    async def _send_to_all(self, version: int) -> Receipt:
-        """Send the weights to every sink. After a failure, replace lost sinks and send all weights once more."""
-        try:
-            return await self._send(self._sinks, version, is_update=True)
-        except (EngineError, SyncError):
-            if self.recover is None or not await self.recover():
-                raise
-            return await self._send(self._sinks, version)
-
     async def send_to(self, name: str, sink: WeightSink, version: int) -> None:
         """Send all weights as `version` to a new sink that replaces the previous sink of this name.
 
-        During an update, they already differ from what all other sinks received as `version`. So the next sync sends
-        whole weights instead of changes.
+        During an update, these weights already differ from the ones other sinks received as `version`. So the next sync
+        sends whole weights instead of changes.
         """
         try:
             await self._send({name: sink}, version)
@@ -201,7 +209,7 @@ class WeightSync:
             try:
                 received = {name: await sink.receive_weights(plans[name]) for name, sink in sinks.items()}
             finally:
-                release(plan.address)
+                _SHARED.pop(plan.address, None)
         else:
             sending = asyncio.ensure_future(self._source.send_weights(plan))
             receiving = {name: asyncio.ensure_future(sink.receive_weights(plans[name])) for name, sink in sinks.items()}
@@ -239,6 +247,14 @@ class WeightSync:
             address = f"sync-{id(self)}-{version}"
             return SyncPlan(version, "shared", address, timeout_s=options.timeout_s, kind=kind)
         sends_changes = options.sends_changes and self._kind == "full"  # almost all values of an adapter change
+        specs, dtype = await self._source.tensor_specs(kind), self._dtype
+        if dtype is not None and kind == "full":  # sinks would round to it anyway, but merge adapters first
+            specs = [
+                replace(spec, dtype=dtype)
+                if spec.dtype.is_floating_point and spec.dtype.itemsize > dtype.itemsize
+                else spec
+                for spec in specs
+            ]
         names = ["rank 0 of the model"]
         for name, sink in sinks.items():
             n = sink.n_weight_copies
@@ -247,7 +263,7 @@ class WeightSync:
             version,
             options.transport,
             await self._find_address(),
-            split_into_chunks(self._narrow(await self._source.tensor_specs(kind), kind), options.chunk_bytes),
+            split_into_chunks(specs, options.chunk_bytes),
             n_receivers=len(names) - 1,
             timeout_s=options.timeout_s,
             kind=kind,
@@ -258,21 +274,6 @@ class WeightSync:
             names=tuple(names),
         )
 
-    def _narrow(self, specs: Sequence[TensorSpec], kind: SyncKind) -> Sequence[TensorSpec]:
-        """Return the tensors in the dtype of the sinks if it is smaller, because sinks would round to it anyway.
-
-        Adapters are not rounded, because sinks merge them first.
-        """
-        dtype = self._dtype
-        if dtype is None or kind != "full":
-            return specs
-        return [
-            replace(spec, dtype=dtype)
-            if spec.dtype.is_floating_point and spec.dtype.itemsize > dtype.itemsize
-            else spec
-            for spec in specs
-        ]
-
 
 async def _end_sender(
     sending: asyncio.Future[Receipt], plan: SyncPlan, reason: BaseException, failed: Sequence[int]
@@ -280,10 +281,8 @@ async def _end_sender(
     """Cancel a sync until its sender has ended. Retry, because the sender may not be listening yet."""
     deadline = time.monotonic() + plan.timeout_s
     while not sending.done() and time.monotonic() < deadline:
-        if await asyncio.to_thread(call_off, plan, reason, failed):
-            await asyncio.wait([sending], timeout=LINGER_S)
-        else:
-            await asyncio.wait([sending], timeout=MAX_POLL_S)
+        is_listening = await asyncio.to_thread(call_off, plan, reason, failed)
+        await asyncio.wait([sending], timeout=LINGER_S if is_listening else MAX_POLL_S)
 
 
 async def _local_address() -> str:

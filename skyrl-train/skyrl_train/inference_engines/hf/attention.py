@@ -170,34 +170,28 @@ class PackedCache:
 
 def _runs(rows: Sequence[Row], position_ids: torch.Tensor, memory: KVMemory, *, is_isolated: bool) -> Iterator[RowRun]:
     """Join compatible neighboring rows into runs."""
-    can_join = _can_join_isolated if is_isolated else _can_join
     first, n_tokens = 0, 0
     while first < len(rows):
         end = first + 1
-        while end < len(rows) and can_join(rows[first], rows[end], end - first):
+        while end < len(rows) and _can_join(rows[first], rows[end], end - first, is_isolated=is_isolated):
             end += 1
-        joined = rows[first:end]
+        joined, n_new = rows[first:end], rows[first].n_new
         tokens = slice(n_tokens, n_tokens + sum(row.n_new for row in joined))
         positions = position_ids[tokens].view(len(joined), -1)
         if is_isolated and (length := padded_length(joined[0])) > 0:
             stored = _pool_slice([row.start for row in joined], length, memory.size, positions.device)
             yield RowRun(tokens, stored, positions, is_causal=False, sees_all=False)
         else:
-            yield _run(joined, tokens, positions, memory)
+            lengths = [row.n_before + n_new for row in joined]
+            yield RowRun(
+                tokens,
+                PoolSlice(len(joined), max(lengths), joined[0].start, joined[0].region.capacity),
+                positions,
+                is_causal=max(lengths) == n_new,
+                sees_all=n_new == 1 and min(lengths) == max(lengths),
+                prefix=_find_shared_prefix(joined, memory, positions.device) if n_new == 1 else None,
+            )
         first, n_tokens = end, tokens.stop
-
-
-def _run(rows: Sequence[Row], tokens: slice, positions: torch.Tensor, memory: KVMemory) -> RowRun:
-    n_new, capacity = rows[0].n_new, rows[0].region.capacity
-    lengths = [row.n_before + n_new for row in rows]
-    return RowRun(
-        tokens,
-        PoolSlice(len(rows), max(lengths), rows[0].start, capacity),
-        positions,
-        is_causal=max(lengths) == n_new,
-        sees_all=n_new == 1 and min(lengths) == max(lengths),
-        prefix=_find_shared_prefix(rows, memory, positions.device) if n_new == 1 else None,
-    )
 
 
 def _find_shared_prefix(rows: Sequence[Row], memory: KVMemory, device: torch.device) -> SharedPrefix | None:
@@ -227,16 +221,14 @@ def _find_shared_prefix(rows: Sequence[Row], memory: KVMemory, device: torch.dev
     return SharedPrefix(stored, torch.from_numpy(members), torch.from_numpy(slots))
 
 
-def _can_join(first: Row, row: Row, distance: int) -> bool:
+def _can_join(first: Row, row: Row, distance: int, *, is_isolated: bool) -> bool:
     """Return True if a row continues the run of `first`. The run has `distance` rows so far."""
     capacity = first.region.capacity
-    is_next = row.start == first.start + distance * capacity
-    return row.n_new == first.n_new and row.region.capacity == capacity and is_next
-
-
-def _can_join_isolated(first: Row, row: Row, distance: int) -> bool:
+    is_next = row.region.capacity == capacity and row.start == first.start + distance * capacity
+    if not is_isolated:
+        return row.n_new == first.n_new and is_next
     length = padded_length(first)
-    return 0 < length == padded_length(row) and (length <= MAX_COPIED or _can_join(first, row, distance))
+    return 0 < length == padded_length(row) and (length <= MAX_COPIED or is_next)
 
 
 def padded_length(row: Row) -> int:

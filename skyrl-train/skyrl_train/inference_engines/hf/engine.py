@@ -1,7 +1,7 @@
 """The embedded engine: a Hugging Face model that may share the policy's tensors.
 
-A step reads one token of every running sequence, and as many prompt tokens as the budget allows (`scheduler`). If the
-prompt's session, or any other sequence, has stored the beginning of a prompt, it is not read again (`region_table`).
+A step reads one token of every running sequence, and as many prompt tokens as the budget allows (`scheduler`). A prompt
+prefix that the session or any other sequence has already stored is not read again (`region_table`).
 
 Only the forward pass and weight copies run in the thread. Regions and sessions belong to the event loop.
 """
@@ -25,6 +25,7 @@ from skyrl_train.inference_engines.hf.scheduler import CachedSequence, EngineSte
 from skyrl_train.inference_engines.hf.support import check_supported
 from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens
 from skyrl_train.inference_engines.sequence import all_eos_ids
+from skyrl_train.inference_engines.setup import EngineSetup
 from skyrl_train.inference_engines.stepped import EngineThread, MemoryPart, SteppedEngine
 from skyrl_train.models.loading import autocast, default_device, load_model, load_tokenizer
 from skyrl_train.models.logprobs import lm_head_logits, scaled_logits
@@ -34,6 +35,22 @@ from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
 
 CHUNK_LOGITS = 1 << 24  # logits in memory at once: 64 MiB
+
+
+def start(setup: EngineSetup) -> HFEngine:
+    """Create a run's engine, with the policy `setup.model`. It owns the model if it has the process to itself."""
+    generator = setup.cfg.generator
+    assert setup.model is not None
+    return HFEngine(
+        setup.model,
+        setup.tokenizer,
+        max_num_seqs=generator.max_num_seqs,
+        max_num_batched_tokens=generator.max_num_batched_tokens,
+        max_cache_bytes=setup.usable_bytes,
+        bf16=setup.cfg.trainer.bf16,
+        executor=setup.executor,
+        owns_model=setup.executor is None,
+    )
 
 
 def load_engine(

@@ -3,7 +3,7 @@
 A region is in use while its sequence runs, and idle afterwards. Idle regions keep their tokens for two readers: the
 next turn of their session continues them in place, and new sequences with the same beginning copy it. For example,
 with G = 4 samples of a prompt of 200 tokens, the first sample reads the prompt in one step. The other three wait for
-that step (`Refusal.SOON`), copy 199 tokens and read only the last one, because its hidden state gives the first logits.
+that step (`Deferral.SOON`), copy 199 tokens, and read only the last one. Its hidden state gives the first logits.
 
 When space runs out, the least recently used idle regions are evicted.
 """
@@ -34,7 +34,7 @@ class Region:
 KeysOf = Callable[[], Sequence[int]]
 
 
-class Refusal(Enum):
+class Deferral(Enum):
     """Reason why a sequence gets no region yet."""
 
     FULL = auto()  # regions in use leave too little space
@@ -55,33 +55,30 @@ class RegionTable:
 
     def place(
         self, token_ids: list[int], keys: KeysOf, n_reserved: int, n_max: int, session_id: str | None
-    ) -> Region | Refusal:
+    ) -> Region | Deferral:
         """Return a region for a sequence of `token_ids`, with as many of them stored as another region can provide.
 
         `keys` returns the `prefix_keys` of `token_ids`. At least `n_reserved` tokens fit into the region. The sequence
         never has more than `n_max`.
         """
-        placed = self._place(token_ids, keys, capacity_for(n_reserved, n_max), session_id)
-        if isinstance(placed, Region) and placed.session_id is not None:
-            self._busy.setdefault(placed.session_id, {})[placed] = None
-        return placed
-
-    def _place(self, token_ids: list[int], keys: KeysOf, capacity: int, session_id: str | None) -> Region | Refusal:
+        capacity = capacity_for(n_reserved, n_max)
         if session_id is not None and (region := self._sessions.get(session_id)):
             return self._reuse(region, token_ids, capacity)
         source, n_common = self._longest_match(token_ids, keys())
         if source is not None:
             if source.n_cached < n_common or source in self._copies:
-                return Refusal.SOON
+                return Deferral.SOON
             if source in self._idle and source.n_cached == n_common:
                 return self._reuse(source, token_ids, capacity, session_id)
         start = self._allocate(capacity, keep=source)
         if start is None:
-            return Refusal.FULL
+            return Deferral.FULL
         region = Region(start, capacity, token_ids, session_id, n_common)
         if source is not None:
             self._copies[region] = Copy(source.start, start, n_common)
         self._index(region, keys())
+        if session_id is not None:
+            self._busy.setdefault(session_id, {})[region] = None
         return region
 
     def grow(self, region: Region, n_tokens: int, n_max: int) -> bool:
@@ -134,7 +131,7 @@ class RegionTable:
 
     def _reuse(
         self, region: Region, token_ids: list[int], capacity: int, session_id: str | None = None
-    ) -> Region | Refusal:
+    ) -> Region | Deferral:
         """Continue an idle region with a sequence that shares a prefix with it.
 
         A region that grows here will grow again. While there is free space, it doubles, so each token of a conversation
@@ -144,12 +141,14 @@ class RegionTable:
         if capacity > region.capacity:
             doubled = capacity_for(capacity, self.size)
             if not (self._widen(region, doubled, may_evict=False) or self._widen(region, capacity, may_evict=True)):
-                return Refusal.FULL
+                return Deferral.FULL
         self._leave_idle(region)
         if n_common < region.n_cached:
             self._unindex(region)
         region.token_ids, region.n_cached = token_ids, n_common
         region.session_id = session_id or region.session_id
+        if region.session_id is not None:
+            self._busy.setdefault(region.session_id, {})[region] = None
         return region
 
     def _widen(self, region: Region, capacity: int, *, may_evict: bool) -> bool:

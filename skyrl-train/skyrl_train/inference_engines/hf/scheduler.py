@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy
-from skyrl_train.inference_engines.hf.region_table import Refusal, Region, RegionTable, prefix_keys
+from skyrl_train.inference_engines.hf.region_table import Deferral, Region, RegionTable, prefix_keys
 from skyrl_train.inference_engines.sampling import Draw
 from skyrl_train.inference_engines.sequence import ActiveSequence
 
@@ -120,69 +120,15 @@ class Scheduler:
     def next_step(self) -> EngineStep:
         """Return the next forward pass. Requires a waiting or running sequence."""
         for sequence in list(self.running):  # in arrival order
-            if sequence.region is not None:
-                self._make_room(sequence)
+            while sequence.region is not None and not self._table.grow(
+                sequence.region, len(sequence.token_ids), sequence.max_tokens
+            ):
+                last = self.running.pop()  # as the last resort the sequence itself
+                assert last.region is not None
+                self._table.free(last.region)
+                last.region = None
+                self.waiting.appendleft(last)
         self._admit()
-        return EngineStep(self._table.take_copies(), self._rows())
-
-    def restart_all(self) -> None:
-        """Drop all regions. Every sequence waits and is read again."""
-        for sequence in reversed(self.running):
-            sequence.region = None
-            self.waiting.appendleft(sequence)
-        self.running = []
-        self._table.clear()
-
-    def _make_room(self, sequence: CachedSequence) -> None:
-        """Make the tokens of a sequence fit by preempting later sequences, and as the last resort itself."""
-        assert sequence.region is not None
-        while not self._table.grow(sequence.region, len(sequence.token_ids), sequence.max_tokens):
-            last = self.running.pop()
-            assert last.region is not None
-            self._table.free(last.region)
-            last.region = None
-            self.waiting.appendleft(last)
-            if last is sequence:
-                return
-
-    def _admit(self) -> None:
-        """Give waiting sequences a region, within the limits of sequences and memory.
-
-        If memory is full, all later sequences wait too, because first come is first served. A sequence that can share a
-        prefix after the next step is skipped, and later ones are tried.
-        """
-        skipped: list[CachedSequence] = []
-        while self.waiting and len(self.running) < self._max_sequences:
-            sequence = self.waiting.popleft()
-            placed = self._place(sequence)
-            if placed is Refusal.FULL and not self.running:
-                self._table.clear()  # idle regions fragment the memory
-                placed = self._place(sequence)
-                assert placed is None, "the engine checked on arrival that it fits alone"
-            if placed is None:
-                self.running.append(sequence)
-                continue
-            skipped.append(sequence)
-            if placed is Refusal.FULL:
-                break
-        self.waiting.extendleft(reversed(skipped))
-
-    def _place(self, sequence: CachedSequence) -> Refusal | None:
-        """Give a sequence its region, or return the reason why not."""
-        n_reserved = min(len(sequence.token_ids) + UNIT, sequence.max_tokens)
-        session_id = sequence.request.session_id
-        placed = self._table.place(
-            sequence.token_ids, sequence.prefix_keys, n_reserved, sequence.max_tokens, session_id
-        )
-        if isinstance(placed, Refusal):
-            return placed
-        sequence.region, sequence._keys = placed, []
-        if sequence.n_reused is None:
-            sequence.n_reused = placed.n_cached
-        return None
-
-    def _rows(self) -> list[Row]:
-        """Return rows for all sequences with one token left to read, and for prompts up to the token budget."""
         rows: list[Row] = []
         prompts: list[Row] = []
         for sequence in self.running:
@@ -194,4 +140,48 @@ class Scheduler:
             budget -= row.n_new
             if budget <= 0:
                 break
-        return sorted(rows, key=lambda row: row.start)
+        return EngineStep(self._table.take_copies(), sorted(rows, key=lambda row: row.start))
+
+    def restart_all(self) -> None:
+        """Drop all regions. Every sequence waits and is read again."""
+        for sequence in reversed(self.running):
+            sequence.region = None
+            self.waiting.appendleft(sequence)
+        self.running = []
+        self._table.clear()
+
+    def _admit(self) -> None:
+        """Give waiting sequences a region, within the limits of sequences and memory.
+
+        If memory is full, all later sequences wait too, because first come is first served. A sequence that can share a
+        prefix after the next step is skipped, and later ones are tried.
+        """
+        skipped: list[CachedSequence] = []
+        while self.waiting and len(self.running) < self._max_sequences:
+            sequence = self.waiting.popleft()
+            placed = self._place(sequence)
+            if placed is Deferral.FULL and not self.running:
+                self._table.clear()  # idle regions fragment the memory
+                placed = self._place(sequence)
+                assert placed is None, "the engine checked on arrival that it fits alone"
+            if placed is None:
+                self.running.append(sequence)
+                continue
+            skipped.append(sequence)
+            if placed is Deferral.FULL:
+                break
+        self.waiting.extendleft(reversed(skipped))
+
+    def _place(self, sequence: CachedSequence) -> Deferral | None:
+        """Give a sequence its region, or return the reason why not."""
+        n_reserved = min(len(sequence.token_ids) + UNIT, sequence.max_tokens)
+        session_id = sequence.request.session_id
+        placed = self._table.place(
+            sequence.token_ids, sequence.prefix_keys, n_reserved, sequence.max_tokens, session_id
+        )
+        if isinstance(placed, Deferral):
+            return placed
+        sequence.region, sequence._keys = placed, []
+        if sequence.n_reused is None:
+            sequence.n_reused = placed.n_cached
+        return None

@@ -41,18 +41,31 @@ def check_supported(model: PreTrainedModel, bf16: bool) -> None:
 
 
 def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> None:
-    sequences = [
-        _sequence(first + second, i * UNIT) for i, (first, second) in enumerate(zip(FIRST, SECOND, strict=True))
-    ]
-    memory = KVMemory(len(sequences) * UNIT)
-    tolerance = LOW_PRECISION_TOLERANCE if bf16 or model.dtype != torch.float32 else TOLERANCE
+    """With `last_only`, compare only the states of each pass's last tokens."""
+    memory = KVMemory(len(FIRST) * UNIT)
+    sequences = []
+    for i, n_tokens in enumerate(map(sum, zip(FIRST, SECOND, strict=True))):
+        request = EngineRequest(list(range(2, 2 + n_tokens)), SamplingParams(max_new_tokens=1), seed=0)
+        sequence = CachedSequence(request, n_tokens)
+        sequence.region = Region(i * UNIT, UNIT, sequence.token_ids, session_id=None)
+        sequences.append(sequence)
+    packed, separate = [], []
     cannot = f"the embedded engine cannot run a {type(model).__name__}, use generator.backend=vllm"
     try:
         with autocast(model.device, bf16):
-            packed = [_read(model, memory, sequences, lengths, last_only) for lengths in (FIRST, SECOND)]
-            separate = [_read_separately(model, sequence.token_ids) for sequence in sequences]
+            for lengths in (FIRST, SECOND):
+                rows = [Row(sequence, n_tokens) for sequence, n_tokens in zip(sequences, lengths, strict=True)]
+                states = hidden_states(model, memory, rows, last_only=last_only).float()
+                packed.append(states.split(1 if last_only else list(lengths)))
+                for row in rows:
+                    row.region.n_cached += row.n_new
+            for sequence in sequences:
+                input_ids = torch.tensor([sequence.token_ids], device=model.device)
+                output = model.base_model(input_ids=input_ids, use_cache=False)
+                separate.append(output.last_hidden_state[0].float())  # (t, H)
     except Exception as error:
         raise EngineError(f"{cannot}: {error}") from error
+    tolerance = LOW_PRECISION_TOLERANCE if bf16 or model.dtype != torch.float32 else TOLERANCE
     for i, (expected, first) in enumerate(zip(separate, FIRST, strict=True)):
         states = torch.cat([parts[i] for parts in packed])  # (t, H)
         if last_only:
@@ -60,35 +73,3 @@ def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> Non
         difference = ((states - expected).abs().max() / expected.abs().max()).item()
         if not difference < tolerance:
             raise EngineError(f"{cannot}: its hidden states differ by {difference:.1%} from those it should have")
-
-
-def _sequence(n_tokens: int, start: int) -> CachedSequence:
-    request = EngineRequest(list(range(2, 2 + n_tokens)), SamplingParams(max_new_tokens=1), seed=0)
-    sequence = CachedSequence(request, n_tokens)
-    sequence.region = Region(start, UNIT, sequence.token_ids, session_id=None)
-    return sequence
-
-
-def _read(
-    model: PreTrainedModel,
-    memory: KVMemory,
-    sequences: list[CachedSequence],
-    lengths: tuple[int, ...],
-    last_only: bool,
-) -> list[torch.Tensor]:
-    """Read the next tokens of each sequence in one packed pass, and return their hidden states (t, H).
-
-    With `last_only`, return only the last token's state (1, H).
-    """
-    rows = [Row(sequence, n_tokens) for sequence, n_tokens in zip(sequences, lengths, strict=True)]
-    states = hidden_states(model, memory, rows, last_only=last_only).float()
-    for row in rows:
-        row.region.n_cached += row.n_new
-    return list(states.split(1 if last_only else list(lengths)))
-
-
-def _read_separately(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """Return the hidden states (t, H) of a pass over one sequence."""
-    input_ids = torch.tensor([token_ids], device=model.device)
-    states: torch.Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[0].float()
-    return states

@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
-from skyrl_train.inference_engines.addresses import server_url
-from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, SamplingParams
-from skyrl_train.inference_engines.http import HTTPEngine, call_server
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
@@ -86,8 +85,8 @@ class SGLangEngine(HTTPEngine):
             vocab_size=int(config.vocab_size),
             eos_ids=all_eos_ids(model_eos, tokenizer.eos_token_id),
             tokenizer=tokenizer,
+            weight_dtype=getattr(torch, str(facts.get("dtype")), None),  # None for "auto"
         )
-        self.info = EngineInfo(n_context, n_context, getattr(torch, str(facts.get("dtype")), None))  # None for "auto"
         self._model_path = model_path
         self._weight_folder = weight_folder
         self._weight_mirror = WeightMirror()
@@ -182,22 +181,18 @@ class SGLangEngine(HTTPEngine):
         try:
             await asyncio.to_thread(write_model, folder, self._model_path, receiver)
             update = {"model_path": str(folder.absolute()), "weight_version": str(plan.version), "flush_cache": False}
-            await self._update_weights(update, plan.timeout_s)
+            await self._end_requests()
+            try:
+                await self._request("POST", "/update_weights_from_disk", json=update, timeout_s=plan.timeout_s)
+            except EngineLostError as error:
+                raise EngineLostError(
+                    f"{error} It had {plan.timeout_s:g} s to load new weights; raise "
+                    "generator.weight_sync_timeout_seconds if it needs more time"
+                ) from error.__cause__
             await self._flush_cache()  # the update's own flush would not wait until aborted requests have ended
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         return receiver.receipt
-
-    async def _update_weights(self, update: dict[str, Any], timeout_s: float) -> None:
-        """Make the server load weights from a folder."""
-        await self._end_requests()
-        try:
-            await self._request("POST", "/update_weights_from_disk", json=update, timeout_s=timeout_s)
-        except EngineLostError as error:
-            raise EngineLostError(
-                f"{error} It had {timeout_s:g} s to load new weights; raise generator.weight_sync_timeout_seconds if "
-                "it needs more time"
-            ) from error.__cause__
 
     async def _flush_cache(self) -> None:
         """Drop all keys and values after the server has aborted the dropped requests."""

@@ -1,4 +1,4 @@
-"""An SGLang server as a child process."""
+"""SGLang in a run: a server that the run starts on this machine, or a running server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.http import call_server
+from skyrl_train.inference_engines.setup import EngineSetup, weight_folder
+from skyrl_train.inference_engines.sglang.engine import SGLangEngine
 from skyrl_train.weight_sync.sync import free_port
 
 logger = logging.getLogger(__name__)
@@ -21,6 +26,35 @@ logger = logging.getLogger(__name__)
 END_TIMEOUT_S = 20.0
 POLL_S = 0.5
 OWN_OPTIONS = {"host": "127.0.0.1", "skip_tokenizer_init": True, "enable_memory_saver": True}
+
+
+def start(setup: EngineSetup) -> InferenceEngine:
+    """Start a server on this machine, and connect to it."""
+    generator, path = setup.cfg.generator, setup.cfg.trainer.policy.model.path
+    options = {
+        "model_path": path,
+        "dtype": setup.cfg.engine_dtype(has_gpu=torch.cuda.is_available()),
+        "tp_size": generator.inference_engine_tensor_parallel_size,
+        "pp_size": generator.inference_engine_pipeline_parallel_size,
+        "dp_size": generator.inference_engine_data_parallel_size,
+        "mem_fraction_static": setup.usable_bytes / setup.total_bytes,
+        "max_running_requests": generator.max_num_seqs,
+        "chunked_prefill_size": generator.max_num_batched_tokens if generator.enable_chunked_prefill else -1,
+        "disable_radix_cache": not generator.enable_prefix_caching,
+        "disable_cuda_graph": generator.enforce_eager,
+        **setup.options,
+    }
+    address, end_server = launch_server(options, generator.engine_start_timeout_seconds)
+    try:
+        return SGLangEngine(address, path, setup.tokenizer, weight_folder(setup.cfg), end_server)
+    except BaseException:
+        end_server()
+        raise
+
+
+def connect(url: str, setup: EngineSetup) -> InferenceEngine:
+    """Connect to a running server."""
+    return SGLangEngine(url, setup.cfg.trainer.policy.model.path, setup.tokenizer, weight_folder(setup.cfg))
 
 
 def launch_server(

@@ -60,7 +60,12 @@ class AsyncVLLMEngine(AsyncEngine):
             EngineError: this machine has too few GPUs, or vLLM does not start with these options.
         """
         n_devices = math.prod(int(options.get(name, 1)) for name in PARALLEL_SIZES)
-        _check_devices(options, n_devices)
+        if current_platform.is_cuda_alike() and n_devices > (n_gpus := torch.cuda.device_count()):
+            chosen = " × ".join(f"{name}={options[name]}" for name in PARALLEL_SIZES if options.get(name, 1) > 1)
+            raise EngineError(
+                f"vLLM needs {n_devices} GPUs for {chosen}, and this process sees {n_gpus}; lower "
+                "generator.inference_engine_tensor_parallel_size, or give the engine more GPUs"
+            )
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         own = dict(OWN_OPTIONS)
         if n_devices > 1:
@@ -130,7 +135,7 @@ class AsyncVLLMEngine(AsyncEngine):
         task.add_done_callback(self._aborts.discard)
 
     async def _drop_all(self) -> None:
-        self._forget_all()
+        await super()._drop_all()
         await self._drop_caches()
 
     async def _drop_caches(self) -> None:
@@ -191,13 +196,3 @@ class AsyncVLLMEngine(AsyncEngine):
         if self._aborts:
             await asyncio.wait(self._aborts)
         await self._thread.run(self._client.shutdown)
-
-
-def _check_devices(options: Mapping[str, Any], n_devices: int) -> None:
-    """Raise EngineError if an engine needs more GPUs than there are."""
-    if current_platform.is_cuda_alike() and n_devices > (n_gpus := torch.cuda.device_count()):
-        chosen = " × ".join(f"{name}={options[name]}" for name in PARALLEL_SIZES if options.get(name, 1) > 1)
-        raise EngineError(
-            f"vLLM needs {n_devices} GPUs for {chosen}, and this process sees {n_gpus}; lower "
-            "generator.inference_engine_tensor_parallel_size, or give the engine more GPUs"
-        )

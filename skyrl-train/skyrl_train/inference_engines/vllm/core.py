@@ -1,4 +1,4 @@
-"""vLLM's engine core in this process, and what all vLLM engines share: options, requests and outputs."""
+"""vLLM's engine core in this process, and the options, requests and outputs of all vLLM engines."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class VLLMEngine(ScheduledEngine):
         self._dropped.extend(request_ids)
 
     async def _drop_all(self) -> None:
-        self._forget_all()
+        await super()._drop_all()
         await self._thread.run(self._core.forget, self._take_dropped())
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:

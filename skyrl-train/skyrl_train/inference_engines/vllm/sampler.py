@@ -25,7 +25,7 @@ from skyrl_train.inference_engines.vllm.wire import (
     RAW,
     REQUEST,
     SAMPLING,
-    Request,
+    SamplerRequest,
     decode_request,
     unpack,
 )
@@ -64,14 +64,14 @@ class PositionSampler:
         if params.extra_args is None:
             params.extra_args = {}
         request = params.extra_args.get(REQUEST)
-        if not isinstance(request, Request):
+        if not isinstance(request, SamplerRequest):
             request = _foreign_request(state) if request is None else decode_request(request)
             params.extra_args[REQUEST] = request
         token_ids = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]  # prompt and response so far
         return Draw(request.sampling, request.seed, memoryview(token_ids), request.n_prompt, self._eos_ids)
 
 
-def _foreign_request(state: CachedRequestState) -> Request:
+def _foreign_request(state: CachedRequestState) -> SamplerRequest:
     """Convert a request from another client of vLLM's server. All workers draw the same random numbers for it."""
     params = state.sampling_params
     sampling = SamplingParams(
@@ -89,7 +89,7 @@ def _foreign_request(state: CachedRequestState) -> Request:
         n_top_logprobs=max(0, params.logprobs or 0),
     )
     seed = zlib.crc32(state.req_id.encode()) if params.seed is None else params.seed
-    return Request(sampling, seed, state.num_prompt_tokens)
+    return SamplerRequest(sampling, seed, state.num_prompt_tokens)
 
 
 def to_columns(choices: Sequence[SampledToken]) -> LogprobsTensors:

@@ -13,9 +13,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.addresses import server_url
 from skyrl_train.inference_engines.base import EngineRequest
-from skyrl_train.inference_engines.http import HTTPEngine, call_server
+from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence

@@ -39,7 +39,7 @@ class Facts(NamedTuple):
         return dtype
 
 
-class Request(NamedTuple):
+class SamplerRequest(NamedTuple):
     """The part of an `EngineRequest` that the sampler needs."""
 
     sampling: SamplingParams
@@ -53,12 +53,12 @@ def encode_request(request: EngineRequest) -> dict[str, Any]:
     return {REQUEST: {"sampling": asdict(request.sampling), "seed": seed, "n_prompt": len(request.prompt_ids)}}
 
 
-def decode_request(encoded: dict[str, Any]) -> Request:
+def decode_request(encoded: dict[str, Any]) -> SamplerRequest:
     """Decode `extra_args[REQUEST]`."""
     sampling: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in encoded["sampling"].items()
     }
-    return Request(SamplingParams(**sampling), encoded["seed"], encoded["n_prompt"])
+    return SamplerRequest(SamplingParams(**sampling), encoded["seed"], encoded["n_prompt"])
 
 
 def unpack(columns: Sequence[tuple[int, float]]) -> SampledToken:

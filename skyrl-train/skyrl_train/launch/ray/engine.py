@@ -22,7 +22,6 @@ from skyrl_train.threads import threads_per_process
 
 ANSWER_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 300.0
-START_TIMEOUT_KEY = "generator.engine_start_timeout_seconds"
 
 RayWrappedInferenceEngine = RemoteEngine
 """The driver's client for an engine in an actor, as returned by `connect_engine`."""
@@ -100,7 +99,6 @@ async def connect_engine(
             connect,
             *(address, token, _make, describe_end, lambda: ray.kill(actor)),
             start_timeout_s=start_timeout_s,
-            start_timeout_name=START_TIMEOUT_KEY,
         )
     except RayError as error:
         raise EngineError(f"the engine's process could not start: {error}") from error

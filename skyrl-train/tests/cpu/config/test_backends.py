@@ -8,7 +8,7 @@ from train_kit.runs import expect_error, train
 from skyrl_train.config.backends import ENGINES, EngineTraits
 
 NEW_ENGINE = """
-from skyrl_train.inference_engines.hf.start import start as start_embedded
+from skyrl_train.inference_engines.hf.engine import start as start_embedded
 
 
 def start(setup):

@@ -41,7 +41,7 @@ def test_sampling_parameters_are_passed_on(stop: Any, expected: tuple[str, ...])
         {"n_top_logprobs": -1},
     ],
 )
-def test_values_out_of_their_range_are_refused(options: dict[str, Any]) -> None:
+def test_values_out_of_range_are_rejected(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(EngineError, match=f"{name}={options[name]} must be "):
         SamplingParams(**{"max_new_tokens": 1} | options)

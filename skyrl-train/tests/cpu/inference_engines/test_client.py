@@ -28,7 +28,7 @@ SYNC_TIMEOUT_S = 90.0
 
 @pytest.fixture(scope="module")
 def processes(forked_processes: None) -> Iterator[list[ServerProcess]]:
-    """Two engine processes shared by all tests; each connection has its own engine."""
+    """Two engine processes shared by all tests. Each connection creates a new engine."""
     started = [ServerProcess(n_threads=1) for _ in range(2)]
     yield started
     for process in started:
@@ -37,7 +37,7 @@ def processes(forked_processes: None) -> Iterator[list[ServerProcess]]:
 
 @pytest.fixture(autouse=True)
 def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the sender of a failed sync wait for a second, not for ten."""
+    """Make the sender of a failed sync wait for receivers for 1 s instead of 10 s."""
     monkeypatch.setattr(rendezvous, "LINGER_S", 1.0)
 
 
@@ -121,7 +121,7 @@ class Fleet:
         return engine
 
     async def connect(self, survivor: ServerProcess, *, sends_changes: bool) -> None:
-        """Start the engines and sync them; the second one is in a process that tests share."""
+        """Start the engines. The second one runs in the process `survivor`, which tests share."""
         second = await asyncio.to_thread(survivor.connect, make_engine(self._path))
         self.client = EngineClient([await self.start(0), second], self.start)
         options = SyncOptions("auto", timeout_s=SYNC_TIMEOUT_S, sends_changes=sends_changes)
@@ -144,7 +144,7 @@ async def fleet(
     tmp_path: Path,
     tiny_model: PreTrainedModel,
 ) -> AsyncIterator[Fleet]:
-    """Two engines with weights of version 1, which differ from those in the model's folder."""
+    """Two engines with weights of version 1 that differ from the model's folder."""
     model = copy.deepcopy(tiny_model)
     model.lm_head.weight.detach().mul_(1.5)
     fleet = Fleet(tiny_model_path, tmp_path, model)
@@ -258,10 +258,10 @@ async def test_an_engine_lost_before_a_pause_is_replaced_by_a_paused_one(fleet: 
 
 
 @pytest.mark.parametrize("is_asleep", [True, False], ids=["lost while asleep", "lost before"])
-async def test_engines_sleep_beside_the_replacement_of_a_lost_one(
+async def test_engines_sleep_while_a_lost_one_is_replaced(
     fleet: Fleet, is_asleep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was lost while asleep is replaced by the next sync: others use its memory until then."""
+    """The next sync replaces an engine lost while asleep. Until then, models use its memory."""
     monkeypatch.setattr(client_module, "HEALTH_INTERVAL_S", 0.05)
     await fleet.client.generate([request(3)])  # starts the checks of its health
     if is_asleep:
@@ -298,7 +298,7 @@ async def test_an_engine_that_is_lost_repeatedly_fails_its_requests(
         await listener.result()
 
 
-async def test_a_failed_replacement_is_retried_for_the_next_requests(
+async def test_requests_of_a_lost_engine_fail_until_a_replacement_succeeds(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (expected,) = await fleet.client.generate([request(30, 0, "a")])
@@ -308,6 +308,9 @@ async def test_a_failed_replacement_is_retried_for_the_next_requests(
 
     fleet.kill()
     with monkeypatch.context() as patches:
+        patches.setattr(fleet.client, "_restart", None)
+        with pytest.raises(EngineError, match="ended with exit status -9"):
+            await fleet.client.generate([request(30, 0, "a")])
         patches.setattr(fleet.client, "_restart", fail)
         with pytest.raises(EngineError, match="its node has left the cluster"):
             await fleet.client.generate([request(30, 0, "a")])
@@ -317,14 +320,14 @@ async def test_a_failed_replacement_is_retried_for_the_next_requests(
     assert_same(found, expected, 1e-5)
 
 
-async def test_a_replacement_with_weights_of_another_type_is_refused(fleet: Fleet) -> None:
+async def test_a_replacement_with_another_weight_dtype_is_rejected(fleet: Fleet) -> None:
     fleet.client.info = replace(fleet.client.info, weight_dtype=torch.bfloat16)
     fleet.kill()
     with pytest.raises(EngineError, match="replacement of engine 1 of 2 holds weights in None instead of bfloat16"):
         await fleet.client.generate([request(30, 0, "a")])
 
 
-async def test_engines_with_weights_of_different_types_are_refused(
+async def test_engines_with_different_weight_dtypes_are_rejected(
     tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     engines = [HFEngine(tiny_model, tiny_tokenizer, **LIMITS) for _ in range(2)]
@@ -350,18 +353,11 @@ async def test_an_aborted_request_of_a_lost_engine_is_not_sampled_again(fleet: F
     assert (await kept.result()).stop_reason == "length"
 
 
-async def test_without_a_restart_a_lost_engine_fails_its_requests(fleet: Fleet) -> None:
-    fleet.client._restart = None
-    fleet.kill()
-    with pytest.raises(EngineError, match="ended with exit status -9"):
-        await fleet.client.generate([request(400)])
-
-
 # -- receipts
 
 
 class Damaged(HFEngine):
-    """An engine that received other weights than were sent."""
+    """An engine whose weights differ from the sent ones."""
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         receipt = await super().receive_weights(plan)
@@ -369,7 +365,7 @@ class Damaged(HFEngine):
 
 
 @pytest.mark.parametrize("damaged", [[], [0], [1], [0, 1]], ids=str)
-async def test_an_engine_with_other_weights_is_noticed_wherever_it_is(
+async def test_any_engine_with_wrong_weights_fails_the_sync(
     damaged: list[int], tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     kinds = [Damaged if i in damaged else HFEngine for i in range(2)]

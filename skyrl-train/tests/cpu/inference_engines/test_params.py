@@ -19,7 +19,7 @@ from skyrl_train.inference_engines.utils import get_sampling_params_for_backend
         SamplingParams(9, min_new_tokens=2, top_k=5, stop_token_ids=(1, 2), ignore_eos=True, min_p=0.5),
     ],
 )
-def test_sampling_parameters_survive_a_round_trip_through_the_names_of_skyrl(sampling: SamplingParams) -> None:
+def test_a_round_trip_through_the_names_of_skyrl_keeps_sampling_parameters(sampling: SamplingParams) -> None:
     assert to_sampling(to_sampling_params(sampling), None) == sampling
 
 
@@ -60,7 +60,7 @@ def test_sampling_parameters_may_have_any_of_their_names(
         (None, "no max_tokens"),
     ],
 )
-def test_other_sampling_parameters_are_refused(params: dict[str, Any] | None, message: str) -> None:
+def test_unknown_sampling_parameters_are_rejected(params: dict[str, Any] | None, message: str) -> None:
     with pytest.raises(DataError, match=message):
         to_sampling(params, None)
 

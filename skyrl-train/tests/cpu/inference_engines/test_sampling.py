@@ -7,17 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    LogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from train_kit.engines import shaped_logits
 
 from skyrl_train.inference_engines import sampling
-from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens, uniforms
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.1, 0.3])
@@ -96,14 +89,11 @@ def test_truncation_keeps_exactly_the_right_tokens(sample: Sample, options: dict
     assert support(sample, **options) == tokens
 
 
-def test_sampling_log_probs_are_reported_if_they_differ(sample: Sample) -> None:
+def test_sampling_and_top_log_probs(sample: Sample) -> None:
     kept = torch.tensor([0.0, 0.4, 0.0, 0.0, 0.3]).log().log_softmax(-1)
     for choice in sample([0.1, 0.6, 0.9], top_k=2):
         assert choice.sampling_logprob == pytest.approx(float(kept[choice.token_id]), abs=1e-6)
     assert {choice.sampling_logprob for choice in sample([0.1, 0.9], temperature=0.5)} == {None}
-
-
-def test_top_log_probs_on_request(sample: Sample) -> None:
     (choice,) = sample([0.01], temperature=0.5, n_top_logprobs=2)
     expected = (LOGITS / 0.5).log_softmax(-1)
     assert list(choice.top_logprobs or {}) == [1, 4]
@@ -116,37 +106,19 @@ def test_top_log_probs_on_request(sample: Sample) -> None:
     temperature=st.sampled_from([0.5, 1.0, 1.7]),
     top_k=st.sampled_from([-1, 1, 3, 700, 5000]),
     top_p=st.sampled_from([1.0, 0.999, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.001, 0.1, 0.5, 1.0]),
     repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
     seed=st.integers(0, 99),
 )
-def test_the_distribution_equals_that_of_transformers(
-    temperature: float, top_k: int, top_p: float, repetition_penalty: float, seed: int
-) -> None:
-    logits = 2 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(seed))
+def test_the_distribution_equals_that_of_transformers(seed: int, **options: Any) -> None:
+    logits = 2 * torch.randn(3000, generator=torch.Generator().manual_seed(seed))
     token_ids = [5, 7, 7, 2999, 11]
-    processors: list[LogitsProcessor] = [
-        RepetitionPenaltyLogitsProcessor(repetition_penalty),
-        TemperatureLogitsWarper(temperature),
-        *([TopKLogitsWarper(top_k)] if top_k > 0 else []),
-        *([TopPLogitsWarper(top_p)] if top_p < 1 else []),
-    ]
-    expected = logits
-    for processor in processors:
-        expected = processor(torch.tensor([token_ids]), expected)
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty}
-    shaped = sampling._shaped(logits.clone(), [(0, draw(token_ids, n_prompt=2, **options))])
-    kept, expected_kept = shaped[0].isfinite(), expected[0].isfinite()
+    expected = shaped_logits(logits, EngineRequest(token_ids[:2], params(**options), seed), token_ids[2:], eos_id=2)
+    (shaped,) = sampling._shaped(logits[None].clone(), [(0, draw(token_ids, n_prompt=2, **options))])
+    kept, expected_kept = shaped.isfinite(), expected.isfinite()
     assert (kept != expected_kept).sum() <= 1  # at the top-p threshold rounding may decide about one token
     both = kept & expected_kept
-    torch.testing.assert_close(shaped[0, both].softmax(-1), expected[0, both].softmax(-1), atol=1e-5, rtol=1e-4)
-
-
-@given(min_p=st.sampled_from([0.001, 0.1, 0.5, 1.0]), seed=st.integers(0, 99))
-def test_min_p_equals_that_of_transformers(min_p: float, seed: int) -> None:
-    logits = 2 * torch.randn(1, 300, generator=torch.Generator().manual_seed(seed))
-    expected = MinPLogitsWarper(min_p)(torch.tensor([[1]]), logits)
-    shaped = sampling._shaped(logits.clone(), [(0, draw(min_p=min_p))])
-    torch.testing.assert_close(shaped.softmax(-1), expected.softmax(-1))
+    torch.testing.assert_close(shaped[both].softmax(-1), expected[both].softmax(-1), atol=1e-5, rtol=1e-4)
 
 
 def test_presence_and_frequency_count_the_response_alone() -> None:
@@ -155,15 +127,12 @@ def test_presence_and_frequency_count_the_response_alone() -> None:
     assert sampling._shaped(logits, [(0, penalized)]).tolist() == [[0.0, -1.25, 0.0, -1.5, 0.0]]
 
 
-def test_greedy_sampling_applies_penalties(sample: Sample) -> None:
+def test_greedy_sampling_applies_penalties_and_takes_the_larger_of_almost_equal_logits(sample: Sample) -> None:
     assert sample([0.5], temperature=0.0)[0].token_id == 1
     (choice,) = sample([0.5], temperature=0.0, token_ids=[1], n_prompt=0, presence_penalty=9.0)
     assert choice.token_id == 4
     assert choice.logprob == pytest.approx(float(PROBABILITIES[4].log()), abs=1e-6)
-
-
-def test_greedy_sampling_takes_the_larger_of_two_logits_with_the_same_rounded_weight(sample: Sample) -> None:
-    logits = torch.tensor([1.0, 1.0000001, 0.0])
+    logits = torch.tensor([1.0, 1.0000001, 0.0])  # their exponentials round to the same number
     assert logits[0] < logits[1]
     assert sample([0.0], logits, temperature=0.0)[0].token_id == 1
 
@@ -243,16 +212,9 @@ def test_a_uniform_is_at_least_zero_and_below_one_and_reproducible(seed: int, po
     assert uniforms([5, seed], [1, position])[1] == u
 
 
-def test_uniforms_are_splitmix64() -> None:
+def test_uniforms_are_splitmix64_of_all_bits_of_a_seed() -> None:
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # its first outputs for seed 0
     assert (uniforms([0, 0, 0], [1, 2, 3]) * 2**24).tolist() == [output >> 40 for output in published]
-
-
-def test_streams_of_different_seeds_do_not_overlap() -> None:
     step = 0x9E3779B97F4A7C15  # from one position to the next
     assert (uniforms([step] * 8, range(8)) != uniforms([0] * 8, range(1, 9))).all()
-
-
-def test_all_64_bits_of_a_seed_matter() -> None:
-    seeds = [1 << bit for bit in range(64)]
-    assert len(set(uniforms(seeds, [1] * 64))) == 64
+    assert len(set(uniforms([1 << bit for bit in range(64)], [1] * 64))) == 64

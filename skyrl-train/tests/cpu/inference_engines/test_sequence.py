@@ -12,7 +12,7 @@ RESPONSE = [*"defghijklmnop", LONG_TOKEN, "7", "8"]
 def end_of_response(
     tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams, eos_ids: frozenset[int] = frozenset()
 ) -> tuple[str, StopReason | None]:
-    """Sample the prompt `abc` and then `RESPONSE` token by token; return text and reason when the rules end it."""
+    """Append `RESPONSE` to the prompt `abc`, token by token. Return text and stop reason where the rules end it."""
     prompt_ids = tokenizer.convert_tokens_to_ids(list("abc"))
     sequence = ActiveSequence(EngineRequest(prompt_ids, sampling, seed=0), 3 + sampling.max_new_tokens)
     reason = None
@@ -43,13 +43,8 @@ def test_stop_strings(
     assert end_of_response(tiny_tokenizer, sampling) == (text, reason)
 
 
-def test_every_eos_token_ends_a_response(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_every_eos_token_of_model_and_tokenizer_ends_a_response(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    assert [all_eos_ids([4, 5], 6), all_eos_ids(4, 4), all_eos_ids(None, None)] == [{4, 5, 6}, {4}, set()]
     eos_ids = all_eos_ids(tiny_tokenizer.convert_tokens_to_ids(["g", "z"]), tiny_tokenizer.eos_token_id)
     text, reason = end_of_response(tiny_tokenizer, SamplingParams(max_new_tokens=9), eos_ids)
     assert (text, reason) == ("defg", "stop")
-
-
-def test_eos_tokens_of_model_and_tokenizer_are_merged() -> None:
-    assert all_eos_ids([4, 5], 6) == {4, 5, 6}
-    assert all_eos_ids(4, 4) == {4}
-    assert all_eos_ids(None, None) == frozenset()

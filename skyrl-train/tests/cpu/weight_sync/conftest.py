@@ -14,5 +14,5 @@ def tensors() -> Tensors:
 
 @pytest.fixture
 def gpus_are_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the slots of `nccl` and `cuda_ipc` on the CPU, where gloo and shared memory take the place of both."""
+    """Keep the slots of `nccl` and `cuda_ipc` on the CPU, where gloo and shared memory replace them."""
     monkeypatch.setattr(stream, "stream_device", lambda plan: torch.device("cpu"))

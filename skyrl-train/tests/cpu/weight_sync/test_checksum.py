@@ -24,7 +24,7 @@ def test_rows_blocks_and_parts_add_up(n_words: int) -> None:
     expected = (expected + zlib.crc32(b"w") * n_words**2) % 2**64
     assert tensor_checksum("w", words) == expected
     checksum = Checksum("w")
-    for part in flat_bytes(words).split(8 * WORD_BYTES * 1001):  # as of a stream, whose parts are no rows
+    for part in flat_bytes(words).split(8 * WORD_BYTES * 1001):  # like parts of a stream, not aligned to rows
         checksum.add(part)
     assert checksum.value == expected
 

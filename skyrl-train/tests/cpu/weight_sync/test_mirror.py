@@ -57,7 +57,7 @@ async def test_an_adapter_is_merged_into_the_base_that_was_sent_once(
     assert megabytes[0] > 3 * megabytes[1]
 
 
-async def test_a_new_engine_and_all_after_a_failure_receive_the_base(policy: PreTrainedModel) -> None:
+async def test_a_new_engine_receives_the_base_and_all_do_after_a_failure(policy: PreTrainedModel) -> None:
     engines = {"engine 0": MirroredSink(), "engine 1": MirroredSink()}
     options = SyncOptions("auto", timeout_s=10)
     sync = WeightSync(AdapterSource(policy), engines, options, kind="factors")
@@ -69,9 +69,8 @@ async def test_a_new_engine_and_all_after_a_failure_receive_the_base(policy: Pre
     change_adapter(policy, 1)
     await sync(1)
     engines["engine 1"].mirror = WeightMirror()
-    with pytest.raises(
-        SyncError, match="weight sync 2 does not send all weights, but engine 1 does not hold the others"
-    ):
+    message = "weight sync 2 does not send all weights, but engine 1 does not hold the others"
+    with pytest.raises(SyncError, match=message):
         await sync(2)
     await sync(3)
     assert engines["engine 0"].kinds == ["base_and_factors", "base_and_factors", "factors", "base_and_factors"]
@@ -80,7 +79,7 @@ async def test_a_new_engine_and_all_after_a_failure_receive_the_base(policy: Pre
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-async def test_changes_are_applied_to_what_was_sent_before(tiny_model: PreTrainedModel, transport: Transport) -> None:
+async def test_changes_are_applied_to_the_last_sent_weights(tiny_model: PreTrainedModel, transport: Transport) -> None:
     model = copy.deepcopy(tiny_model).bfloat16()
     engine, options = MirroredSink(), SyncOptions(transport, timeout_s=10, sends_changes=True)
     sync = WeightSync(TensorSource(model.named_parameters), {"the engine": engine}, options)
@@ -93,25 +92,20 @@ async def test_changes_are_applied_to_what_was_sent_before(tiny_model: PreTraine
     assert max(megabytes[1:]) < 0.1 * megabytes[0]
 
 
-async def test_changes_since_another_version_are_refused(tiny_model: PreTrainedModel) -> None:
+async def test_changes_since_another_version_are_rejected_and_whole_weights_leave_no_copy(
+    tiny_model: PreTrainedModel,
+) -> None:
     engine, source = MirroredSink(), TensorSource(tiny_model.named_parameters)
     options = SyncOptions("auto", timeout_s=10, sends_changes=True)
     sync = WeightSync(source, {"engine 0": engine}, options)
     await sync(0)
     await WeightSync(source, {"engine 0": engine}, options)(7)
     source.sent_weights.complete(0)
-    with pytest.raises(
-        SyncError, match="weight sync 1 does not send all weights, but engine 0 does not hold the others"
-    ):
+    message = "weight sync 1 does not send all weights, but engine 0 does not hold the others"
+    with pytest.raises(SyncError, match=message):
         await sync(1)
-
-
-async def test_whole_weights_leave_no_copy_behind(tiny_model: PreTrainedModel) -> None:
-    engine, source = MirroredSink(), TensorSource(tiny_model.named_parameters)
-    options = SyncOptions("auto", timeout_s=10, sends_changes=True)
-    await WeightSync(source, {"the engine": engine}, options)(0)
     assert engine.mirror.tensors
-    await WeightSync(source, {"the engine": engine}, SyncOptions("auto", timeout_s=10, chunk_bytes=1000))(1)
+    await WeightSync(source, {"engine 0": engine}, SyncOptions("auto", timeout_s=10, chunk_bytes=1000))(8)
     assert engine.mirror.tensors == {}
     assert all(torch.equal(engine.tensors[name], p) for name, p in tiny_model.named_parameters())
 
@@ -132,7 +126,7 @@ class ProcessGroup:
 
 
 def allocate(rank: int, port: int, connection: Connection) -> None:
-    """Write own and read the other one's value of memory that two processes allocate."""
+    """Allocate memory with another process, write a value, and read the other process's value."""
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     memory = allocate_host_memory(1000, ProcessGroup())
     memory[rank] = 10 + rank

@@ -75,7 +75,7 @@ def test_the_stream_takes_less_memory_than_its_tensors(tensors: Tensors, monkeyp
     assert sizes == [stream_module.N_SLOTS * 1024]
 
 
-def test_receivers_on_other_machines_take_gloo_in_the_same_sync(
+def test_receivers_on_other_machines_use_gloo_in_the_same_sync(
     tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_first = threading.Lock()
@@ -90,7 +90,7 @@ def test_receivers_on_other_machines_take_gloo_in_the_same_sync(
         assert receipt == sent
 
 
-def test_memory_of_another_process_number_is_not_opened() -> None:
+def test_memory_of_another_process_is_not_opened() -> None:
     memory = SharedMemory.create(100)
     process, fd, name = memory.address.split("/")
     assert open_memory(f"{process}/0/{name}") is None  # another file of this process
@@ -106,13 +106,13 @@ def test_a_receiver_casts_to_its_own_dtype(tensors: Tensors) -> None:
     assert receipt == sent
 
 
-def test_a_function_that_hangs_is_given_up() -> None:
+def test_a_function_that_hangs_raises_after_the_timeout() -> None:
     release = threading.Event()
     with pytest.raises(SyncError, match="too slow"):
-        stream_module.run_within(0.1, lambda: release.wait(20) and None, lambda: "too slow")
+        stream_module.run_within(0.1, lambda: release.wait(20) and None, "too slow")
     release.set()
     with pytest.raises(ValueError, match="broken"):
-        stream_module.run_within(20, lambda: int("broken") and None, lambda: "too slow")
+        stream_module.run_within(20, lambda: int("broken") and None, "too slow")
 
 
 SENDER = """

@@ -59,7 +59,7 @@ class SamplingContract:
         results = await engine_kit.new().generate(requests)
         assert [r.token_ids for r in results] == [engine_kit.greedy(r.prompt_ids, 8) for r in requests]
 
-    async def test_log_probs_equal_those_of_the_trainer_at_the_request_temperature(self, engine_kit: EngineKit) -> None:
+    async def test_log_probs_equal_the_trainers_at_the_request_temperature(self, engine_kit: EngineKit) -> None:
         temperatures = (0.0, 0.4, 1.0, 1.7)
         requests = [engine_kit.request(9 + 20 * i, 12, seed=i, temperature=t) for i, t in enumerate(temperatures)]
         for request, result in zip(requests, await engine_kit.new().generate(requests), strict=True):
@@ -117,7 +117,7 @@ class SamplingContract:
 
 
 class CallContract:
-    """Calls side by side: each gets its own tokens, and only those that cannot be served are refused."""
+    """Concurrent calls: each gets its own tokens, and only calls that cannot be served are rejected."""
 
     async def test_results_are_in_the_order_of_their_requests(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new(max_num_seqs=2)
@@ -161,28 +161,20 @@ class CallContract:
             assert_same(await listener.result(), result, engine_kit.tolerance)
             assert listener.token_ids == result.token_ids
 
-    async def test_only_the_call_of_a_prompt_that_cannot_be_served_is_refused(self, engine_kit: EngineKit) -> None:
+    async def test_only_the_call_of_a_request_that_cannot_be_served_is_refused(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
-        n = engine.info.context_length
+        n, last = engine.info.context_length, len(engine_kit.tokenizer) - 1
         served = asyncio.create_task(engine.generate([engine_kit.request(10, 20, ignore_eos=True)]))
-        for n_prompt in (0, n, n + 88):
-            refused = EngineRequest([5] * n_prompt, SamplingParams(4), 0)
+        plain, unknown_stop = SamplingParams(4), SamplingParams(4, 2, stop_token_ids=(-1, 7, 99_999))
+        for prompt_ids, sampling, message in (
+            *(([5] * k, plain, f"a prompt of {k} tokens: .* between 1 and {n - 1}") for k in (0, n, n + 88)),
+            *(([5, i, 6], plain, rf"a prompt with token {i}: .* 0 to {last}") for i in (-1, 10_000)),
+            ([5] * 5, unknown_stop, rf"stop_token_ids=\[-1, 99999\]: valid tokens are 0 to {last}"),
+        ):
+            refused = EngineRequest(prompt_ids, sampling, seed=0)
             for call in (engine.generate([engine_kit.request(5), refused]), Listener(engine, refused).result()):
-                with pytest.raises(EngineError, match=f"a prompt of {n_prompt} tokens: .* between 1 and {n - 1}"):
+                with pytest.raises(EngineError, match=message):
                     await call
-        assert len((await served)[0].token_ids) == 20
-
-    @pytest.mark.parametrize("token_id", [-1, 10_000])
-    async def test_an_unknown_token_is_refused(self, engine_kit: EngineKit, token_id: int) -> None:
-        last = len(engine_kit.tokenizer) - 1
-        with pytest.raises(EngineError, match=rf"a prompt with token {token_id}: .* 0 to {last}"):
-            await engine_kit.new().generate([EngineRequest([5, token_id, 6], SamplingParams(4), seed=0)])
-
-    async def test_only_the_call_with_unknown_stop_tokens_is_refused(self, engine_kit: EngineKit) -> None:
-        engine = engine_kit.new()
-        served = asyncio.create_task(engine.generate([engine_kit.request(10, 20, ignore_eos=True)]))
-        with pytest.raises(EngineError, match=r"stop_token_ids=\[-1, 99999\]: valid tokens are 0 to"):
-            await engine.generate([engine_kit.request(5, stop_token_ids=(-1, 7, 99_999), min_new_tokens=2)])
         assert len((await served)[0].token_ids) == 20
 
     @pytest.mark.parametrize("how", ["closes the generator", "raises"])
@@ -215,10 +207,10 @@ class CallContract:
 
 
 class EndingContract:
-    """The end of a response: EOS token, stop string, stop token, or limit."""
+    """Ends of a response: EOS token, stop string, stop token, or limit."""
 
     endings: ClassVar[list[tuple[dict[str, Any], str, str]]] = ENDINGS
-    """Options of a request to a policy that spells the alphabet, the response, and its stop reason."""
+    """Request options, response, and stop reason, for a policy that spells the alphabet."""
 
     async def test_a_response_ends_at_eos_stop_string_stop_token_or_limit(self, engine_kit: EngineKit) -> None:
         engine_kit.teach_spelling()
@@ -277,7 +269,7 @@ class CacheContract:
                 observation = engine_kit.prompt(11, seed=i)
                 turns[i] = replace(turn, prompt_ids=turn.prompt_ids + result.token_ids + observation)
 
-    async def test_an_edited_session_is_read_again_from_the_edit_on(self, engine_kit: EngineKit) -> None:
+    async def test_an_edited_session_reuses_tokens_before_the_edit(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         first = engine_kit.request(150, 8, session="game")
         (result,) = await engine.generate([first])
@@ -288,8 +280,7 @@ class CacheContract:
         assert_agrees(engine_kit, edited, result)
 
     async def test_an_ended_session_starts_again(self, engine_kit: EngineKit) -> None:
-        engine = engine_kit.new()
-        request = engine_kit.request(80, 8, session="game")
+        engine, request = engine_kit.new(), engine_kit.request(80, 8, session="game")
         (first,) = await engine.generate([request])
         await engine.end_session("game")
         await engine.end_session("unknown")
@@ -297,9 +288,8 @@ class CacheContract:
 
     async def test_long_prompts_are_read_in_chunks(self, engine_kit: EngineKit) -> None:
         requests = [engine_kit.request(n, 10, seed=n) for n in (5, 300, 90)]
-        for request, result in zip(
-            requests, await engine_kit.new(max_num_batched_tokens=64).generate(requests), strict=True
-        ):
+        results = await engine_kit.new(max_num_batched_tokens=64).generate(requests)
+        for request, result in zip(requests, results, strict=True):
             assert_agrees(engine_kit, request, result)
 
 

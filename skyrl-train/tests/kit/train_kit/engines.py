@@ -1,4 +1,4 @@
-"""Inference engines under test, and what tests compare them with."""
+"""Inference engines under test, and reference results from transformers and the trainer."""
 
 import asyncio
 import copy
@@ -51,7 +51,7 @@ LIMITS = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes":
 def make_engine(path: Path, pid_file: Path | None = None, **limits: Any) -> Callable[[], HFEngine]:
     """Return a picklable function that creates an embedded engine of the model at `path`, in float32.
 
-    It writes the id of its process to `pid_file`: processes started from the zygote have another one than their shim.
+    It writes its process id to `pid_file`, because a process forked from the zygote has a different id than its shim.
     """
     return partial(_make_engine, path, pid_file, **limits)
 
@@ -65,25 +65,25 @@ def _make_engine(path: Path, pid_file: Path | None, **limits: Any) -> HFEngine:
 
 @functools.cache
 def _load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model once in each process: connections to an engine process have engines of their own."""
+    """Load a model once per process. Each connection to an engine process creates a separate engine."""
     return load_on_cpu(path), load_tokenizer(str(path))
 
 
 @dataclass(frozen=True)
 class EngineKit:
-    """The backend under test; each test has its own."""
+    """The backend under test. Each test gets a new one."""
 
     new: Callable[..., InferenceEngine]
-    """Create an engine of `model` that is closed after the test; takes `max_num_seqs` and `max_num_batched_tokens`."""
+    """Create an engine of `model`, closed after the test. Takes `max_num_seqs` and `max_num_batched_tokens`."""
     model: PreTrainedModel
-    """The policy, in float32, with at least 512 tokens of context; a test may change its weights."""
+    """The policy, in float32, with at least 512 tokens of context. Tests may change its weights."""
     tokenizer: PreTrainedTokenizerBase
     tolerance: float
-    """Maximum absolute difference from the log-probs of the trainer."""
+    """Maximum absolute difference from the trainer's log-probs."""
     cache_block_size: int
     """Number of tokens per block of the prefix cache."""
     transport: Transport = "shared"
-    """Transport of new weights; "auto" if the engine is in another process."""
+    """Transport of new weights: "auto" if the engine is in another process."""
     n_reserved_tokens: int = 0
     """Number of tokens of the model's context that the backend does not use."""
 
@@ -124,7 +124,7 @@ class EngineKit:
         """Return the log-probs of the sampled tokens under the penalized and truncated distribution."""
         logprobs = []
         for i, logits in enumerate(self.logits(request, result)):
-            shaped = _shaped(logits, request, result.token_ids[:i], self.eos_id)
+            shaped = shaped_logits(logits, request, result.token_ids[:i], self.eos_id)
             logprobs.append(shaped.log_softmax(-1)[result.token_ids[i]].item())
         return logprobs
 
@@ -141,7 +141,7 @@ class EngineKit:
                 parameter.add_(noise.to(parameter.device))
 
     def teach_spelling(self) -> None:
-        """Make the policy spell the alphabet: b follows a, and so on; after z come `7`, the EOS token, and a again."""
+        """Make the policy spell the alphabet: b follows a, and so on. After z come `7`, the EOS token, and a again."""
         token_ids = self.tokenizer.convert_tokens_to_ids([*ascii_lowercase, "7", self.tokenizer.eos_token, "a"])
         with torch.no_grad():
             for layer in self.model.model.layers:  # the state of each token is its embedding
@@ -182,7 +182,7 @@ async def distance(engine: InferenceEngine, kit: EngineKit) -> float:
 
 
 class Listener:
-    """A task that streams one request and collects its chunks; a test can wait for tokens."""
+    """A task that streams one request and collects its chunks. Tests can wait for tokens."""
 
     def __init__(self, engine: InferenceEngine, request: EngineRequest) -> None:
         self.chunks: list[TokenChunk] = []
@@ -238,12 +238,12 @@ def assert_same(actual: EngineResult, expected: EngineResult, tolerance: float) 
 
 
 def assert_agrees(kit: EngineKit, request: EngineRequest, result: EngineResult) -> None:
-    """Assert that the log-probs equal those of the trainer."""
+    """Assert that the log-probs equal the trainer's."""
     assert result.logprobs == pytest.approx(kit.trainer_logprobs(request, result), abs=kit.tolerance), request.sampling
 
 
 def start(engine: InferenceEngine, request: EngineRequest, method: str) -> asyncio.Task[EngineResult]:
-    """Serve a request by `generate` or `stream`, in a task."""
+    """Start a task that serves a request with `generate` or `stream`."""
     if method == "stream":
         return Listener(engine, request).task
 
@@ -287,7 +287,7 @@ class RecordedEngine(HFEngine):
 
 
 class SharedEngines:
-    """Engines that tests take turns with, because starting one takes long. One for each set of options."""
+    """Engines that tests share, one per set of options, because starting an engine is slow."""
 
     def __init__(self, start: Callable[..., InferenceEngine], model: PreTrainedModel, transport: Transport) -> None:
         self._start = start
@@ -296,14 +296,14 @@ class SharedEngines:
         self._engines: dict[str, InferenceEngine] = {}
 
     def new(self, **options: Any) -> InferenceEngine:
-        """Return an engine with the initial weights, as version 0, and without a cache."""
+        """Return an engine with the initial weights, as version 0, and an empty cache."""
         key = repr(sorted(options.items()))
         if key not in self._engines:
             self._engines[key] = self._start(**options)
         return self._engines[key]
 
     async def reset(self) -> None:
-        """End what a test has begun, and drop engines that it has closed."""
+        """Abort unfinished requests, restore the initial weights, and drop closed engines."""
         for key, engine in list(self._engines.items()):
             try:
                 await engine.abort()
@@ -321,7 +321,7 @@ class SharedEngines:
             await engine.close()
 
 
-def _shaped(logits: torch.Tensor, request: EngineRequest, sampled: list[int], eos_id: int) -> torch.Tensor:
+def shaped_logits(logits: torch.Tensor, request: EngineRequest, sampled: list[int], eos_id: int) -> torch.Tensor:
     """Return the logits (V,) after penalties, temperature and truncation, with processors of transformers."""
     sampling = request.sampling
     scores, input_ids = logits[None].clone(), torch.tensor([request.prompt_ids + sampled])

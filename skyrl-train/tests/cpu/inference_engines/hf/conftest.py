@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from train_kit.engines import LIMITS
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.hf import HFEngine
@@ -17,8 +18,7 @@ async def new_engine(
     engines = []
 
     def make(model: PreTrainedModel = tiny_model, **options: Any) -> HFEngine:
-        defaults = {"max_num_seqs": 32, "max_num_batched_tokens": 4096, "max_cache_bytes": 1 << 28}
-        engines.append(HFEngine(model, tiny_tokenizer, **defaults | options))
+        engines.append(HFEngine(model, tiny_tokenizer, **LIMITS | options))
         forward_passes.clear()  # passes that checked the model
         return engines[-1]
 

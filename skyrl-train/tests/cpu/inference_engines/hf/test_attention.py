@@ -15,7 +15,7 @@ CAPACITY = 3 * UNIT
 
 
 def sequence_of(length: int, index: int, n_cached: int = 0) -> CachedSequence:
-    """Return a sequence in the region after those of lower indices."""
+    """Return a sequence in the region `index`."""
     generator = torch.Generator().manual_seed(length)
     token_ids = torch.randint(3, 61, (length,), generator=generator).tolist()
     request = EngineRequest(token_ids, SamplingParams(max_new_tokens=1), seed=0)
@@ -26,7 +26,7 @@ def sequence_of(length: int, index: int, n_cached: int = 0) -> CachedSequence:
 
 @torch.inference_mode()
 def last_states(model: PreTrainedModel, lengths: list[int], *, is_isolated: bool) -> dict[int, torch.Tensor]:
-    """Return the last state of each sequence by index; the last tokens share one pass, earlier tokens are cached."""
+    """Return each sequence's last state by index. One pass reads all last tokens. Earlier tokens are cached."""
     memory = KVMemory(len(lengths) * CAPACITY)
     rows = []
     for index, length in enumerate(lengths):
@@ -40,7 +40,7 @@ def last_states(model: PreTrainedModel, lengths: list[int], *, is_isolated: bool
 
 
 @pytest.mark.parametrize("max_copied", [UNIT, 512])
-def test_is_isolated_makes_states_bitwise_independent_of_other_lengths(
+def test_states_of_isolated_passes_are_bitwise_independent_of_other_lengths(
     tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, max_copied: int
 ) -> None:
     monkeypatch.setattr(attention, "MAX_COPIED", max_copied)
@@ -153,31 +153,29 @@ def test_a_shared_prefix_changes_no_state(
     torch.testing.assert_close(*states)
 
 
-def test_tokens_that_are_not_stored_yet_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("n_prompt", "n_sampled", "n_cached", "length"),
+    [
+        (128, [[0, 0]], 127, 64),  # only stored tokens are shared
+        (128, [[0, 0]], 63, None),
+        (64, [[9] * 4, [9] * 4, [9]], 64, 64),
+        (64, [[9] * 8, *[[9]] * 7], 64, None),  # padding would more than double the rows
+    ],
+)
+def test_the_length_of_a_shared_prefix(
+    monkeypatch: pytest.MonkeyPatch, n_prompt: int, n_sampled: list[list[int]], n_cached: int, length: int | None
+) -> None:
     monkeypatch.setattr(attention, "MIN_SAVED", 1)
-    sequences = samples_of([128], [[0, 0]])
-    for n_cached, length in ((127, 64), (63, None)):
-        for sequence in sequences:
-            sequence.region.n_cached = n_cached
-        prefix = attention._find_shared_prefix(
-            [Row(sequence, 1) for sequence in sequences], KVMemory(999), torch.device("cpu")
-        )
-        assert (prefix and prefix.stored.length) == length
-
-
-def test_groups_that_would_be_padded_more_than_twice_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "MIN_SAVED", 1)
-    for n_sampled, is_shared in (([[9] * 4, [9] * 4, [9]], True), ([[9] * 8, *[[9]] * 7], False)):
-        sequences = samples_of([64] * len(n_sampled), n_sampled)
-        for sequence in sequences:
-            sequence.region.n_cached = 64
-        rows = [Row(sequence, 1) for sequence in sequences]
-        assert (attention._find_shared_prefix(rows, KVMemory(64), torch.device("cpu")) is not None) == is_shared
+    rows = [Row(sequence, 1) for sequence in samples_of([n_prompt] * len(n_sampled), n_sampled)]
+    for row in rows:
+        row.region.n_cached = n_cached
+    prefix = attention._find_shared_prefix(rows, KVMemory(999), torch.device("cpu"))
+    assert (prefix and prefix.stored.length) == length
 
 
 @pytest.mark.parametrize("sliding_window", [None, 50])
 @torch.inference_mode()
-def test_last_tokens_have_the_same_states_when_the_last_layer_computes_them_only(sliding_window: int | None) -> None:
+def test_a_last_layer_of_last_tokens_only_computes_the_same_states(sliding_window: int | None) -> None:
     model = make_mistral(sliding_window)
     states = []
     for narrow in (False, True):
@@ -200,7 +198,7 @@ def test_last_tokens_have_the_same_states_when_the_last_layer_computes_them_only
     torch.testing.assert_close(states[:2], states[2:])
 
 
-def test_a_model_that_refuses_last_tokens_computes_all() -> None:
+def test_a_model_that_fails_on_last_tokens_alone_computes_all() -> None:
     model = make_mistral(None)
     narrow_last_layer(model)
     check_supported(model, bf16=False)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from train_kit.engine_contract import EngineContract
-from train_kit.engines import EngineKit
+from train_kit.engines import LIMITS, EngineKit
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.hf import HFEngine
@@ -17,9 +17,8 @@ async def engine_kit(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedToke
     """An engine that generates with the tensors of the policy itself."""
     model, engines = copy.deepcopy(tiny_model), []
 
-    def new(max_num_seqs: int = 32, max_num_batched_tokens: int = 1024) -> HFEngine:
-        limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        engines.append(HFEngine(model, tiny_tokenizer, max_cache_bytes=1 << 28, **limits))
+    def new(**options: int) -> HFEngine:
+        engines.append(HFEngine(model, tiny_tokenizer, **LIMITS | options))
         return engines[-1]
 
     yield EngineKit(new, model, tiny_tokenizer, tolerance=1e-5, cache_block_size=1)

@@ -32,7 +32,7 @@ def request(
 
 
 def ragged_requests(n: int = 6) -> list[EngineRequest]:
-    """Return requests with different prompts, lengths, temperatures and seeds; two of them share a prompt."""
+    """Return requests with different prompts, lengths, temperatures and seeds. Two of them share a prompt."""
     requests = [
         request(prompt(3 + 7 * i, seed=i), n_new=4 + 3 * i, seed=i, temperature=0.5 + 0.25 * i) for i in range(n)
     ]
@@ -40,7 +40,7 @@ def ragged_requests(n: int = 6) -> list[EngineRequest]:
 
 
 def assert_agrees(model: PreTrainedModel, request: EngineRequest, result: EngineResult) -> None:
-    """Assert that the log-probs equal those of the trainer."""
+    """Assert that the log-probs equal the trainer's."""
     assert result.logprobs == pytest.approx(trainer_logprobs(model, request, result), abs=1e-5)
 
 
@@ -64,9 +64,8 @@ async def test_other_architectures_agree_with_transformers(
 ) -> None:
     monkeypatch.setattr(attention, "MASK_SIZE", mask_size)
     engine = new_engine(other_model)
-    requests = [
-        request(prompt(n), n_new=12, temperature=0.0, session=str(n)) for n in (1, 9, 60, 90)
-    ]  # a sliding window ends at 64
+    lengths = (1, 9, 60, 90)  # a sliding window ends at 64
+    requests = [request(prompt(n), n_new=12, temperature=0.0, session=str(n)) for n in lengths]
     first = await engine.generate(requests)
     assert [r.token_ids for r in first] == [greedy(other_model, r.prompt_ids, 12, eos_id=2) for r in requests]
     longer = [
@@ -187,17 +186,13 @@ async def test_a_late_sample_of_a_group_does_not_read_its_prompt(
     assert max(forward_passes[1:]) == 2
 
 
-async def test_a_short_prompt_without_a_session_is_reused(new_engine: NewEngine) -> None:
+async def test_the_same_and_a_longer_prompt_without_a_session_read_new_tokens(
+    new_engine: NewEngine, forward_passes: Passes
+) -> None:
     engine = new_engine()
     await engine.generate([request(prompt(20), n_new=9)])
     (again,) = await engine.generate([request(prompt(20), n_new=9, seed=5)])
     assert again.n_reused == 19
-
-
-async def test_a_longer_prompt_without_a_session_reads_new_tokens(
-    new_engine: NewEngine, forward_passes: Passes
-) -> None:
-    engine = new_engine()
     (first,) = await engine.generate([request(prompt(100), n_new=30)])
     longer = request(prompt(100) + first.token_ids + prompt(20))
     (expected,) = await serve_separately(new_engine, [longer])
@@ -211,7 +206,7 @@ async def test_a_longer_prompt_without_a_session_reads_new_tokens(
 async def test_bfloat16_autocast_runs_on_float32_weights(
     tiny_model: PreTrainedModel, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The dtypes are those of a GPU: keys leave the rotary embedding in float32 and values in bfloat16."""
+    """As on a GPU, rotary embeddings return float32 keys, and values are bfloat16."""
     autocast = torch.autocast("cpu", dtype=torch.bfloat16)
     monkeypatch.setattr("skyrl_train.inference_engines.hf.engine.autocast", lambda device, bf16: autocast)
     engine = new_engine(tiny_model, bf16=True)

@@ -212,14 +212,18 @@ async def test_a_weight_sync_waits_for_the_step_of_a_cancelled_call_and_later_ca
     assert result.weight_spans == ((1, 4),)
 
 
-async def test_a_cancelled_pause_has_no_effect(new_engine: NewEngine, gate: threading.Event) -> None:
+@pytest.mark.parametrize("is_resumed", [False, True])
+async def test_a_cancelled_pause_has_no_effect(new_engine: NewEngine, gate: threading.Event, is_resumed: bool) -> None:
     engine = new_engine()
     call = await start_step(engine, gate, request(10, 4))
     pause = asyncio.create_task(engine.pause())
     await asyncio.sleep(0.01)
+    if is_resumed:
+        await engine.resume()
     await cancel(pause)
     gate.set()
-    assert len((await call)[0].token_ids) == 4
+    async with asyncio.timeout(60):
+        assert len((await call)[0].token_ids) == 4
     with pytest.raises(EngineError, match="not paused"):
         await engine.resume()
 

@@ -19,19 +19,12 @@ def test_logits_equal_those_of_the_model_and_reuse_memory(tiny_model: PreTrained
         assert head.logits(hidden[:3]).data_ptr() == logits.data_ptr()
         head.release()
         assert head._memory is None
-
-
-def test_other_heads_are_called_directly(tiny_model: PreTrainedModel) -> None:
-    model = copy.deepcopy(tiny_model)
-    model.lm_head.bias = torch.nn.Parameter(torch.arange(float(model.config.vocab_size)))
-    hidden = torch.randn(5, model.config.hidden_size)
-    with torch.no_grad():
+        model = copy.deepcopy(tiny_model)  # a head with a bias is called directly
+        model.lm_head.bias = torch.nn.Parameter(torch.arange(float(model.config.vocab_size)))
         torch.testing.assert_close(Head(model).logits(hidden), model.lm_head(hidden))
 
 
 def test_max_rows_depends_on_the_chunk_size(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    n_tokens = tiny_model.config.vocab_size
-    monkeypatch.setattr(engine, "CHUNK_LOGITS", 3 * n_tokens + 1)
-    assert Head(tiny_model).max_rows == 3
-    monkeypatch.setattr(engine, "CHUNK_LOGITS", 1)
-    assert Head(tiny_model).max_rows == 1
+    for n_logits, max_rows in ((3 * tiny_model.config.vocab_size + 1, 3), (1, 1)):
+        monkeypatch.setattr(engine, "CHUNK_LOGITS", n_logits)
+        assert Head(tiny_model).max_rows == max_rows

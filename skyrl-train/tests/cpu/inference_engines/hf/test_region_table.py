@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Extents
 from skyrl_train.inference_engines.hf.region_table import (
-    Refusal,
+    Deferral,
     Region,
     RegionTable,
     capacity_for,
@@ -20,7 +20,7 @@ SIZE = 12 * UNIT
 
 def place(
     table: RegionTable, token_ids: list[int], n_reserved: int, max_tokens: int, session: str | None
-) -> Region | Refusal:
+) -> Region | Deferral:
     return table.place(token_ids, lambda: prefix_keys(token_ids), n_reserved, max_tokens, session)
 
 
@@ -57,14 +57,14 @@ class Regions(RuleBasedStateMachine):
         token_ids = [start] * n_tokens + [9] * tail
         for _ in range(n_at_once):
             region = place(self.table, list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
-            if region is Refusal.FULL and not self.busy:
+            if region is Deferral.FULL and not self.busy:
                 self.table.clear()  # evict idle regions as the scheduler does
                 region = place(self.table, list(token_ids), len(token_ids) + 5, len(token_ids) + 300, session)
             if isinstance(region, Region):
                 assert region.n_cached < len(token_ids)
                 self.busy.append(region)
             else:
-                assert region is Refusal.SOON or self.busy
+                assert region is Deferral.SOON or self.busy
         self.run_step()
 
     @precondition(lambda self: self.busy)
@@ -142,28 +142,23 @@ def read(table: RegionTable, region: Region) -> None:
 def test_a_prompt_being_read_is_awaited_and_then_copied() -> None:
     table = RegionTable(SIZE)
     leader = place_region(table, [1] * 100)
-    assert place(table, [1] * 100, 100, 200, None) is Refusal.SOON
-    assert place(table, [1] * 80 + [2] * 20, 100, 200, None) is Refusal.SOON
+    assert place(table, [1] * 100, 100, 200, None) is Deferral.SOON
+    assert place(table, [1] * 80 + [2] * 20, 100, 200, None) is Deferral.SOON
     read(table, leader)
     same, similar = place_region(table, [1] * 100), place_region(table, [1] * 80 + [2] * 20)
     assert (same.n_cached, similar.n_cached) == (99, 80)
     assert {(copy.source, copy.n_tokens) for copy in table.take_copies()} == {(leader.start, 99), (leader.start, 80)}
 
 
-def test_a_continued_idle_sequence_keeps_its_region() -> None:
+def test_an_idle_region_is_continued_in_place_or_copied_for_a_branch() -> None:
     table = RegionTable(SIZE)
     first = place_region(table, [1] * 70)
     read(table, first)
     table.give_back(first)
-    longer = place_region(table, [1] * 70 + [2] * 10)
-    assert longer is first
-    assert longer.n_cached == 70
-    assert not table.take_copies()
-
-
-def test_an_idle_sequence_that_diverges_is_copied_and_kept() -> None:
-    table = RegionTable(SIZE)
     long = place_region(table, [1] * 70 + [2] * 30)
+    assert long is first
+    assert long.n_cached == 70
+    assert not table.take_copies()
     read(table, long)
     table.give_back(long)
     branch = place_region(table, [1] * 70 + [3] * 10)
@@ -187,8 +182,7 @@ def test_a_prompt_is_copied_from_a_region_that_is_not_itself_being_copied() -> N
 
 def test_short_prefixes_are_not_matched() -> None:
     table = RegionTable(SIZE)
-    first = place_region(table, [1] * 30)
-    read(table, first)
+    read(table, place_region(table, [1] * 30))
     assert place_region(table, [1] * 20 + [2]).n_cached == 0
 
 
@@ -240,15 +234,12 @@ def test_a_long_conversation_is_copied_about_once(n_neighbours: int) -> None:
     assert n_copied <= 1.5 * (1 + n_neighbours) * n_tokens
 
 
-def test_prefix_keys_cover_the_whole_prompt_and_every_block() -> None:
+def test_prefixes_of_prompts() -> None:
     token_ids = list(range(150))
-    keys = prefix_keys(token_ids)
+    keys = prefix_keys(token_ids)  # of every block, and of the whole prompt
     assert len(keys) == 3
     assert prefix_keys(token_ids[:128]) == keys[:2]
     assert prefix_keys([*token_ids[:149], 0])[2] != keys[2]
-
-
-def test_the_last_token_of_a_prompt_is_never_reused() -> None:
     assert common_prefix([1, 2, 3], [1, 2, 3], 3) == 2
     assert common_prefix([1, 2, 3], [1, 2, 3, 4], 3) == 3
     assert common_prefix([1, 2, 3], [1, 5, 3, 4], 3) == 1

@@ -51,7 +51,7 @@ class Engine:
         return step
 
     def step_until(self, condition: Callable[[], bool]) -> None:
-        """Run steps until a condition holds; fail after 1000."""
+        """Run steps until a condition holds. Fail after 1000 steps."""
         for _ in range(1000):
             if condition():
                 return
@@ -67,7 +67,7 @@ class Engine:
 
 @pytest.fixture
 def new_sequence() -> Iterator[NewSequence]:
-    """Create sequences with waiting calls; without `prompt`, no two prompts share a token."""
+    """Create sequences with waiting calls. Without `prompt`, no two prompts share a token."""
     loop = asyncio.new_event_loop()
     n_created = 0
 

@@ -55,7 +55,7 @@ async def engine_kit(
     tiny_tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
 ) -> AsyncIterator[EngineKit]:
-    """Engines that call servers of their own."""
+    """Engines with one server each."""
     engines = []
 
     def new(start: StartServer = start_server, **options: Any) -> SGLangEngine:
@@ -79,7 +79,7 @@ class TestSGLangContract(SGLangContract):
 
 
 @pytest.mark.parametrize("is_incremental", [False, True])
-async def test_events_with_all_tokens_and_with_new_ones(is_incremental: bool, engine_kit: EngineKit) -> None:
+async def test_events_with_all_tokens_or_only_new_ones(is_incremental: bool, engine_kit: EngineKit) -> None:
     request = engine_kit.request(10, 20, ignore_eos=True)
     listener = Listener(engine_kit.new(is_incremental=is_incremental), request)
     result = await listener.result()
@@ -127,7 +127,7 @@ async def test_a_server_that_dies_fails_its_requests(
         await engine_kit.sync(engine, 1)
 
 
-async def test_weights_that_the_server_refuses(engine_kit: EngineKit) -> None:
+async def test_weights_that_the_server_rejects(engine_kit: EngineKit) -> None:
     engine = engine_kit.new()
     engine_kit.model.model.norm = torch.nn.Identity()
     with pytest.raises(EngineError, match=r"update_weights_from_disk answered with HTTP 400: .*model.norm.weight"):
@@ -172,7 +172,7 @@ class SlowServer(SGLangServer):
         return await super()._update_weights_from_disk(body)
 
 
-async def test_a_server_has_as_long_as_configured_to_load_weights(engine_kit: EngineKit, tiny_model_path: Path) -> None:
+async def test_loading_weights_has_a_configured_timeout(engine_kit: EngineKit, tiny_model_path: Path) -> None:
     server = SlowServer(tiny_model_path)
     engine = engine_kit.new(lambda: server)
     source = TensorSource(engine_kit.model.named_parameters)
@@ -183,7 +183,7 @@ async def test_a_server_has_as_long_as_configured_to_load_weights(engine_kit: En
     server.close()
 
 
-def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(
+def test_a_run_trains_with_two_servers_and_waits_for_a_restarted_one(
     start_server: StartServer,
     catch_run: list[str],
     tmp_path: Path,
@@ -217,7 +217,7 @@ def test_a_run_trains_with_two_servers_and_waits_for_one_that_is_started_again(
     assert not leftover.parent.exists()
 
 
-async def test_a_lost_server_has_as_long_as_configured_to_return(
+async def test_the_return_of_a_lost_server_has_a_configured_timeout(
     start_server: StartServer,
     tiny_model_path: Path,
     tiny_tokenizer: PreTrainedTokenizerBase,
@@ -242,14 +242,11 @@ async def test_a_lost_server_has_as_long_as_configured_to_return(
     await engine.close()
 
 
-def test_no_server_is_an_error(tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"no server answers at http://127.0.0.1:1/server_info: .*start it"):
-        SGLangEngine("127.0.0.1:1", str(tiny_model_path), tiny_tokenizer, tmp_path)
-
-
-def test_a_server_of_another_kind_is_named(
+def test_a_missing_server_and_one_of_another_kind_are_errors(
     tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
+    with pytest.raises(EngineError, match=r"no server answers at http://127.0.0.1:1/server_info: .*start it"):
+        SGLangEngine("127.0.0.1:1", str(tiny_model_path), tiny_tokenizer, tmp_path)
     (tmp_path / "server_info").write_text("{}")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
