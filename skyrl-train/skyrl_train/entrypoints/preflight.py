@@ -359,7 +359,12 @@ def _find_missing_model(key: str, path: str, *, has_tokenizer: bool = False) -> 
         missing += [] if names & set(WEIGHTS) else [INDEX if has_shards else SINGLE_FILE]
         missing += [] if not has_tokenizer or names & set(TOKENIZERS) else ["tokenizer.json"]
         checkpoint = folder / "ckpts" if "ckpts" in names else folder
-        if "config.json" not in names and ("ckpts" in names or CHECKPOINT.match(folder.name)):
+        steps = ("policy", "global_step_*/policy", "export/global_step_*/policy")
+        exports = [config.parent for step in steps for config in folder.glob(f"{step}/config.json")]
+        if "config.json" not in names and exports:
+            newest = max(exports, key=lambda export: export.stat().st_mtime)
+            yield f"{key}={show(path)} contains exported models; use {key}={show(str(newest))}"
+        elif "config.json" not in names and ("ckpts" in names or CHECKPOINT.match(folder.name)):
             yield (
                 f"{key}={show(path)} is the folder of a run, not of a model; make a model of its checkpoint: "
                 f"skyrl merge checkpoint {checkpoint} <new folder>"

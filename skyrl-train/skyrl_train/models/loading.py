@@ -6,9 +6,12 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
     AutoConfig,
@@ -32,6 +35,7 @@ from skyrl_train.types.specs import Role
 
 logger = logging.getLogger(__name__)
 
+HUB_TIMEOUT_S = 10.0
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 MEDIUM = re.compile("image|video|audio|vision", re.IGNORECASE)
 
@@ -270,8 +274,15 @@ def _check_complete(model: PreTrainedModel, key: str, path: str, missing: Collec
 
 @contextmanager
 def _loading(kind: str, key: str, path: str) -> Iterator[None]:
-    """Turn errors of transformers into a ConfigError that names the key."""
+    """Turn errors of transformers into a ConfigError that names the key.
+
+    A name on the Hub that is not in the cache is looked up once, before transformers tries. Without a network,
+    transformers asks for each file six times, which takes a minute.
+    """
     try:
+        is_local = Path(path).exists() or constants.HF_HUB_OFFLINE
+        if not is_local and try_to_load_from_cache(path, "config.json") is None:
+            _look_up(path)
         yield
     except Exception as error:  # a malformed file makes transformers raise anything
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -280,6 +291,16 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
             "config.json, model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows."
             f"{suggest_folder(path)}"
         ) from error
+
+
+def _look_up(path: str) -> None:
+    """Raise OSError if the Hub cannot be reached."""
+    try:
+        HfApi(constants.ENDPOINT).model_info(path, timeout=HUB_TIMEOUT_S)
+    except HfHubHTTPError as error:  # transformers says whether the model is missing, private or gated
+        logger.debug("The Hub answered for %s: %s", path, error)
+    except Exception as error:
+        raise OSError(f"{constants.ENDPOINT} cannot be reached: {error}") from error
 
 
 def _prepare(

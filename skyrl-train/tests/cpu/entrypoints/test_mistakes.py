@@ -93,6 +93,8 @@ def write_inputs(folder: Path) -> None:
     (folder / "nul.yaml").write_text('trainer: {output_dir: "out\\0put"}')
     (folder / "broken_link").symlink_to("nowhere")
     (folder / "run/ckpts/global_step_3").mkdir(parents=True)
+    (folder / "finished/export/global_step_3/policy").mkdir(parents=True)
+    (folder / "finished/export/global_step_3/policy/config.json").touch()
     (folder / "folder.parquet").mkdir()
     whole = ["config.json", "model.safetensors", "tokenizer.json"]
     for name, files in {

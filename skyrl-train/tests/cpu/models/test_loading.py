@@ -1,4 +1,5 @@
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_a_missing_or_empty_folder_is_named_with_its_key(
     assert f"={folder}: " in str(caught.value)
     assert "config.json" in str(caught.value)
     assert str(caught.value).endswith(end)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(0)
+        url = "http://{}:{}".format(*hub.getsockname())
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        monkeypatch.setattr("skyrl_train.models.loading.HUB_TIMEOUT_S", 0.2)
+        with pytest.raises(ConfigError, match=f"{url} cannot be reached: .*a name the Hugging Face Hub knows"):
+            load_tokenizer("owner/never-downloaded")
+        hub.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            hub.accept()
 
 
 def test_a_model_is_loaded_in_the_given_dtype_and_in_eval_mode(tiny_model_path: Path) -> None:
