@@ -8,7 +8,7 @@ from train_kit import golden
 
 from skyrl_train.config import load_config
 from skyrl_train.config.base import FREE_VALUE
-from skyrl_train.config.problems import config_error, leaves, nearest_keys, raise_problems, show
+from skyrl_train.config.problems import nearest_keys, show
 from skyrl_train.errors import ConfigError
 
 
@@ -65,15 +65,3 @@ def test_up_to_three_nearest_keys_are_suggested(pytestconfig: pytest.Config) -> 
     suggested = {key: nearest_keys(key) for key in golden.read("config/nearest_keys")}
     assert max(map(len, suggested.values())) == 3
     golden.compare("config/nearest_keys", suggested, pytestconfig)
-
-
-def test_one_problem_is_a_sentence_and_several_are_a_list() -> None:
-    assert str(config_error(["a"])) == "a"
-    assert str(config_error(["a", "b", "a"])) == "2 problems in the configuration:\n  - a\n  - b"
-    raise_problems([])
-    with pytest.raises(ConfigError, match=r"^a$"):
-        raise_problems(["a"])
-
-
-def test_leaves_of_nested_mappings() -> None:
-    assert list(leaves({"b": {"c": 1}, "d": {}}, "a")) == [("a.b.c", 1), ("a.d", {})]

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_utils import SchedulerType
 
 from skyrl_train.config import AlgorithmConfig, OptimizerConfig, load_config
-from skyrl_train.config.base import describe_field, value_at, with_value
+from skyrl_train.config.base import describe_field, value_at
 from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.launch.specs import optimizer_spec
 from skyrl_train.workers.worker import make_scheduler
@@ -65,13 +65,6 @@ def test_defaults_are_those_of_skyrl() -> None:
     for setting in DEFAULTS_OF_SKYRL.split():
         key = setting.partition("=")[0]
         assert f"{key}={show(value_at(cfg, key))}" == setting
-
-
-def test_with_value_replaces_one_key_in_a_copy() -> None:
-    cfg = load_config()
-    changed = with_value(cfg, "trainer.policy.model.path", "tiny")
-    assert (changed.trainer.policy.model.path, cfg.trainer.policy.model.path) == ("tiny", "Qwen/Qwen2.5-1.5B-Instruct")
-    assert with_value(changed, "trainer.policy.model.path", cfg.trainer.policy.model.path) == cfg
 
 
 SCHEDULERS = describe_field(FIELDS["trainer.policy.optimizer_config.scheduler"]).removeprefix("one of ").split(", ")

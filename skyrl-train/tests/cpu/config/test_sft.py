@@ -17,14 +17,6 @@ def load(**sections: Any) -> SFTConfig:
     return validate({"data": DATA, **sections}, SFT)
 
 
-def test_the_defaults_are_those_of_the_recipe() -> None:
-    cfg = load()
-    optimizer = cfg.trainer.policy.optimizer_config
-    assert (optimizer.lr, optimizer.adam_betas, optimizer.weight_decay) == (2e-6, (0.9, 0.98), 0.05)
-    assert (cfg.trainer.train_batch_size, cfg.trainer.micro_train_batch_size_per_gpu) == (32, 8)
-    assert (cfg.data.max_length, cfg.trainer.eval_interval, cfg.trainer.ckpt_interval) == (None, 50, 50)
-
-
 def find_error(overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         validate(OmegaConf.from_dotlist(["data.train_data=train.jsonl", *overrides.split()]), SFT)

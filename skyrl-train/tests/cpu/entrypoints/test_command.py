@@ -1,6 +1,6 @@
 import pytest
 
-from skyrl_train.config import get_default_config, load_config
+from skyrl_train.config import get_default_config
 from skyrl_train.entrypoints.command import parse_cli, validate_cfg
 from skyrl_train.errors import ConfigError
 
@@ -18,11 +18,3 @@ def test_problems_of_configuration_and_algorithms_are_in_one_error() -> None:
             ConfigError, match=r"^2 problems(.|\n)*=48 must divide(.|\n)*=gae reads the values of a critic"
         ):
             check()
-
-
-def test_a_typed_configuration_is_also_checked() -> None:
-    cfg = load_config({"trainer": {"algorithm": {"advantage_estimator": "gae"}}})
-    with pytest.raises(ConfigError, match="reads the values of a critic"):
-        validate_cfg(cfg)
-    cfg = load_config()
-    assert validate_cfg(cfg) == cfg

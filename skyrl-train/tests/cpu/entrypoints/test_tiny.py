@@ -19,12 +19,6 @@ def test_digits_are_single_tokens_and_fixed_wording_is_short(tiny_tokenizer: Pre
     assert len(tokens) < 20
 
 
-def test_chat_template_marks_turns(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "L"}]
-    text = tiny_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\nL<|im_end|>\n<|im_start|>assistant\n"
-
-
 def test_weights_depend_on_the_seed_only(tiny_tokenizer: PreTrainedTokenizerBase, tiny_model: PreTrainedModel) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
