@@ -151,17 +151,6 @@ async def test_a_call_cancelled_in_the_queue_never_starts(make_pool: MakePool) -
     assert (started_calls, owner.is_stuck, owner.closed_in) == ([], False, [])
 
 
-async def test_a_call_cancelled_while_running_leaves_its_owner_stuck(make_pool: MakePool) -> None:
-    pool, owner, gate, started_calls = make_pool(), Owner(), threading.Event(), threading.Event()
-    call = asyncio.create_task(pool.run(lambda: (started_calls.set(), gate.wait()), owner))
-    await wait_until(started_calls.is_set)
-    call.cancel()
-    await asyncio.wait([call])
-    assert (owner.is_stuck, owner.closed_in) == (True, [])
-    gate.set()
-    await wait_until(lambda: owner.closed_in)
-
-
 async def test_a_call_cancelled_at_its_time_limit_is_cancelled(make_pool: MakePool) -> None:
     pool, gate, started_calls = make_pool(limit_s=0.0), threading.Event(), threading.Event()
     call = asyncio.create_task(pool.run(lambda: (started_calls.set(), gate.wait())))
