@@ -81,32 +81,6 @@ def test_advantages_do_not_depend_on_how_a_trajectory_is_split_into_rows(name: s
         torch.testing.assert_close(left, right)
 
 
-def test_opo_counts_sampled_tokens_and_no_observations() -> None:
-    """Two trajectories of two sampled tokens each; one reads a long observation. Rewards 1 and 0: advantages ±0.5."""
-    first = make_trajectory("0", [0.0] * 8 + [1.0], loss_mask=[0] * 8 + [1], earlier=[make_segment([0.0])])
-    second = make_trajectory("0", [0.0], earlier=[make_segment([0.0])], repetition=1)
-    batch = build_training_batch([first, second], pad_token_id=0)
-    advantages, _ = estimates("opo", batch)
-    assert advantages.tolist() == [0.5, 0.5, -0.5, -0.5]
-
-
-def test_rows_keep_their_rewards_and_share_their_trajectory() -> None:
-    batch = in_several_rows()
-    assert batch.rewards.sum(dim=-1).tolist() == [0.5, 0.25, 1.0, 0, -0.5, 0.75, 3.0, -1.0, 0, 0, 0.5, 0.25]
-    assert batch.draws.tolist() == [0] * 6 + [1] * 6
-    assert batch.is_last_row.tolist() == [False, False, True] * 4
-    assert build_training_batch([make_trajectory("0", [1.0])], 0).is_last_row.tolist() == [True]
-
-
-def test_join_and_divide_are_inverse() -> None:
-    batch = in_several_rows()
-    view = TrajectoryView(batch)
-    assert len(view) == 4
-    values = torch.rand(batch.loss_mask.shape) * batch.loss_mask
-    assert view.join(values).shape[0] == 4
-    assert torch.equal(view.divide(view.join(values)), values)
-
-
 def test_a_row_without_trained_tokens_still_counts_for_its_trajectory() -> None:
     batch = in_several_rows()
     batch.loss_mask[2] = 0  # the environment replaced the last action of the first trajectory

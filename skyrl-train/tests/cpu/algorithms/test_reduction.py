@@ -96,17 +96,6 @@ def test_neither_padding_nor_order_matters(batch: MaskedValues, reduction: LossR
     torch.testing.assert_close(weights, torch.cat([expected, padding], dim=1)[order], atol=1e-6, rtol=0)
 
 
-@given(batch=batches(), reduction=st.sampled_from(REDUCTIONS))
-def test_rows_without_trained_tokens_do_not_matter(batch: MaskedValues, reduction: LossReduction) -> None:
-    mask, values, index = batch
-    rows = [row for row in range(len(mask)) if mask[row].any()]
-    with_empty_rows = reduce_loss(values, mask, reduction, 8, index)
-    without_empty_rows = (
-        reduce_loss(values[rows], mask[rows], reduction, 8, [index[row] for row in rows]) if rows else 0.0
-    )
-    assert float(with_empty_rows) == pytest.approx(float(without_empty_rows), abs=1e-6)
-
-
 def test_a_nan_under_the_mask_does_not_reach_the_loss_or_gradient() -> None:
     weights = token_weights(MASK, "token_mean")
     values = VALUES.where(MASK > 0, math.nan).requires_grad_()

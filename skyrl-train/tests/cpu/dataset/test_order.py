@@ -17,7 +17,7 @@ def uids(prompts: ShuffledPrompts, n_batches: int) -> list[list[str]]:
     return [[prompt.row.uid for prompt in prompts.next_batch()] for _ in range(n_batches)]
 
 
-@given(n_rows=st.integers(1, 12), batch_size=st.integers(1, 12), seed=st.integers(0, 2**40))
+@given(n_rows=st.integers(1, 12), batch_size=st.integers(1, 12), seed=st.integers(0, 2**63 - 1))
 def test_an_epoch_is_a_permutation_without_the_incomplete_batch(n_rows: int, batch_size: int, seed: int) -> None:
     batch_size = min(batch_size, n_rows)
     prompts = shuffled(n_rows, batch_size, seed)
@@ -117,8 +117,3 @@ def test_unused_prompts_are_drawn_first_and_keep_the_end_of_their_epoch() -> Non
     drawn = [*resumed.next_batch(), *resumed.next_batch()]
     assert [prompt.draw for prompt in drawn] == [3, 4, 6, 7, 8, 9]
     assert [prompt.draw for prompt in drawn if prompt.ends_epoch] == [4], "the last prompt that is left of the epoch"
-
-
-@pytest.mark.parametrize("seed", [1_763_856_000_000_000, 2**62, 2**63 - 1])
-def test_any_seed_gives_an_order(seed: int) -> None:
-    assert sorted(uids(shuffled(4, 2, seed), 2)[0] + uids(shuffled(4, 2, seed), 2)[1]) == ["0", "1", "2", "3"]

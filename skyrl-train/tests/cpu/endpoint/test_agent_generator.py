@@ -42,31 +42,19 @@ def assert_matches_engine(t: Trajectory, engine: RecordedEngine) -> None:
     assert t.prompt_ids + t.response_ids in wholes
 
 
-async def test_the_openai_client_plays_catch(agent_stage: AgentStage) -> None:
-    trajectories = await agent_stage.play(play_catch, catch_requests(2, 2))
-    assert len(agent_stage.engine.exchanges) == 4 * 5
-    for t, request in zip(trajectories, catch_requests(2, 2), strict=True):
-        assert (t.id, t.is_valid, len(t.segments), len(t.turns)) == (request.id, True, 1, 5)
-        assert t.env_metrics["steps"] == 5
-        assert t.total_reward == pytest.approx(sum(turn.reward for turn in t.turns))
-        assert len({turn.reward for turn in t.turns}) > 1
-        assert [t.rewards[turn.end - 1] for turn in t.turns] == [turn.reward for turn in t.turns]
-        assert t.timing["generate"] > 0
-        assert_matches_engine(t, agent_stage.engine)
-
-
 async def test_trajectories_equal_those_of_the_agent_loop(agent_stage: AgentStage, catch: None) -> None:
     """Sampling is greedy because seeds depend on the request here and on the rollout there."""
     greedy = replace(SAMPLING, temperature=0.0)
     cfg = load_config({"generator": {"max_turns": 5}})
     loop = GymGenerator(cfg.generator, cfg.environment.skyrl_gym, agent_stage.engine, agent_stage.tokenizer)
-    expected = await loop.rollout(catch_requests(3), greedy, BatchMetadata(1, "train"))
+    expected = await loop.rollout(catch_requests(2, 2), greedy, BatchMetadata(1, "train"))
     await loop.close()
-    trajectories = await agent_stage.play(play_catch, catch_requests(3), greedy)
+    trajectories = await agent_stage.play(play_catch, catch_requests(2, 2), greedy)
     assert_equal_trajectories(trajectories, expected)
     for t, other in zip(trajectories, expected, strict=True):
         turns, others = ([replace(turn, weight_spans=()) for turn in one.turns] for one in (t, other))
         assert turns == others
+        assert (t.id, len(t.segments)) == (other.id, 1)
 
 
 async def test_litellm_plays_catch(agent_stage: AgentStage, litellm: Any) -> None:

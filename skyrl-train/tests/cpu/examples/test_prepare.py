@@ -17,11 +17,9 @@ from examples.multiply import multiply_dataset
 from examples.prepare import (
     HubSplit,
     Preparation,
-    field,
     load_hub_rows,
     make_splits,
     prompt_field,
-    text_field,
 )
 from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.errors import DataError
@@ -219,16 +217,6 @@ def test_a_folder_with_the_name_of_an_output_file_is_reported(
         gsm8k(tmp_path, "--source", "sample")
     assert "train.parquet" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["train.parquet"]
-
-
-def test_fields_of_raw_rows_are_checked() -> None:
-    raw: Row = {"text": "a", "number": 0, "nothing": None, "flag": True}
-    assert (field(raw, "text", str), field(raw, "number", int)) == ("a", 0)
-    assert (text_field(raw, "text"), text_field(raw, "number")) == ("a", "0")
-    with pytest.raises(DataError, match="it has no 'nothing'; its columns are text, number, nothing, flag"):
-        text_field(raw, "nothing")
-    with pytest.raises(DataError, match="flag='True' is of the type bool, not str"):
-        text_field(raw, "flag")
 
 
 def test_a_prompt_is_a_list_of_messages_with_a_role_and_a_content() -> None:

@@ -21,6 +21,7 @@ from skyrl_train.types import Message
 load = functools.cache(lambda name: FAMILIES[name].tokenizer())
 
 contents = st.text("ab1 \n", max_size=12)
+WITH_SYSTEM = ("chatml", "qwen2.5", "llama 3")
 replies = contents.map(str.strip).filter(bool)  # templates that trim would change other replies
 
 
@@ -33,7 +34,8 @@ def test_joined_turns_equal_the_rendered_conversation(
 ) -> None:
     tokenizer = load(name)
     chat = ChatEncoder(tokenizer)
-    messages = [user(question)]
+    messages = [system("You play.")] if name in WITH_SYSTEM else []
+    messages += [user(question)]
     token_ids = chat.prompt_ids(messages)
     assert token_ids == render_prompt(tokenizer, messages)
     for reply, observation in turns:
@@ -42,16 +44,6 @@ def test_joined_turns_equal_the_rendered_conversation(
         token_ids += chat.observation_ids([user(observation)], token_ids[-1])
         messages += [assistant(reply), user(observation)]
         assert token_ids == render_prompt(tokenizer, messages)
-
-
-@pytest.mark.parametrize("name", ["chatml", "qwen2.5", "llama 3"])
-def test_a_system_message_is_rendered_once(name: str) -> None:
-    tokenizer = load(name)
-    chat = ChatEncoder(tokenizer)
-    start = [system("You play."), user("one")]
-    token_ids = [*chat.prompt_ids(start), *tokenizer("two", add_special_tokens=False)["input_ids"]]
-    token_ids += chat.observation_ids([user("three")], token_ids[-1])
-    assert token_ids == render_prompt(tokenizer, [*start, assistant("two"), user("three")])
 
 
 @pytest.mark.parametrize("observations", [[], [user("a"), user("b")], [Message(role="tool", content="4")]])
@@ -125,12 +117,6 @@ def test_a_template_that_hides_assistant_turns_is_refused(tiny_tokenizer: PreTra
     )
     with pytest.raises(ConfigError, match="does not show the text of assistant messages"):
         ChatEncoder(tokenizer).observation_ids([user("a")], -1)
-
-
-def test_text_for_environments_has_no_special_tokens(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-    chat = ChatEncoder(tiny_tokenizer)
-    token_ids = tiny_tokenizer("L 4<|im_end|>", add_special_tokens=False)["input_ids"]
-    assert (chat.decode(token_ids), chat.decode_all(token_ids)) == ("L 4", "L 4<|im_end|>")
 
 
 def test_arguments_of_earlier_tool_calls_are_rendered_as_objects(tiny_tokenizer: PreTrainedTokenizerBase) -> None:

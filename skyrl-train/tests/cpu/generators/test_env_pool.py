@@ -92,12 +92,6 @@ async def test_short_calls_share_a_thread(make_pool: MakePool, monkeypatch: pyte
     assert len(set(names)) == 1
 
 
-async def test_blocking_calls_run_concurrently(make_pool: MakePool) -> None:
-    pool = make_pool(max_threads=16)
-    barrier = threading.Barrier(17, timeout=5)  # each call waits for all others
-    await asyncio.gather(*(pool.run(barrier.wait) for _ in range(16)), asyncio.to_thread(barrier.wait))
-
-
 async def test_calls_that_block_briefly_share_several_threads(make_pool: MakePool) -> None:
     def block() -> str:
         time.sleep(0.001)
@@ -155,17 +149,6 @@ async def test_a_call_cancelled_in_the_queue_never_starts(make_pool: MakePool) -
     await first
     assert await pool.run(lambda: "after") == "after"
     assert (started_calls, owner.is_stuck, owner.closed_in) == ([], False, [])
-
-
-async def test_a_call_cancelled_while_running_leaves_its_owner_stuck(make_pool: MakePool) -> None:
-    pool, owner, gate, started_calls = make_pool(), Owner(), threading.Event(), threading.Event()
-    call = asyncio.create_task(pool.run(lambda: (started_calls.set(), gate.wait()), owner))
-    await wait_until(started_calls.is_set)
-    call.cancel()
-    await asyncio.wait([call])
-    assert (owner.is_stuck, owner.closed_in) == (True, [])
-    gate.set()
-    await wait_until(lambda: owner.closed_in)
 
 
 async def test_a_call_cancelled_at_its_time_limit_is_cancelled(make_pool: MakePool) -> None:
@@ -287,19 +270,6 @@ async def test_every_fault_in_a_thread_ends_one_rollout(make_stage: MakeStage) -
     assert reasons["reward_unknown"] == 3
     assert {t.n_attempts for t in trajectories if t.stop_reason == "env_timeout"} == {2}
     assert {t.n_attempts for t in trajectories if t.stop_reason == "reward_unknown"} == {1}
-
-
-@pytest.mark.usefixtures("without_leaks")
-async def test_an_environment_in_a_busy_loop_ends_only_its_own_rollout(make_stage: MakeStage) -> None:
-    requests = [faulty("spin", where="step", fault="spin"), *(faulty(f"h{i}") for i in range(5))]
-    trajectories = await make_stage(skyrl_gym={"call_timeout_seconds": 2.0}).play_faulty(requests)
-    assert check_faulty(trajectories, requests) == {"env_timeout": 1}
-
-
-async def test_the_time_limit_applies_to_async_methods(make_stage: MakeStage) -> None:
-    stage = make_stage(skyrl_gym={"call_timeout_seconds": 0.1})
-    t = await stage.play_story(env_class="async_story", sleeps=60)
-    assert (t.stop_reason, t.error) == ("env_timeout", "async_story.step raised EnvTimeout: took longer than 0.1 s")
 
 
 async def test_an_environment_of_a_cancelled_rollout_is_closed(make_stage: MakeStage, journal: Journal) -> None:

@@ -60,21 +60,17 @@ def uids(trajectories: Sequence[Trajectory]) -> list[str]:
 
 
 async def test_a_step_uses_one_batch_of_prompts() -> None:
-    prompts = SequentialPrompts(n_rows=8, batch_size=3)
-    step_data = await sample(config(3), ScriptedGenerator(), prompts)
-    assert [t.id.to_string() for t in step_data.trajectories] == ["0_0", "0_1", "1_0", "1_1", "2_0", "2_1"]
-    assert step_data.played == step_data.trajectories
-    assert step_data.metrics.numbers()["generate/n_sample_batches"] == 1
-    assert step_data.metrics.numbers()["generate/n_left_alone"] == 0
-
-
-async def test_metrics_of_a_generator_are_added_to_those_of_the_step() -> None:
     class Reporting(ScriptedGenerator):
         def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
             return {"mine": 1.0}
 
-    step_data = await sample(config(3), Reporting(), SequentialPrompts(8, 3))
+    prompts = SequentialPrompts(n_rows=8, batch_size=3)
+    step_data = await sample(config(3), Reporting(), prompts)
+    assert [t.id.to_string() for t in step_data.trajectories] == ["0_0", "0_1", "1_0", "1_1", "2_0", "2_1"]
+    assert step_data.played == step_data.trajectories
+    assert step_data.metrics.numbers()["generate/n_sample_batches"] == 1
     assert step_data.metrics.numbers()["mine"] == 1.0
+    assert step_data.metrics.numbers()["generate/n_left_alone"] == 0
 
 
 async def test_failed_rollouts_are_reported_and_not_trained() -> None:

@@ -114,6 +114,8 @@ def test_chunks_change_neither_values_nor_gradients(
     max_logits = 0
     torch.testing.assert_close(score(), whole)
     assert max_logits == 4 * tiny_model.config.vocab_size
+    monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", 7)  # less than the logits of one position
+    torch.testing.assert_close(score(), whole)
 
 
 def test_logits_are_not_kept_between_the_forward_and_the_backward_pass(
@@ -132,15 +134,6 @@ def test_logits_are_not_kept_between_the_forward_and_the_backward_pass(
     assert not [shape for shape in saved_shapes if shape[-1:] == (tiny_model.config.vocab_size,)]
     (scores.logprobs + scores.entropy).sum().backward()
     assert hidden.grad is not None
-
-
-def test_a_vocabulary_larger_than_a_chunk_is_scored_one_position_at_a_time(
-    tiny_model: PreTrainedModel, batch: Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with torch.no_grad():
-        expected = response_logprobs(tiny_model, *batch, 1.0)
-        monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", 7)
-        torch.testing.assert_close(response_logprobs(tiny_model, *batch, 1.0), expected)
 
 
 def test_scores_without_trained_tokens_are_zero(tiny_model: PreTrainedModel, batch: Batch) -> None:

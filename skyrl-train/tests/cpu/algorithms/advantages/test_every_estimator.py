@@ -133,11 +133,3 @@ def test_splitting_a_batch_between_prompts_does_not_matter(name: str, inputs: In
     whole = estimate(name, inputs)
     for rows in filter(None, parts):
         assert_same(estimate(name, select(inputs, rows)), whole[:, rows])
-
-
-@pytest.mark.parametrize("name", sorted(OVER_THE_BATCH))
-def test_estimators_over_the_batch_depend_on_the_split(name: str) -> None:
-    inputs = make_inputs(seed=4, n_rows=7, length=7)
-    rows = [i for i, uid in enumerate(inputs["index"]) if uid == inputs["index"][0]]
-    assert 1 < len(rows) < 7
-    assert not torch.allclose(estimate(name, select(inputs, rows))[0], estimate(name, inputs)[0, rows], atol=1e-3)

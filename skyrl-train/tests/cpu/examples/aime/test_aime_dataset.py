@@ -30,7 +30,7 @@ def test_every_row_of_the_sample_can_be_played(prepare: Any, play: Any) -> None:
 
 def test_rows_of_the_hub_are_converted(prepare: Any, play: Any, source: Any) -> None:
     """AIME-2024 has integer indices and more columns in `extra_info`; otherwise both datasets have the same format."""
-    aime = hub_row("What is 6 * 7?", "42", index=3)
+    aime = hub_row("What is 6 * 7?", "42", index=0)
     aime["extra_info"] |= {"raw_problem": "What is 6 * 7?", "split": "test"}
     splits = prepare(main, "--source", source([hub_row("What is 2 * 3?", "6")], [aime]))
     (train,), (validation,) = splits["train"], splits["validation"]
@@ -42,7 +42,7 @@ def test_rows_of_the_hub_are_converted(prepare: Any, play: Any, source: Any) -> 
         "reward_model": {"ground_truth": "6", "style": "rule-lighteval/MATH_v2"},
         "extra_info": {"split": "train", "index": "a-b-c"},
     }
-    assert validation.env_extras["extra_info"] == {"split": "validation", "index": "3"}
+    assert validation.env_extras["extra_info"] == {"split": "validation", "index": "0"}
     assert (play(train, "Answer: 6"), play(validation, "Answer: 41")) == (1.0, -1.0)
 
 
@@ -65,6 +65,7 @@ def test_duplicates_and_prompts_with_conflicting_answers_are_dropped(
         ({"reward_model": None}, "it has no 'reward_model'"),
         ({"reward_model": {"style": "rule"}}, "it has no 'ground_truth'; its columns are style"),
         ({"reward_model": {"ground_truth": 1.5}}, "ground_truth='1.5' is of the type float, not str"),
+        ({"reward_model": {"ground_truth": True}}, "ground_truth='True' is of the type bool, not str"),
         ({"prompt": "What?"}, "prompt='What?' is of the type str, not list"),
     ],
 )

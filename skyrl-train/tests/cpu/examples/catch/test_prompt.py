@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.catch.game import CatchState
-from examples.catch.prompt import SYSTEM_PROMPT, format_state, opening, parse_state
+from examples.catch.prompt import format_state, parse_state
 
 START = CatchState(grid_w=7, grid_h=6, ball_x=5, ball_y=0, paddle_x=2, turns_left=5)
 
@@ -30,10 +30,3 @@ def test_the_state_is_two_lines_and_a_text_without_them_is_refused() -> None:
 @given(states())
 def test_the_state_can_be_parsed_from_the_text(state: CatchState) -> None:
     assert parse_state(format_state(state)) == state
-
-
-def test_the_opening_consists_of_rules_and_state() -> None:
-    assert opening(START) == [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": format_state(START)},
-    ]
