@@ -22,7 +22,7 @@ from tx.tinker.backends.config import user_cache
 from tx.tinker.backends.jax.programs import cache_programs, programs
 from tx.tinker.store.database import open_database
 
-MAX_PROGRAMS, MAX_PROGRAMS_OF_MODULE = 60, 20
+MAX_PROGRAMS, MAX_PROGRAMS_OF_MODULE = 100, 20
 """Number of programs in memory after a test and after a module, of about 6 MB each."""
 
 

@@ -14,7 +14,7 @@ from tx.models.adapters import adapter_of, load_adapter, named_factors, save_ada
 from tx.models.checkpoints import load_params
 from tx.models.config import AdapterConfig, ModelConfig, read_config
 from tx.models.decoder import Params, hidden_states, logits_of
-from tx.models.lora import Adapter, BatchAdapters, covered_names, new_adapter, rows_of
+from tx.models.lora import Adapter, BatchAdapters, new_adapter, rows_of
 
 
 def random_adapter(lora: AdapterConfig, shape: ModelConfig) -> Adapter:
@@ -29,9 +29,6 @@ def random_adapter(lora: AdapterConfig, shape: ModelConfig) -> Adapter:
         ("qwen3", AdapterConfig(rank=6)),
         ("llama", AdapterConfig(rank=8, train_mlp=False)),
         ("llama", AdapterConfig(rank=1, alpha=2.0)),
-        pytest.param("llama", AdapterConfig(rank=6), marks=pytest.mark.nightly),
-        pytest.param("qwen3", AdapterConfig(rank=8, train_mlp=False), marks=pytest.mark.nightly),
-        pytest.param("qwen3", AdapterConfig(rank=1, alpha=2.0), marks=pytest.mark.nightly),
     ],
 )
 def test_matches_peft(models: Path, tmp_path: Path, kind: str, lora: AdapterConfig) -> None:
@@ -62,10 +59,3 @@ def test_round_trip(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     jax.tree.map(np.testing.assert_array_equal, adapter, load_adapter(tmp_path, lora, shape))
     with pytest.raises(ValueError, match=r"lora_A\.weight has shape \(12, 32\) instead of \(9, 32\)"):
         load_adapter(tmp_path, AdapterConfig(rank=9), shape)
-
-
-def test_a_tied_head_has_no_adapter(models: Path) -> None:
-    tied, untied = read_config(models / "qwen3"), read_config(models / "llama")
-    assert "head" not in covered_names(AdapterConfig(), tied)
-    assert covered_names(AdapterConfig(), untied) == ("q", "k", "v", "o", "gate", "up", "down", "head")
-    assert covered_names(AdapterConfig(train_attn=False, train_mlp=False), untied) == ("head",)

@@ -2,22 +2,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
 from tx_kit.models import LLAMA_ROPE
 
-from tx.models.config import config_of, inverse_frequencies, read_config
+from tx.models.config import config_of, read_config
 
 
 def read_json(folder: Path) -> dict[str, Any]:
     read: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return read
-
-
-def test_frequencies_match_transformers(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    np.testing.assert_allclose(inverse_frequencies(read_config(folder)), model.model.rotary_emb.inv_freq, rtol=1e-6)
 
 
 def test_older_configuration_keys(models: Path) -> None:

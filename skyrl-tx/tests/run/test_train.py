@@ -110,23 +110,17 @@ def test_initial_weights_have_their_own_rank(folder: Path, whole: Path, tmp_path
     assert [one["step"] for one in metrics(output)] == [1, 2]
 
 
-INVALID = r"--load-checkpoint-path .*/initial has no valid training\.json; name a"
-
-
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
         ("", r"--lora-rank=16 differs from rank 8 of .*/initial; omit --lora-rank"),
-        (".", INVALID),
-        ("training.json", INVALID),
+        ("training.json", r"--load-checkpoint-path .*/initial has no valid training\.json; name a"),
         ("adapter_model.safetensors", r"--load-checkpoint-path .*/initial cannot be loaded into --base-model"),
     ],
 )
 def test_unusable_initial_weights(folder: Path, whole: Path, tmp_path: Path, missing: str, message: str) -> None:
     initial = shutil.copytree(whole / "adapter", tmp_path / "initial")
-    if missing == ".":
-        shutil.rmtree(initial)
-    elif missing:
+    if missing:
         (initial / missing).unlink()
     rank = 8 if missing else 16
     with pytest.raises(SystemExit, match=message):
@@ -153,7 +147,6 @@ def test_a_refused_command_can_be_corrected(folder: Path, tmp_path: Path) -> Non
         ),
         ({"optimizer_args": '{"learning_rate": 1}'}, "learning_rate is unknown; it may have beta1"),
         ({"optimizer_args": '{"beta1": 1.0}'}, r"beta1=1\.0: Input should be less than or equal to 0\.9999999"),
-        ({"optimizer_args": '{"weight_decay": "much"}'}, "weight_decay='much': Input should be a valid number"),
         ({"optimizer_args": '{"eps": NaN}'}, "eps=nan: Input should be a finite number"),
         ({"optimizer_args": '{"eps"'}, "--optimizer-args='{\"eps\"': Expecting ':' delimiter"),
         ({"backend": "numpy"}, "--backend='numpy': Input should be 'jax' or 'torch'"),

@@ -25,8 +25,6 @@ def test_the_default_folder_is_for_user_data(monkeypatch: pytest.MonkeyPatch, tm
     config = parse()
     assert config.checkpoints_base == state_folder() == tmp_path / "skyrl-tx"
     assert config.database_url == f"sqlite:///{tmp_path}/skyrl-tx/tinker.db"
-    assert config.host == "127.0.0.1"
-    assert config.model_name == "org/m"
 
 
 def test_secrets_come_from_the_environment_and_from_a_file(tmp_path: Path) -> None:
@@ -66,11 +64,9 @@ def test_the_engine_gets_the_same_settings(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--base-model", "/nowhere/m"], "--base-model='/nowhere/m': the folder does not exist"),
-        (["--port", "x"], "--port='x'"),
         (["--hold-sec", "60"], "--hold-sec='60'"),
         (["--backend-config", "{"], "Expecting property name"),
         (["--backend-config", '{"dtyp": 1}'], "dtyp=1: Extra inputs are not permitted; jax knows dtype, gradient_"),
-        (["--backend", "tpu"], "--backend='tpu'"),
         (["--api-keys-file", "/dev/null"], "/dev/null has no key"),
         (["--api-keys-file", "/nowhere/keys"], "/nowhere/keys"),
         (["--unknown", "1"], "--unknown"),

@@ -3,7 +3,6 @@ import fcntl
 import time
 
 import pytest
-from tx_kit.processes import start_python
 
 from tx.tinker.doorbell import POLL_SEC, Doorbell
 
@@ -60,19 +59,3 @@ async def test_listening() -> None:
         await asyncio.wait_for(rung.wait(), 20)
         assert theirs.is_hung_up
         theirs.stop_listening()
-
-
-def test_another_process_inherits_it() -> None:
-    program = (
-        "import sys; from tx.tinker.doorbell import Doorbell\n"
-        "bell = Doorbell.from_fd(int(sys.argv[1])); assert bell.wait(20); bell.ring(); bell.wait(20)\n"
-        "sys.exit(0 if bell.is_hung_up else 1)"
-    )
-    ours, theirs = Doorbell.pair()
-    with ours:
-        with theirs:
-            fd = theirs.fileno()
-            child = start_python("-c", program, str(fd), pass_fds=(fd,))
-        ours.ring()
-        assert ours.wait(20)
-    assert child.wait(20) == 0

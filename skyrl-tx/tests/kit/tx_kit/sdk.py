@@ -11,7 +11,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from tx_kit.models import SHAPE, SPECIAL, save_chat_model
+from tx_kit.models import SPECIAL, save_chat_model
 
 SDK_TESTS = Path(__file__).parents[2] / "sdk"
 ENVIRONMENTS = SDK_TESTS.parents[2] / ".venv-tinker"
@@ -53,7 +53,6 @@ def write_description(file: Path, folder: Path, url: str, *, is_compressing: boo
     server = {
         "url": url,
         "base_model": str(folder),
-        "context": SHAPE["max_position_embeddings"],
         "is_compressing": is_compressing,
         "data": reference_data(folder),
     }

@@ -17,7 +17,6 @@ class Server:
 
     url: str
     base_model: str
-    context: int
     is_compressing: bool
     data: list[types.Datum]
     logprobs: list[np.ndarray]

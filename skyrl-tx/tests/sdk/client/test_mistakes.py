@@ -31,8 +31,8 @@ class User(NamedTuple):
     def forward(self, *data: types.Datum) -> Any:
         return self.training.forward(list(data), CE).result()
 
-    def train(self, loss: str, settings: dict | None = None) -> Any:
-        return self.training.forward_backward(self.server.data, loss, settings).result()
+    def train(self, loss: str) -> Any:
+        return self.training.forward_backward(self.server.data, loss).result()
 
     def sampler(self, **options: Any) -> Any:
         return client_of(self.service.create_sampling_client(**options))
@@ -52,11 +52,6 @@ def image() -> types.Datum:
     return types.Datum(model_input=types.ModelInput(chunks=[chunk]), loss_fn_inputs=inputs)
 
 
-def too_long(user: User) -> types.Datum:
-    tokens = [5] * (user.server.context + 1)
-    return datum_of(tokens, tokens)
-
-
 def resume(user: User) -> Any:
     return client_of(user.service.create_training_client_from_state(f"tinker://{user.training.model_id}/weights/gone"))
 
@@ -65,16 +60,11 @@ MISTAKES: dict[str, tuple[str, Callable[[User], Any]]] = {
     "another model": ("'other/model' is not served here", lambda user: user.create("other/model")),
     "too large a rank": ("rank=100000 is more than", lambda user: user.create(rank=100000)),
     "lacking input": ("lacks 'logprobs'", lambda user: user.train("ppo")),
-    "too few weights": (r"shape \[1\]", lambda user: user.forward(datum_of([5, 6], [6, 7], weights=[1]))),
-    "too long": ("the maximum is", lambda user: user.forward(too_long(user))),
     "no such token": ("has token 99999", lambda user: user.forward(datum_of([99999], [5]))),
     "no such checkpoint": ("there is no checkpoint", resume),
     "no name": ("cannot name a checkpoint", lambda user: user.training.save_state("../../up").result()),
-    "no such setting": ("'beta'", lambda user: user.train(CE, {"beta": 1.0})),
-    "a misspelled input": ("'weight', which no loss uses", lambda user: user.forward(datum_of([5], [6], weight=[1]))),
     "checkpoint path": ("is not a checkpoint path", lambda user: user.sampler(model_path="tinker://x/y")),
     "no token to sample from": ("is empty", lambda user: user.sample(types.ModelInput.from_ints([]))),
-    "no such token to sample from": ("has token 99999", lambda user: user.sample(types.ModelInput.from_ints([99999]))),
     "too long a sample": ("the maximum for this prompt is", lambda user: user.sample(max_tokens=100000)),
     "too long a text to stop at": ("99 characters", lambda user: user.sample(stop=["x" * 99])),
     "too many of the likeliest": ("topk_prompt_logprobs=2000", lambda user: user.sample(topk_prompt_logprobs=2000)),

@@ -81,6 +81,11 @@ def test_a_repeated_request_is_the_same_if_it_has_a_number(
     steps = [step(http, model_id, seq_id=seq_ids[1]).json()["request_id"] for _ in range(2)]
     assert (len(set(passes)), len(set(steps))) == (n, n)
     assert n_requests(server, Kind.OPTIM_STEP, model_id) == n_requests(server, Kind.FORWARD_BACKWARD, model_id) == n
+    save = {"model_id": model_id, "path": "x", "seq_id": 9}
+    assert http.post("save_weights", json=save).status_code == 200
+    for path, body in (("save_weights", {**save, "path": "y"}), ("save_weights_for_sampler", save)):
+        words = f"seq_id=9 of {model_id} was used by another request, save_weights"
+        assert_refused(http.post(path, json=body), words)
 
 
 def test_a_repeated_sample(http: httpx.Client, server: Running, session_id: str) -> None:
@@ -226,6 +231,10 @@ def test_unloaded_models(http: httpx.Client, model_id: str) -> None:
 
 
 def test_cancelling(http: httpx.Client, server: Running, model_id: str) -> None:
+    done = http.post("asample", json=SAMPLE)
+    for _ in range(2):
+        assert result_of(http, done)["sequences"]
+        assert http.post("cancel_future", json={"request_id": done.json()["request_id"]}).status_code == 200
     server.is_engine_paused = True
     sample = http.post("asample", json=SAMPLE)
     assert http.post("cancel_future", json={"request_id": sample.json()["request_id"]}).status_code == 200

@@ -23,19 +23,19 @@ def as_user(server: Running, name: str) -> httpx.Client:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "headers"),
+    ("method", "path", "headers", "words"),
     [
-        ("POST", "create_session", {}),
-        ("GET", "checkpoints", {"X-API-Key": "tml-eve"}),
-        ("GET", "/", {"X-API-Key": "é"}),
-        ("GET", "/metrics", {"Authorization": "Basic !"}),
+        ("POST", "create_session", {}, "needs an API key"),
+        ("GET", "checkpoints", {"X-API-Key": "tml-eve"}, "API key is unknown to this server"),
+        ("GET", "/", {"X-API-Key": "é"}, "API key is unknown to this server"),
+        ("GET", "/metrics", {"Authorization": "Basic !"}, "needs an API key"),
     ],
 )
-def test_without_a_key(server: Running, headers: dict[str, str], method: str, path: str) -> None:
+def test_without_a_key(server: Running, method: str, path: str, headers: dict[str, str], words: str) -> None:
     url = server.url + path if path.startswith("/") else f"{server.url}/api/v1/{path}"
     encoded = {name: value.encode("latin-1") for name, value in headers.items()}
     refused = httpx.request(method, url, headers=encoded, json={"tags": []} if method == "POST" else None)
-    assert_refused(refused, "API key", status=401)
+    assert_refused(refused, words, status=401)
 
 
 def test_basic_and_bearer_authentication(server: Running) -> None:
@@ -45,13 +45,6 @@ def test_basic_and_bearer_authentication(server: Running) -> None:
     for header in (f"Basic {basic}", "Bearer tml-alice"):
         assert httpx.get(server.url, headers={"Authorization": header}).status_code == 200
     assert "Basic" in httpx.get(server.url).headers["www-authenticate"]
-
-
-def test_the_client_reports_a_wrong_key(server: Running) -> None:
-    eve = tinker.ServiceClient(base_url=server.url, api_key="tml-eve")
-    with pytest.raises(tinker.AuthenticationError, match="unknown to this server"):
-        eve.create_sampling_client(base_model=BASE_MODEL)
-    eve.close(status="errored").result()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import os
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,10 +143,13 @@ async def test_a_freed_name_can_be_reused_at_once(service: Service, monkeypatch:
     assert [one.name for one in folder.parent.iterdir()] == ["x"]
 
 
-async def test_old_results_are_deleted_in_batches(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_requests_are_deleted_in_batches(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion blocks other writers."""
     monkeypatch.setattr(retention, "MAX_ROWS", 2)
-    add_rows(service.database, session("s"), *(request(session_id="s") for _ in range(5)))
-    assert await service.write(lambda db: retention.delete_results(db, 1.0)) == 2
+    kept, deleted = ([request(session_id=name) for _ in range(5)] for name in ("s", None))
+    add_rows(service.database, session("s"), *kept, *deleted)
+    for delete in (retention.delete_results, retention.delete_requests):
+        assert await service.write(partial(delete, retention=1.0)) == 2
     await Cleaner(service).clean()
     assert [(one.payload, one.result) for one in read_rows(service.database, TxRequest)] == [(b"", None)] * 5
 

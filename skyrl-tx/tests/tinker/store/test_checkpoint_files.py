@@ -32,22 +32,13 @@ def test_a_path_maps_to_a_folder() -> None:
     assert checkpoint_folder(CONFIG, path) == BASE / "0f5c-ab_train_12" / "sampler_weights" / "000001"
 
 
-@given(st.one_of(st.text(), st.from_regex(r"tinker://[a-z:./]{0,9}(/weights)?/[\w./\0]{0,9}", fullmatch=True)))
+@given(st.from_regex(rf"tinker://({MODEL}|[a-z:./]{{0,9}})(/weights)?/[\w./\0]{{0,9}}|(?s:.*)", fullmatch=True))
 def test_no_path_escapes_the_folder(path: str) -> None:
     try:
         folder = checkpoint_folder(CONFIG, path)
     except UserError:
         return
     assert folder.resolve().relative_to(BASE.resolve()).parts == (*folder.parts[-3:],)
-
-
-@given(st.text(max_size=300))
-def test_no_name_escapes_the_folder(name: str) -> None:
-    try:
-        checked = check_name(name)
-    except UserError:
-        return
-    assert len(checkpoint_folder(CONFIG, f"tinker://{MODEL}/weights/{checked}").relative_to(BASE).parts) == 3
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a\0b", "a" * 256, ".hidden", "é", "a\n", "a b"])

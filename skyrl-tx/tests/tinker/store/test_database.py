@@ -1,6 +1,5 @@
 """All tests run on both databases, except for those of SQLite's settings."""
 
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
@@ -110,29 +109,3 @@ def test_concurrent_processes_can_open_a_new_database(each_database_url: str) ->
     program = "import sys; from tx.tinker.store.database import open_database; open_database(sys.argv[1]).dispose()"
     children = [start_python("-c", program, each_database_url) for _ in range(3)]
     assert [child.wait(60) for child in children] == [0, 0, 0]
-
-
-def test_commits_survive_a_kill(each_database_url: str) -> None:
-    program = (
-        "import os, sys\n"
-        "from tx.tinker.store.database import open_database, writing\n"
-        "from tx.tinker.db_models import ClientSession\n"
-        "database = open_database(sys.argv[1])\n"
-        "for number in range(10):\n"
-        "    with writing(database) as db: db.add(ClientSession(session_id=str(number)))\n"
-        "    print(number, flush=True)\n"
-        "with writing(database) as db:\n"
-        "    db.add(ClientSession(session_id='never')); db.flush(); print('open', flush=True); input()\n"
-    )
-    child = start_python("-c", program, each_database_url, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdin is not None
-    assert child.stdout is not None
-    with child.stdin, child.stdout:
-        for line in child.stdout:
-            if line.strip() == "open":
-                child.kill()
-        child.wait()
-    database = open_database(each_database_url)
-    with reading(database) as db:
-        assert sorted(one.session_id for one in db.exec(select(ClientSession))) == [str(n) for n in range(10)]
-    database.dispose()

@@ -82,13 +82,6 @@ def test_the_size_of_requests_is_limited(database: Database) -> None:
         accept(database, admission)
 
 
-def test_a_new_server_counts_pending_requests(database: Database) -> None:
-    accept(database, admission_of(2, 1000))
-    accept(database, admission := admission_of(2, 1000))
-    with pytest.raises(RefusalError):
-        accept(database, admission)
-
-
 def test_pending_requests_are_counted_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECOUNT_SEC", 600.0)
     counted: list[object] = []
