@@ -201,7 +201,7 @@ test-vllm-short: $(VLLM)/.ready ## train with the CPU build of vLLM, as CI does 
 
 .PHONY: mutate
 mutate: .venv/.dev ## inject faults into the algorithms and count the detected ones (ARGS='--only learner --max 20')
-	@OMP_NUM_THREADS=1 $(BIN)/python skyrl-train/tests/mutation/mutate.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python dev/mutation/mutate.py $(ARGS)
 
 # --- checks --------------------------------------------------------------------------------------------------
 

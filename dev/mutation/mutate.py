@@ -23,7 +23,7 @@ import pytest
 import torch
 from faults import Fault, faults_of
 
-TRAIN = Path(__file__).resolve().parents[2]
+TRAIN = Path(__file__).resolve().parents[2] / "skyrl-train"
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 300
