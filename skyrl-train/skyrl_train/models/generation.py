@@ -18,15 +18,16 @@ def save_model(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Te
     Transformers empties the dictionary.
     """
     dtype = model.dtype if tensors is None else next(iter(tensors.values())).dtype
-    # Transformers loads some generation settings with a warning and refuses to save them, e.g. a temperature without
-    # `do_sample`, so it saves a default.
-    generation = model.generation_config
     if model.can_generate():
-        model.generation_config = GenerationConfig()
-    try:
+        # Transformers loads some generation settings with a warning and refuses to save them, e.g. a temperature
+        # without `do_sample`, so it saves a default.
+        generation, model.generation_config = model.generation_config, GenerationConfig()
+        try:
+            model.save_pretrained(folder, state_dict=tensors)
+        finally:
+            model.generation_config = generation
+    else:
         model.save_pretrained(folder, state_dict=tensors)
-    finally:
-        model.generation_config = generation
     save_generation_config(model, folder)
     if dtype != model.dtype:
         model.config.dtype = dtype  # save_pretrained has written the model's dtype
