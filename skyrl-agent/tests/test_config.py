@@ -60,7 +60,6 @@ def test_mistakes_in_a_task_file_are_named(tmp_path: Path, line: str, change: st
         ({"agent_cls": "skyrl_agent.nothing.Agent"}, ValueError, "No module named 'skyrl_agent.nothing'"),
         ({"task": "skyrl_agent.agents.react.ReActAgent"}, ValueError, "must be a subclass of skyrl_agent.tasks.base"),
         ({"tools": ("finnish",)}, ConfigError, "there is no tool 'finnish'.*finish"),
-        ({"tools": ("finish", "finish")}, ConfigError, "two tools have the name 'finish'"),
         ({"tools": ({"name": "code_interpreter", "time": 3},)}, ConfigError, "code_interpreter has no setting 'time'"),
         ({"tools": ("skyrl_gym.tools.ToolGroup.x",)}, ConfigError, "No module named"),
         ({"tools": {"enable_bash_tool": True}}, ConfigError, "ReActAgent takes a list of tools"),

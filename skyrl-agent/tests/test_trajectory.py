@@ -140,6 +140,7 @@ async def test_a_row_without_a_column_is_invalid_alone() -> None:
     agents = new_runner([FINISH], FAULTY, data={"instance_key": "extra.instance"}, n_retries=0)
     output = await agents.run([{"extra": {"instance": {}}}, {"other": 1}])
     assert output["traj_rewards"] == [1.0] * 8 + [None] * 8
+    assert output["rollout_metrics"]["raw_reward"] == 1.0  # the invalid ones are in no mean
     assert set(output["stop_reasons"][8:]) == {"error_initialization"}
     await agents.close()
 
@@ -202,9 +203,7 @@ AGENT_FAULTS = {
     "exit in a thread": Fault(partial(asyncio.to_thread, sys.exit, 0), "SystemExit: 0"),
     "stop iteration": Fault(partial(next, iter(())), "StopIteration"),
     "tuple": Fault(lambda: ("[FINISH]", None), "Unruly.run returned ('[FINISH]', None); return an Outcome"),
-    "nothing": Fault(lambda: None, "Unruly.run returned None; return an Outcome"),
     "no reason": Fault(partial(Outcome, None), "Unruly.run returned Outcome(finish_reason=None"),  # type: ignore[arg-type]
-    "number": Fault(partial(Outcome, 5), "Unruly.run returned Outcome(finish_reason=5"),  # type: ignore[arg-type]
     "empty reason": Fault(partial(Outcome, ""), "Unruly.run returned Outcome(finish_reason=''"),
     "hangs": Fault(lambda: asyncio.Event().wait(), "Unruly had no result after generator.trajectory_timeout=2 s"),
 }

@@ -51,7 +51,6 @@ POLL = tool_call("think", thought="Is it done?")
     ("agent_cls", "settings", "reason", "n_turns"),
     [
         (CODEACT, {}, "stuck_in_a_loop", 4),
-        (CODEACT, {"max_repeats": 6}, "stuck_in_a_loop", 6),
         (CODEACT, {"max_repeats": 0}, "max_iterations_reached", 8),
         (REACT, {}, "max_iterations_reached", 8),
         (REACT, {"max_repeats": 2}, "stuck_in_a_loop", 2),

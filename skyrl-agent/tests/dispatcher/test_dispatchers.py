@@ -132,24 +132,6 @@ async def test_a_cancelled_run_leaves_no_runtime(phase: str, kind: str) -> None:
     await agents.close()
 
 
-async def test_runtimes_of_cancelled_generations_are_closed() -> None:
-    started = asyncio.Event()
-
-    class Hanging(ScriptedEngine):
-        async def generate(self, requests: Any) -> Any:
-            started.set()
-            await asyncio.sleep(3600)
-
-    agents = new_runner(Hanging(), RUNTIMES)
-    running = asyncio.create_task(agents.run([{}]))
-    await started.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert (Runtimes.n_open, Runtimes.n_max > 0) == (0, True)
-    await agents.close()
-
-
 async def test_runtimes_count_until_they_are_closed() -> None:
     Runtimes.slow = "close"
     agents = new_runner([FINISH], RUNTIMES, num_trajectories=5, dispatcher={"max_parallel_agents": 1})

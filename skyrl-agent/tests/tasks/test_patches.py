@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_agent.tasks.patches import apply_patch, changed_paths, collect_patch, record_base, remove_binary_diffs
+from skyrl_agent.tasks.patches import apply_patch, changed_paths, collect_patch, record_base
 from skyrl_agent.workspaces import LocalWorkspace, Workspace, WorkspaceError
 
 SETUP = """git init -q && mkdir -p src tests && echo one >src/a.py && echo old >tests/test_a.py
@@ -101,13 +101,15 @@ def test_files_that_make_a_patch_too_large_are_left_out(
 ) -> None:
     """The fix is kept: files count from the smallest on, until the patch has reached the limit."""
     agent, fresh = workspaces
-    agent.run(f"echo two >src/a.py; {change}; printf '%s\\n' 'diff --git a/x b/x' >>src/a.py")
+    agent.run(
+        f"echo two >src/a.py; {change}; printf '%s\\n' 'diff --git a/x b/x' 'Binary files a and b differ' >>src/a.py"
+    )
     patch = collect_patch(agent)
     assert len(patch.encode()) <= 1 << 20
     assert "left out: diff --git a/" in caplog.text
     assert len(changed_paths(patch)) >= n_kept
     assert apply_patch(fresh, patch, [])
-    assert content(fresh, "src/a.py") == b"two\ndiff --git a/x b/x\n"
+    assert content(fresh, "src/a.py") == b"two\ndiff --git a/x b/x\nBinary files a and b differ\n"
 
 
 @pytest.mark.usefixtures("low_limit")
@@ -122,15 +124,6 @@ def test_a_large_file_that_is_removed_or_rewritten_costs_no_other_change(
     assert apply_patch(fresh, collect_patch(agent), [])
     assert content(fresh, "src/a.py") == b"two\n"
     assert (content(fresh, "lock") or b"")[:4] == b"old\n"
-
-
-def test_headers_and_paths_of_a_patch() -> None:
-    hunk = "@@ -1 +1,2 @@\n-x\n+diff --git a/b b/b\n+Binary files a and b differ\n"
-    text = f"diff --git a/a b/a\n--- a/a\n+++ b/a\n{hunk}"
-    binary = "diff --git a/c b/c\nindex 1..2 100644\nBinary files a/c and b/c differ\n"
-    assert remove_binary_diffs(binary + text + binary) == text
-    assert changed_paths("--- a/old file\t\n+++ b/new file\t\n@@ -1 +1 @@\n") == ["new file", "old file"]
-    assert changed_paths("--- /dev/null\n+++ b/tests/test_a.py\n") == ["tests/test_a.py"]
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,6 @@ async def test_attacks_on_the_grader_are_not_rewarded(
     assert trajectory.total_reward == 0.0
 
 
-async def test_a_fix_that_also_touches_tests_and_settings_is_rewarded(row: dict[str, Any]) -> None:
-    touch = "mkdir tests; echo 'def test_x(): assert False' >tests/test_x.py; echo 'broken(' >conftest.py"
-    (trajectory,), _ = await solve(row, [FIX, bash(touch), SUBMIT])
-    assert trajectory.total_reward == 1.0
-
-
 async def test_a_setup_that_fails_makes_the_trajectory_invalid(row: dict[str, Any], tmp_path: Path) -> None:
     second_fails = f"[ ! -e {tmp_path}/twice ]; s=$?; touch {tmp_path}/twice; exit $s"  # the grader's
     setups = {"error_initialization": "echo no network; exit 7", "error_evaluation": second_fails}

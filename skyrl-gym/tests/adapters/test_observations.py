@@ -62,7 +62,9 @@ def test_first_observation_is_appended_to_the_last_user_message() -> None:
     system, user = {"role": "system", "content": "Play."}, {"role": "user", "content": "Begin."}
     assert append_observation([system, user], "X.") == [system, {"role": "user", "content": "Begin.\n\nX."}]
     assert append_observation([system], "X.") == [system, {"role": "user", "content": "X."}]
-    assert append_observation([{"role": "user", "content": ""}], "X.") == [{"role": "user", "content": "X."}]
+    for empty in ("", None):
+        message = {"role": "user", "content": empty, "name": "Ann"}
+        assert append_observation([message], "X.") == [{"role": "user", "content": "X.", "name": "Ann"}]  # type: ignore[list-item]
     assert append_observation([user], "") == [user]
     parts = {"role": "user", "content": [{"type": "text", "text": "Begin."}]}
     (joined,) = append_observation([parts], "X.")

@@ -72,18 +72,6 @@ def test_hanging_calls_are_reported_with_their_stacks_and_coroutines_are_cancell
     assert ends == ["cancelled"]
 
 
-def test_stopped_event_loop_is_restarted() -> None:
-    async def stop() -> int:
-        asyncio.get_running_loop().stop()
-        await asyncio.sleep(0)
-        return 3
-
-    with Executor(1, limit_s=10) as executor:
-        assert not executor.was_stopped
-        assert executor.run([EnvCall(stop, is_async=True)])[0].value == 3
-        assert executor.was_stopped
-
-
 def test_finished_call_keeps_nothing_alive() -> None:
     class Held:
         is_alive = True

@@ -84,7 +84,6 @@ def test_unavailable_grader_raises_in_the_constructor(env_class: str, monkeypatc
         ("gsm8k", "6 * 7 = 42\n#### 42", 1.0, {"parsed_answer": "42"}),
         ("gsm8k", "#### 41", 0.0, {"parsed_answer": "41"}),
         ("gsm8k", "42", 0.0, {"parsed_answer": None}),
-        ("gsm8k", "", 0.0, {"parsed_answer": None}),
         ("aime", "6 * 7 = 42\nAnswer: 42", 1.0, {"acc": True, "pred": "42"}),
         ("aime", "Answer: 41", -1.0, {"acc": False, "pred": "41"}),
         ("aime", "42", -1.0, {"acc": False, "pred": "[INVALID]"}),

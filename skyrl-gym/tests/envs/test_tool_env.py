@@ -82,7 +82,6 @@ def raw_call(name: str, arguments: str) -> str:
     ("reply", "message"),
     [
         (call("take", n="many"), "The arguments of take are wrong: n: Input should be a valid integer"),
-        (call("take", m=1), "The arguments of take are wrong: m: Extra inputs are not permitted"),
         ('<tool_call>{"name": "give"}</tool_call>', "There is no tool 'give'. Tools: burn, split, take."),
         ('<tool_call>{"name": "close"}</tool_call>', "There is no tool 'close'."),
         (call("take", n=5) + "<tool_call>{</tool_call>", "The tool call is not valid JSON"),
@@ -95,7 +94,7 @@ def raw_call(name: str, arguments: str) -> str:
         (raw_call("\\ud83d", "{}"), ""),
         (raw_call("take\\u0000", '{"self": 1}'), ""),
     ],
-    ids=range(13),
+    ids=range(12),
 )
 def test_wrong_call_is_explained_and_not_executed(reply: str, message: str) -> None:
     env = CountEnv()

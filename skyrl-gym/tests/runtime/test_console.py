@@ -2,7 +2,6 @@
 
 import os
 import pty
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -54,14 +53,6 @@ def closed_terminal() -> Iterator[int]:
 
 
 @contextmanager
-def closed_socket() -> Iterator[int]:
-    console, reader = socket.socketpair()
-    reader.close()
-    with console:
-        yield console.fileno()
-
-
-@contextmanager
 def file(path: str, flags: int) -> Iterator[int]:
     descriptor = os.open(path, flags)
     yield descriptor
@@ -71,7 +62,6 @@ def file(path: str, flags: int) -> Iterator[int]:
 LOST: dict[str, Callable[[], AbstractContextManager[int]]] = {
     "pipe": pipe_without_reader,
     "terminal": closed_terminal,
-    "socket": closed_socket,
     "full disk": lambda: file("/dev/full", os.O_WRONLY),
     "full pipe": full_pipe,
     "read-only": lambda: file("/dev/null", os.O_RDONLY),

@@ -83,15 +83,9 @@ class AsyncEnv(Env[Any, Any]):
             self.events.append("task ended")
 
 
-def make_worker() -> EnvWorker:
-    """Return a worker in this process that holds an environment."""
+def test_coroutines_share_an_event_loop_until_close() -> None:
     worker = EnvWorker()
     worker.call("make", ["awaited", f"{__name__}:AsyncEnv", {}, {"topk": 3, "inner": {"a": 1}}, {}])
-    return worker
-
-
-def test_coroutines_share_an_event_loop_until_close() -> None:
-    worker = make_worker()
     env: Any = worker._env
     assert (env.env_config.topk, env.env_config.inner.a) == (3, 1)  # sections have attributes
     assert worker.call("init", [["Go"]]) == ["Go"]

@@ -24,22 +24,6 @@ async def test_first_come_first_served() -> None:
     assert order == list(range(10))
 
 
-@pytest.mark.parametrize("has_slot", [False, True])
-async def test_cancelled_waiter_does_not_block_the_queue(has_slot: bool) -> None:
-    slots = SessionSlots()
-    await slots.acquire(1)
-    impatient, patient = asyncio.create_task(slots.acquire(1)), asyncio.create_task(slots.acquire(1))
-    await settle()
-    if has_slot:
-        slots.release(was_playing=False)  # for the impatient waiter, who has not seen its slot
-    impatient.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await impatient
-    if not has_slot:
-        slots.release(was_playing=False)
-    await asyncio.wait_for(patient, 30)
-
-
 async def test_refusal_limits_sessions_to_the_previous_maximum() -> None:
     slots = SessionSlots()
     for _ in range(5):

@@ -163,10 +163,8 @@ def test_endless_reply_is_refused(model_server: ModelServer, connect: Any, monke
     ("options", "message"),
     [
         ({"base_url": None, "model": None}, "has no base_url and no model"),
-        ({"model": None}, "has no model"),
         ({"base_url": "localhost:8000"}, "base_url='localhost:8000' must start with http"),
         ({"model": ""}, "model='' must be the name"),
-        ({"timeout": 3}, "did you mean 'timeout_seconds'"),
         ({"timeout_seconds": 0}, "timeout_seconds=0 must be above 0"),
         ({"n_attempts": 0}, "n_attempts=0 must be at least 1"),
         ({"sampling_params": 3}, "sampling_params=3 must be a mapping"),

@@ -203,12 +203,10 @@ def test_wrong_order_of_calls_raises() -> None:
         ({"n_retries": -1}, "n_retries=-1 must be at least 0"),
         ({"max_turns": 0}, "max_turns=0 must be at least 1"),
         ({"legal_move_reward": float("nan")}, "legal_move_reward=nan must be a finite number"),
-        ({"oponent": "random"}, "no option 'oponent'"),
         ({"mcts": {"n": 1}}, "mcts has no option 'n'"),
         ({"mcts": {"n_simulations": 0}}, "n_simulations=0 must be at least 1"),
         ({"mcts": {"uct_c": -1}}, "uct_c=-1 must be at least 0"),
         ({"opponent": "policy"}, "set policy.base_url and policy.model"),
-        ({"opponent": "policy", "policy": {"model": "m"}}, "has no base_url"),
     ],
 )
 def test_invalid_config_is_refused(config: dict[str, Any], message: str) -> None:

@@ -20,7 +20,6 @@ def first_decision(case: str, player: int = 0) -> LegalMoves:
         ("gin_rummy", 0, "Draw upcard", "Player: 0 Action: Draw upcard"),
         ("goofspiel(num_cards=8)", 1, "Bid: 1", "[P1]Bid: 1"),
         ("backgammon", 1, "8/3 6/2", "137 - 8/3 6/2"),
-        ("leduc_poker", 0, "Call", "Call"),
         ("universal_poker", 0, "Call", "player=0 move=Call"),
         (
             "battleship",
@@ -83,11 +82,6 @@ def test_moves_with_equal_texts_are_distinguished_by_their_ids() -> None:
 
 
 def test_case_of_names_is_ignored_unless_it_matters() -> None:
-    poker = first_decision("leduc_poker")
-    assert poker.by_name["call"] is poker.by_name["Call"]
-    chess = legal_moves(load_game("chess").new_initial_state(), 1)
-    assert "Nf3" in chess.by_name
-    assert "nf3" not in chess.by_name
     ambiguous = LegalMoves((Move(0, "b4", 0, "b4"), Move(1, "B4", 1, "B4")))
     assert (ambiguous.by_name["b4"].action, ambiguous.by_name["B4"].action) == (0, 1)
     clash = LegalMoves((Move(0, "Bc", 0, "Bc"), Move(1, "bC", 1, "bC")))

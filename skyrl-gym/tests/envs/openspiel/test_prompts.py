@@ -11,16 +11,6 @@ def opening_of(case: str, seed: int = 0) -> State:
     return opening(load_game(case), seed, 0)
 
 
-def test_decision_shows_player_position_moves_and_format() -> None:
-    state = opening_of("hex(board_size=3)")
-    text = prompts.format_decision(state, 0, legal_moves(state, 0), 100, ("Player 1 played b2.",))
-    assert text == (
-        "Player 1 played b2.\n\n"
-        "You are player 0.\nCurrent state (your turn):\n. . . \n . . . \n  . . . \n\n"
-        "Legal actions:\n0: a1\n1: b1\n2: c1\n3: a2\n4: b2\n5: c2\n6: a3\n7: b3\n8: c3\n\n" + prompts.ANSWER_FORMAT
-    )
-
-
 def test_introduction_names_the_case_and_its_rules() -> None:
     text = prompts.format_introduction(load_game("hex(board_size=3)"))
     assert text.splitlines()[0] == "Game: hex(board_size=3)"

@@ -14,23 +14,6 @@ from skyrl_gym.envs.openspiel.states import (
 )
 
 
-@pytest.mark.parametrize(
-    ("case", "seed", "history"),
-    [
-        ("hex(board_size=5)", 0, [12, 14, 1, 9]),
-        ("hex(board_size=5)", 1, [4, 19, 2, 10]),
-        ("hex(board_size=5)", 42, [20, 3, 0, 10]),
-        ("clobber(rows=5,columns=5)", 0, [59, 78, 2, 31]),
-        ("othello", 0, [44, 43, 18, 29]),
-        ("breakthrough(rows=6,columns=6)", 0, [122, 346, 50, 320]),
-        ("chess", 0, [3009, 3010, 90, 1841]),
-        ("leduc_poker", 1, [0, 5, 1, 2]),
-    ],
-)
-def test_seed_gives_the_recorded_moves(case: str, seed: int, history: list[int]) -> None:
-    assert opening(load_game(case), seed, 4).history() == history
-
-
 def test_openings_without_random_moves() -> None:
     game = load_game("leduc_poker")
     for seed in (0, 42):

@@ -99,7 +99,6 @@ def test_failing_ground_truth_raises(folder: Path) -> None:
         ({"data": "other"}, {}, NotImplementedError, "data=.other. of the row is unknown; use one of synsql,"),
         ({"reward_spec": {}}, {}, AssertionError, "ground_truth is required in reward_spec field"),
         ({}, {"match": "fuzzy"}, ValueError, "text2sql.match='fuzzy' should be 'exact' or 'set'"),
-        ({}, {"db_pth": "x"}, ValueError, "did you mean db_path"),
     ],
 )
 def test_invalid_row_or_config_raises(

@@ -57,7 +57,8 @@ class VerifiersContract:
         return log
 
     def test_format_of_rows(self) -> None:
-        row = list(rows(self.sums, {"n_tasks": 4}))[3]
+        *_, row = all_rows = list(rows(self.sums, {"n_tasks": 4}))
+        assert len(all_rows) == 4
         assert row["prompt"] == [{"role": "system", "content": "Answer with a number."}, *user("What is 3 + 3?")]
         assert (row["env_class"], row["data_source"]) == ("verifiers", self.sums)
         assert row["reward_spec"] == {"method": "verifiers", "ground_truth": "6"}
@@ -71,7 +72,6 @@ class VerifiersContract:
         assert (await play(game, "2"))[0]["reward"] == 1.0
 
     def test_number_and_split_of_rows(self) -> None:
-        assert len(list(rows(self.sums, {"n_tasks": 4}))) == 4
         assert len(list(rows(self.sums, {"n_tasks": 4}, n_rows=2))) == 2
         with pytest.raises(ValueError, match="split='test'"):
             rows(self.sums, split="test")
@@ -168,9 +168,6 @@ class VerifiersContract:
         await env.init_async(row["prompt"])
         with pytest.raises(RuntimeError, match="has started"):
             await env.init_async(row["prompt"])
-        await env.step_async("0")
-        with pytest.raises(RuntimeError, match="is over"):
-            await env.step_async("0")
         await env.close_async()
 
     @pytest.mark.parametrize("text", ODD_TEXTS, ids=ascii)
