@@ -26,10 +26,7 @@ from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 
 
 async def evaluate(
-    dataset: PromptDataset,
-    generator: RolloutGenerator,
-    cfg: SkyRLConfig,
-    global_step: int,
+    dataset: PromptDataset, generator: RolloutGenerator, cfg: SkyRLConfig, global_step: int
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """Play all prompts of `dataset`. Return the metrics and the trajectories.
 

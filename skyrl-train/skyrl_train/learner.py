@@ -13,13 +13,7 @@ import torch
 
 from skyrl_train.algorithms.advantages import normalize_over_batch
 from skyrl_train.algorithms.filters import informative_groups
-from skyrl_train.algorithms.inputs import (
-    FROM_POLICY,
-    TrajectoryView,
-    estimator_inputs,
-    named_inputs,
-    required_inputs,
-)
+from skyrl_train.algorithms.inputs import FROM_POLICY, TrajectoryView, estimator_inputs, named_inputs, required_inputs
 from skyrl_train.algorithms.kl import kl_controller
 from skyrl_train.algorithms.masked import masked_mean
 from skyrl_train.algorithms.registry import AdvantageEstimator
@@ -195,10 +189,7 @@ class Learner(TrainedModels):
             return batch
         scores = await self.policy.score(batch)
         return replace(
-            batch,
-            old_logprobs=scores["logprobs"],
-            entropies=scores["entropy"],
-            sum_pi_squared=scores["sum_pi_squared"],
+            batch, old_logprobs=scores["logprobs"], entropies=scores["entropy"], sum_pi_squared=scores["sum_pi_squared"]
         )
 
     def _needs_old_logprobs(self, batch: TrainingBatch) -> bool:

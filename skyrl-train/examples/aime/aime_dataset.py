@@ -15,16 +15,7 @@ from collections.abc import Iterable, Sequence
 import pyarrow as pa
 
 from examples.aime.number_problems import number_problems
-from examples.prepare import (
-    MESSAGES,
-    HubSplit,
-    Preparation,
-    command_line,
-    field,
-    prepare,
-    prompt_field,
-    text_field,
-)
+from examples.prepare import MESSAGES, HubSplit, Preparation, command_line, field, prepare, prompt_field, text_field
 from skyrl_train.dataset.files import Row
 
 OWNER = "BytedTsinghua-SIA"

@@ -74,11 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options.parse_args(argv)
     register_catch()
     run = CatchRun(
-        args.output_dir.expanduser().resolve(),
-        args.reward_mode,
-        args.seed,
-        args.steps,
-        overrides=tuple(args.overrides),
+        args.output_dir.expanduser().resolve(), args.reward_mode, args.seed, args.steps, overrides=tuple(args.overrides)
     )
     results: list[bool] = []
     run_command(lambda: results.append(learn(run)))

@@ -32,10 +32,7 @@ def dataset_row(raw: Row, split: str, index: int) -> Row:
     a, b = field(raw, "a", int), field(raw, "b", int)
     return {
         "data_source": "synthetic_multiply",
-        "prompt": [
-            {"role": "system", "content": SYSTEM_PROMPT},
-            {"role": "user", "content": f"What is {a} * {b}?"},
-        ],
+        "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"What is {a} * {b}?"}],
         "env_class": "multiply",
         "reward_spec": {"method": "rule", "ground_truth": str(a * b)},
         "extra_info": {"split": split, "num_digits": len(str(a))},

@@ -34,9 +34,7 @@ SCHEMA = pa.schema(
         "data_source": pa.string(),
         "prompt": MESSAGES,
         "env_class": pa.string(),
-        "reward_spec": pa.struct(
-            {"style": pa.string(), "ground_truth": pa.struct({"target": pa.list_(pa.string())})},
-        ),
+        "reward_spec": pa.struct({"style": pa.string(), "ground_truth": pa.struct({"target": pa.list_(pa.string())})}),
         "extra_info": pa.struct({"split": pa.string(), "index": pa.int64(), "question": pa.string()}),
     }
 )
@@ -57,10 +55,7 @@ def dataset_row(raw: Row, split: str, index: int) -> Row:
     question = question if question.endswith("?") else f"{question}?"
     return {
         "data_source": f"searchR1_{raw.get('data_source') or 'unknown'}",
-        "prompt": [
-            {"role": "system", "content": SYSTEM_PROMPT},
-            {"role": "user", "content": INSTRUCTION + question},
-        ],
+        "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": INSTRUCTION + question}],
         "env_class": "search",
         "reward_spec": {"style": "rule", "ground_truth": {"target": targets(raw)}},
         "extra_info": {"split": split, "index": index, "question": question},

@@ -122,9 +122,4 @@ def estimator_inputs(batch: TrainingBatch, view: TrajectoryView, config: Algorit
 
 def collect_settings(config: AlgorithmConfig) -> dict[str, Any]:
     """Return the inputs that come from the configuration."""
-    return {
-        "config": config,
-        "gamma": config.gamma,
-        "lambd": config.lambd,
-        "grpo_norm_by_std": config.grpo_norm_by_std,
-    }
+    return {"config": config, "gamma": config.gamma, "lambd": config.lambd, "grpo_norm_by_std": config.grpo_norm_by_std}

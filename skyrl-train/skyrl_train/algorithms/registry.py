@@ -189,11 +189,7 @@ POLICY_LOSSES: Registry[PolicyLoss, LossTraits] = Registry(
 
 
 def register_advantage_estimator(
-    name: str,
-    *,
-    compares: Comparison | None = None,
-    per_token: bool | None = None,
-    whitens: bool | None = None,
+    name: str, *, compares: Comparison | None = None, per_token: bool | None = None, whitens: bool | None = None
 ) -> Callable[[Function], Function]:
     """Make a function available as `trainer.algorithm.advantage_estimator=name`.
 

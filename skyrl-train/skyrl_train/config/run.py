@@ -25,9 +25,7 @@ from skyrl_train.config.base import (
 
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb"]
 LoggerList = Annotated[
-    list[LoggerName],
-    BeforeValidator(as_list),
-    Allowed("one of console, jsonl, tensorboard, wandb, or a list of them"),
+    list[LoggerName], BeforeValidator(as_list), Allowed("one of console, jsonl, tensorboard, wandb, or a list of them")
 ]
 ResumeMode = Annotated[
     Literal["none", "latest", "from_path"],
@@ -111,9 +109,7 @@ class RunConfig(Section):
     it."""
 
     max_tokens_per_microbatch: Annotated[
-        OptionalCount,
-        BeforeValidator(lambda value: None if value == -1 else value),
-        Allowed("an integer >= 1 or null"),
+        OptionalCount, BeforeValidator(lambda value: None if value == -1 else value), Allowed("an integer >= 1 or null")
     ] = None
     """Maximum number of tokens per rank and pass. A longer row is processed alone. null and -1 mean 16,384 on a GPU and
     1,024 to 8,192 on a CPU, chosen so that activations take about 1 GiB and the vocabulary's probabilities at most

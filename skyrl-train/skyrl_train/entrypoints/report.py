@@ -26,9 +26,7 @@ report = typer.Typer(
 
 @report.command("run")
 @as_command
-def report_run(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="e.g. outputs/skyrl/my-run")],
-) -> None:
+def report_run(folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="e.g. outputs/skyrl/my-run")]) -> None:
     """Write the report of a run, finished or not. Short form: `skyrl report RUN_FOLDER`."""
     from skyrl_train.report import report_run
     from skyrl_train.tracking import RunFolder

@@ -66,11 +66,7 @@ class ServerProcess:
         self.pid: int = self._process.pid
 
     def connect(
-        self,
-        make_engine: Callable[[], InferenceEngine],
-        *,
-        is_owner: bool = False,
-        start_timeout_s: float = 600.0,
+        self, make_engine: Callable[[], InferenceEngine], *, is_owner: bool = False, start_timeout_s: float = 600.0
     ) -> RemoteEngine:
         """Make a new engine in this process, as `connect` does. Blocks.
 

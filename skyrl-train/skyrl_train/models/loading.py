@@ -146,12 +146,7 @@ def create_empty(path: str, role: Role, **options: Any) -> PreTrainedModel:
 
 
 def load_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    gradient_checkpointing: bool = False,
-    key: str = POLICY_PATH,
+    path: str, *, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool = False, key: str = POLICY_PATH
 ) -> PreTrainedModel:
     """Load the causal language model at `path`, in evaluation mode because dropout would make log-probs random.
 

@@ -105,11 +105,7 @@ def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mas
 
 
 def chosen_logprobs(
-    model: PreTrainedModel,
-    hidden: torch.Tensor,
-    token_ids: torch.Tensor,
-    temperature: float,
-    entropy_grad: bool,
+    model: PreTrainedModel, hidden: torch.Tensor, token_ids: torch.Tensor, temperature: float, entropy_grad: bool
 ) -> TokenScores:
     """Return the scores of each token (N,), from the hidden states (N, H) that predict them.
 

@@ -28,12 +28,7 @@ from skyrl_train.types.specs import Role, lora_spec
 logger = logging.getLogger(__name__)
 
 ModelName = Literal["policy", "critic", "reference", "reward model"]
-ROLES: Mapping[ModelName, Role] = {
-    "policy": "policy",
-    "critic": "critic",
-    "reference": "ref",
-    "reward model": "reward",
-}
+ROLES: Mapping[ModelName, Role] = {"policy": "policy", "critic": "critic", "reference": "ref", "reward model": "reward"}
 
 Ranks = Mapping[ModelName, tuple[int, int]]
 """Nodes, and ranks per node, of each model."""

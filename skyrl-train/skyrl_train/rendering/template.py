@@ -200,11 +200,7 @@ class ChatTemplate:
         return (header + reply).partition(MARK)[0]
 
     def turn(
-        self,
-        messages: Messages,
-        index: int,
-        tools: Sequence[Any] | None = None,
-        start: Mapping[str, Any] | None = None,
+        self, messages: Messages, index: int, tools: Sequence[Any] | None = None, start: Mapping[str, Any] | None = None
     ) -> RenderedTurn:
         """Return the prompt and the answer of the assistant's message at `index`.
 

@@ -212,11 +212,7 @@ def find_destination(parameters: Mapping[str, torch.Tensor], spec: TensorSpec) -
 
 
 def _read(
-    reader: StreamReader,
-    plan: SyncPlan,
-    spec: TensorSpec,
-    destination: torch.Tensor | None,
-    checksum: Checksum | None,
+    reader: StreamReader, plan: SyncPlan, spec: TensorSpec, destination: torch.Tensor | None, checksum: Checksum | None
 ) -> torch.Tensor:
     """Return the next tensor. If it is copied whole, add its bytes to `checksum`.
 

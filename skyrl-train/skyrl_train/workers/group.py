@@ -249,11 +249,7 @@ class WorkerGroup:
         return [results[layout.leader(i)] for i in range(layout.data_parallel_size)]
 
     async def _call(
-        self,
-        method: str,
-        *args: Any,
-        first_args: Sequence[tuple[Any, ...]] | None = None,
-        beside_others: bool = False,
+        self, method: str, *args: Any, first_args: Sequence[tuple[Any, ...]] | None = None, beside_others: bool = False
     ) -> list[Any]:
         """Call a method of every worker, and return one result per rank. `first_args` has each rank's own arguments.
 

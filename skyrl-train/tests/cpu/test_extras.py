@@ -4,7 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
@@ -22,13 +21,10 @@ def packages_of(extra: str) -> set[str]:
     return names - {"skyrl-train"}
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "flashrl"])
-def test_an_engine_comes_with_ray_the_endpoint_and_wandb(engine: str) -> None:
-    assert packages_of(engine) >= {"ray", "wandb", "fastapi", "uvicorn"}
-
-
-def test_megatron_comes_with_ray() -> None:
+def test_extras_for_several_processes_come_with_ray() -> None:
     assert packages_of("mcore") >= {"megatron-core", "ray"}
+    for engine in ("vllm", "sglang", "flashrl"):
+        assert packages_of(engine) >= {"ray", "wandb", "fastapi", "uvicorn"}, engine
 
 
 def test_extras_that_are_named_exist() -> None:

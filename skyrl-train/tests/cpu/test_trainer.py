@@ -75,10 +75,7 @@ def test_a_step_of_failures_ends_the_run_with_the_first_reason(
     ids=["one mini-batch, one epoch", "two mini-batches", "two epochs"],
 )
 def test_old_logprobs_are_scored_only_if_the_update_needs_them(
-    overrides: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    settings: list[str],
-    n_passes: int,
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, settings: list[str], n_passes: int
 ) -> None:
     score, calls = Worker.score, []
 

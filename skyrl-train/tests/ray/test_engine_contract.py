@@ -20,11 +20,7 @@ from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, S
 from skyrl_train.inference_engines.hf import load_engine
 from skyrl_train.inference_engines.remote import connect, new_token
 from skyrl_train.launch.ray.cluster import connect as connect_to_cluster
-from skyrl_train.launch.ray.engine import (
-    RayWrappedInferenceEngine,
-    connect_engine,
-    start_engine_actor,
-)
+from skyrl_train.launch.ray.engine import RayWrappedInferenceEngine, connect_engine, start_engine_actor
 
 LIMITS = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28}
 START_TIMEOUT_S = 120.0

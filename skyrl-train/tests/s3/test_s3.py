@@ -91,11 +91,7 @@ def test_without_credentials_nothing_is_uploaded_and_the_log_says_so(
 
 
 def test_storage_that_is_down_does_not_stop_training_and_the_rerun_uploads(
-    command: list[str],
-    bucket: str,
-    faults: Faults,
-    tiny_model_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    command: list[str], bucket: str, faults: Faults, tiny_model_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     alerts = []
 

@@ -84,9 +84,7 @@ def shared_engines(tiny_model: PreTrainedModel) -> Callable[[Callable[..., Infer
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def async_engines(
-    tiny_model_path: Path,
-    shared_engines: Callable[..., SharedEngines],
-    tiny_tokenizer: PreTrainedTokenizerBase,
+    tiny_model_path: Path, shared_engines: Callable[..., SharedEngines], tiny_tokenizer: PreTrainedTokenizerBase
 ) -> AsyncIterator[SharedEngines]:
     """Engines of vLLM in processes of their own."""
 

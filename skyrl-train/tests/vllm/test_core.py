@@ -32,21 +32,14 @@ def random_states() -> list[object]:
     ("options", "message"),
     [
         ({"blok_size": 32}, "vLLM cannot start with .*blok_size"),
-        (
-            {"async_scheduling": True},
-            "engine_init_kwargs.async_scheduling is set by the engine itself",
-        ),
+        ({"async_scheduling": True}, "engine_init_kwargs.async_scheduling is set by the engine itself"),
         ({"path": Path("/no/such/folder")}, "vLLM cannot start with .*'/no/such/folder'"),
         ({"kv_cache_memory_bytes": 1 << 14}, "vLLM cannot start with .*No available memory"),
         ({"max_model_len": 600}, "vLLM cannot start with .*600"),
     ],
 )
 async def test_invalid_options_raise_and_another_engine_can_start(
-    new_engine: NewEngine,
-    options: dict[str, object],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    new_engine: NewEngine, options: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     threads = set(threading.enumerate())

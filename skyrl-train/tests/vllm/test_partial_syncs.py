@@ -33,11 +33,7 @@ def adapter_megabytes(model: PreTrainedModel) -> float:
 
 @pytest.mark.parametrize("transport", ["shared", "shared_memory", "gloo"])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"rank": 3, "alpha": 8},
-        {"rank": 2, "alpha": 1, "target_modules": ["q_proj", "down_proj", "lm_head"]},
-    ],
+    "settings", [{"rank": 3, "alpha": 8}, {"rank": 2, "alpha": 1, "target_modules": ["q_proj", "down_proj", "lm_head"]}]
 )
 async def test_an_adapter_follows_its_base(
     new_engine: NewEngine,

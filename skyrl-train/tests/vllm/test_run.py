@@ -43,11 +43,7 @@ SaveModel = Callable[[PretrainedConfig], Path]
 
 @pytest.fixture
 def run(catch_run: list[str], tmp_path: Path) -> list[str]:
-    return [
-        *catch_run,
-        "generator.backend=vllm",
-        "trainer.policy.optimizer_config.lr=0.001",
-    ]
+    return [*catch_run, "generator.backend=vllm", "trainer.policy.optimizer_config.lr=0.001"]
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:

@@ -81,9 +81,7 @@ def start_server(tiny_model_path: Path, vllm_options: dict[str, Any]) -> Iterato
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(
-    start_server: Callable[..., Server],
-    shared_engines: Callable[..., Any],
-    tiny_tokenizer: PreTrainedTokenizerBase,
+    start_server: Callable[..., Server], shared_engines: Callable[..., Any], tiny_tokenizer: PreTrainedTokenizerBase
 ) -> AsyncIterator[Any]:
     """Engines of these servers."""
     engines = shared_engines(lambda **options: VLLMServerEngine(start_server(**options).url, tiny_tokenizer))

@@ -58,11 +58,7 @@ ARCHITECTURES = {
         moe_intermediate_size=48,  # padded on a CPU
     ),
     "qwen2_moe": Qwen2MoeConfig(
-        **SMALL,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=64,
+        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64
     ),
     "olmoe": OlmoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2),
     "gpt2": GPT2Config(vocab_size=488, n_embd=64, n_layer=2, n_head=2, n_positions=256, initializer_range=0.2),

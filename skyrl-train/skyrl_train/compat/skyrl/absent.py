@@ -40,9 +40,7 @@ MODULES = {
 """Modules of SkyRL, relative to `skyrl_train` unless they start with another package."""
 
 MISSING_NAMES: dict[str, dict[str, str]] = {
-    "config": {
-        "InferenceEngineConfig": "the engine's keys are in `generator`",
-    },
+    "config": {"InferenceEngineConfig": "the engine's keys are in `generator`"},
     "entrypoints.main_base": {
         "create_ray_wrapped_inference_engines_from_config": _ENGINES,
         "create_remote_inference_engines_from_config": _ENGINES,

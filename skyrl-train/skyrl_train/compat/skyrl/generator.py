@@ -209,10 +209,7 @@ def to_generator_output(trajectories: Sequence[Trajectory], *, with_totals: bool
 
 
 def edit_as_lists(
-    trajectories: Sequence[Trajectory],
-    edit: Callable[[GeneratorOutput], GeneratorOutput],
-    *,
-    with_totals: bool,
+    trajectories: Sequence[Trajectory], edit: Callable[[GeneratorOutput], GeneratorOutput], *, with_totals: bool
 ) -> list[Trajectory]:
     """Convert valid trajectories to lists, apply `edit`, and convert back. `edit` may change the lists in place.
 

@@ -173,10 +173,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "trainer.policy.track_extra_gradient_metrics": ((False,), "policy/grad_norm is the only metric of gradients"),
     **{f"trainer.{role}.fsdp_config.{name}": entry for role in MODELS for name, entry in _FSDP.items()},
-    "trainer.use_expandable_segments": (
-        (False,),
-        "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
-    ),
+    "trainer.use_expandable_segments": ((False,), "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"),
     "trainer.use_hybrid_env_sampling": ((False,), _MIXTURE),
     "trainer.min_samples_per_env": ((0,), _MIXTURE),
     "trainer.dump_data_batch": ((False,), _TRAJECTORIES),

@@ -371,10 +371,7 @@ MAIN_PPO = VerlProgram(
         **{
             f"{name}.{option}": Conditional(f"{name}.enable", f"trainer.algorithm.{key}")
             for name in OVERLONG
-            for option, key in (
-                ("len", "overlong_buffer_len"),
-                ("penalty_factor", "overlong_buffer_penalty_factor"),
-            )
+            for option, key in (("len", "overlong_buffer_len"), ("penalty_factor", "overlong_buffer_penalty_factor"))
         },
         f"{ROLLOUT}.multi_turn": Conditional(f"{ROLLOUT}.multi_turn.enable"),
     },

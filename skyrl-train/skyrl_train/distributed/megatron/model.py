@@ -148,12 +148,7 @@ def transformer_config(model: PreTrainedModel, parallel: MegatronConfig) -> Tran
 
 
 def new_stage(
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    n_tokens: int,
-    *,
-    is_tied: bool,
-    recomputes: bool,
+    config: TransformerConfig, groups: ProcessGroupCollection, n_tokens: int, *, is_tied: bool, recomputes: bool
 ) -> GPT:
     """Return this rank's part of a model, with uninitialized weights.
 

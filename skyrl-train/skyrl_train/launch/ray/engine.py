@@ -96,9 +96,7 @@ async def connect_engine(
             return f"{name} closed the connection"
 
         return await asyncio.to_thread(
-            connect,
-            *(address, token, _make, describe_end, lambda: ray.kill(actor)),
-            start_timeout_s=start_timeout_s,
+            connect, *(address, token, _make, describe_end, lambda: ray.kill(actor)), start_timeout_s=start_timeout_s
         )
     except RayError as error:
         raise EngineError(f"the engine's process could not start: {error}") from error

@@ -5,13 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.masked import (
-    masked_mean,
-    masked_var,
-    masked_whiten,
-    normalize_over_batch,
-    top_entropy_mask,
-)
+from skyrl_train.algorithms.masked import masked_mean, masked_var, masked_whiten, normalize_over_batch, top_entropy_mask
 
 NAN = math.nan
 VALUES = torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]], dtype=torch.float64)

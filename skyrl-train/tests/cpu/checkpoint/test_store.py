@@ -259,8 +259,7 @@ def disk(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "kept"),
-    [(4 * SIZE, [10, 20, 30]), (4 * SIZE - 1, [20, 30]), (3 * SIZE - 1, [30]), (0, [30])],
+    ("capacity", "kept"), [(4 * SIZE, [10, 20, 30]), (4 * SIZE - 1, [20, 30]), (3 * SIZE - 1, [30]), (0, [30])]
 )
 def test_on_a_small_disk_the_oldest_checkpoints_are_removed_first_and_never_the_last(
     store: CheckpointStore, disk: Disk, capacity: int, kept: list[int]

@@ -9,14 +9,7 @@ from omegaconf import OmegaConf
 from train_kit import golden
 from train_kit.rules import show_values
 
-from skyrl_train.config import (
-    SkyRLConfig,
-    changed_settings,
-    get_default_config,
-    load_config,
-    to_yaml,
-    validate_cfg,
-)
+from skyrl_train.config import SkyRLConfig, changed_settings, get_default_config, load_config, to_yaml, validate_cfg
 from skyrl_train.config.base import value_at
 from skyrl_train.errors import ConfigError
 

@@ -255,11 +255,7 @@ async def test_a_sync_without_in_flight_updates_waits_for_rollouts_that_have_beg
 
 @pytest.mark.parametrize("dynamic_sampling", [None, "filter", "replace"])
 async def test_greedy_rollouts_are_played_beside_the_others(dynamic_sampling: str | None) -> None:
-    run = Run(
-        config(max_staleness_steps=1, dynamic_sampling=dynamic_sampling),
-        ScriptedGenerator(),
-        greedy=True,
-    )
+    run = Run(config(max_staleness_steps=1, dynamic_sampling=dynamic_sampling), ScriptedGenerator(), greedy=True)
     run.player.reward = lambda id: 10.0 + id.draw if id.repetition_id == N_SAMPLES else float(id.repetition_id)
     await run.sync()
     steps = await run.train(3)

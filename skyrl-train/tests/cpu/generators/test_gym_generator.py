@@ -13,11 +13,7 @@ from train_kit.rollouts import MakeStage, Stage, story
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.dataset.batch import build_training_batch
-from skyrl_train.generators.base import (
-    RolloutRequest,
-    request_seed,
-    rollout_requests,
-)
+from skyrl_train.generators.base import RolloutRequest, request_seed, rollout_requests
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.types import DrawnPrompt, Trajectory
 from skyrl_train.types.tokens import Phase

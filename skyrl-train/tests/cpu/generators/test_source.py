@@ -39,11 +39,7 @@ def informative(*uids: str) -> Callable[[TrajectoryID], float]:
 def config(n_prompts: int, **algorithm: Any) -> SkyRLConfig:
     return load_config(
         {
-            "trainer": {
-                "train_batch_size": n_prompts,
-                "policy_mini_batch_size": n_prompts,
-                "algorithm": algorithm,
-            },
+            "trainer": {"train_batch_size": n_prompts, "policy_mini_batch_size": n_prompts, "algorithm": algorithm},
             "generator": {"n_samples_per_prompt": N_SAMPLES, "sampling_params": {"max_generate_length": 2}},
         }
     )
@@ -178,11 +174,7 @@ async def test_a_failed_step_restores_the_position_in_the_prompts() -> None:
     with pytest.raises(EnvError):
         await sample(config(3), ScriptedGenerator(lambda id: None), prompts)
     assert prompts.state_dict() == position
-    assert uids((await sample(config(3), ScriptedGenerator(lambda id: 1.0), prompts)).trajectories) == [
-        "0",
-        "1",
-        "2",
-    ]
+    assert uids((await sample(config(3), ScriptedGenerator(lambda id: 1.0), prompts)).trajectories) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce++"])

@@ -108,11 +108,7 @@ def request(n_new: int, seed: int = 0, n_prompt: int = 10, **sampling: Any) -> E
 
 
 async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples_the_same_tokens(
-    new_engine: NewEngine,
-    tiny_model_path: Path,
-    tiny_model: PreTrainedModel,
-    tmp_path: Path,
-    temporary_folder: Path,
+    new_engine: NewEngine, tiny_model_path: Path, tiny_model: PreTrainedModel, tmp_path: Path, temporary_folder: Path
 ) -> None:
     other_engine, pid_file = new_engine(), tmp_path / "pid"
     await sync_weights(other_engine, tiny_model.named_parameters, 0, "gloo")  # its store keeps a pipe open

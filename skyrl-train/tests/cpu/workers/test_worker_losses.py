@@ -102,3 +102,11 @@ def test_a_correction_without_rollout_log_probs_is_refused(policy: PreTrainedMod
     batch.rollout_logprobs = None
     with pytest.raises(ConfigError, match="log-probs of the engine"):
         train(policy, batch, off_policy_correction={"tis_ratio_type": "token"})
+
+
+def test_the_reference_enters_the_loss_only_with_use_kl_loss(policy: PreTrainedModel, batch: TrainingBatch) -> None:
+    in_reward = {"use_kl_loss": False, "use_kl_in_reward": True}
+    gradient, metrics = train(policy, batch, **in_reward)
+    assert metrics["policy/policy_kl"] > 0
+    batch.ref_logprobs = None
+    assert largest_difference(gradient, train(policy, batch, **in_reward)[0]) == 0

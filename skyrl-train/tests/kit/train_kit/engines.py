@@ -29,13 +29,7 @@ from transformers import (
 from skyrl_train.errors import EngineError
 from skyrl_train.generators.base import RolloutRequest
 from skyrl_train.generators.rollout import Rollout
-from skyrl_train.inference_engines.base import (
-    EngineRequest,
-    EngineResult,
-    InferenceEngine,
-    SamplingParams,
-    TokenChunk,
-)
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams, TokenChunk
 from skyrl_train.inference_engines.hf import HFEngine
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.models.logprobs import response_logprobs

@@ -54,11 +54,6 @@ def make_trajectory(
     segment = make_segment(rewards, **segment_fields)
     if draw is None:
         draw = int(uid) if uid.isdecimal() else int.from_bytes(uid.encode(), "big")
-    defaults: dict[str, Any] = {
-        "env_class": "guess",
-        "data_source": "unknown",
-        "stop_reason": "stop",
-        "error": error,
-    }
+    defaults: dict[str, Any] = {"env_class": "guess", "data_source": "unknown", "stop_reason": "stop", "error": error}
     id = TrajectoryID(uid, repetition, draw)
     return Trajectory(id=id, segments=(*earlier, segment), **(defaults | fields))

@@ -98,10 +98,7 @@ class MirroredSink:
 
 
 async def sync_weights(
-    engine: InferenceEngine,
-    named_tensors: Callable[[], NamedTensors],
-    version: int,
-    transport: Transport = "shared",
+    engine: InferenceEngine, named_tensors: Callable[[], NamedTensors], version: int, transport: Transport = "shared"
 ) -> None:
     """Send weights to the engine, as `version`."""
     options = SyncOptions(transport, timeout_s=SYNC_TIMEOUT_S)

@@ -50,12 +50,7 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 def write_description(file: Path, folder: Path, url: str, *, is_compressing: bool = False) -> Path:
     """Write the file that describes a server and its model to the client tests."""
-    server = {
-        "url": url,
-        "base_model": str(folder),
-        "is_compressing": is_compressing,
-        "data": reference_data(folder),
-    }
+    server = {"url": url, "base_model": str(folder), "is_compressing": is_compressing, "data": reference_data(folder)}
     file.write_text(json.dumps(server))
     return file
 

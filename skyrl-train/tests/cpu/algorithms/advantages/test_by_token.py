@@ -6,8 +6,11 @@ import torch
 
 from skyrl_train.algorithms.advantages import (
     gae,
+    on_policy_distillation,
     optimal_token_baseline,
     reinforce_plus_plus,
+    remax,
+    token_rewards,
 )
 
 
@@ -28,6 +31,15 @@ def test_gae_by_hand() -> None:
     raw = [0.82675, 0.765, 0.7]
     mean, std = statistics.fmean(raw), statistics.stdev(raw)
     assert advantages[0].tolist() == pytest.approx([(a - mean) / std for a in raw], abs=1e-5)
+
+
+def test_remax_by_hand() -> None:
+    rewards, mask = torch.cat([row(0, 1, 2), row(0, -1, 0)]), torch.cat([row(1, 1, 1), row(1, 1, 0)])
+    advantages, returns = remax(
+        token_level_rewards=rewards, response_mask=mask, greedy_rewards=torch.tensor([2.0, -3.0]), gamma=0.5
+    )
+    assert returns.tolist() == [[1, 2, 2], [-0.5, -1, 0]]
+    assert advantages.tolist() == [[-1, 0, 0], [2.5, 2, 0]]
 
 
 class TestOptimalTokenBaseline:
@@ -75,3 +87,18 @@ class TestOptimalTokenBaseline:
         rewards[:, 2] = 0.1
         logprobs, squares = torch.rand(5, 3, generator=random).log(), torch.rand(5, 3, generator=random)
         assert not self.estimate(rewards, torch.ones(5, 3), logprobs, squares)[0].any()
+
+
+def test_distillation_prefers_tokens_that_are_likelier_under_the_teacher() -> None:
+    advantages, returns = on_policy_distillation(
+        token_level_rewards=row(5, 5, 5),
+        response_mask=row(1, 1, 0),
+        old_log_probs=row(-1, -2, -3),
+        ref_log_probs=row(-0.5, -4, -1),
+    )
+    assert advantages.tolist() == returns.tolist() == [[0.5, -2, 0]]
+
+
+def test_token_rewards_are_the_rewards_of_the_sampled_tokens() -> None:
+    advantages, returns = token_rewards(token_level_rewards=row(1, -2, 3), response_mask=row(1, 1, 0))
+    assert advantages.tolist() == returns.tolist() == [[1, -2, 0]]

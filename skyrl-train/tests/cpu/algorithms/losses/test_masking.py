@@ -27,11 +27,6 @@ def test_a_sum_over_a_row_is_a_sum_over_its_trained_tokens() -> None:
         assert actual_gradient.tolist() == [gradient]
 
 
-def test_the_wrapped_loss_keeps_its_name_and_docstring() -> None:
-    assert row_sum.__name__ == "row_sum"
-    assert row_sum.__doc__ == "Multiply all inputs and sum over each row."
-
-
 def test_the_ratio_of_a_token_never_overflows() -> None:
     log_probs = torch.tensor([0.0, -500.0, math.log(3.0)])
     ratio = importance_ratio(log_probs, torch.tensor([-500.0, 0.0, 0.0]))

@@ -171,10 +171,7 @@ def truncate_weights(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> No
             lambda base, adapter, patch: change_settings(adapter, base_model_name_or_path=None),
             "does not name its base model; name it with --base",
         ),
-        (
-            lambda base, adapter, patch: (base / "model.safetensors").unlink(),
-            "has no .*safetensors; save the model",
-        ),
+        (lambda base, adapter, patch: (base / "model.safetensors").unlink(), "has no .*safetensors; save the model"),
         (truncate_weights, "model.safetensors cannot be read"),
     ],
     ids=["wrong logits", "full disk", "alpha 0", "B 0", "other base", "no base", "no weights", "cut weights"],

@@ -21,12 +21,7 @@ ATTENTION_LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
 
 @pytest.mark.parametrize(
     ("is_tied", "lora", "saved"),
-    [
-        (False, {}, "float32"),
-        (True, {"rank": 4}, "float32"),
-        (True, {}, "bfloat16"),
-        (False, {"rank": 4}, "bfloat16"),
-    ],
+    [(False, {}, "float32"), (True, {"rank": 4}, "float32"), (True, {}, "bfloat16"), (False, {"rank": 4}, "bfloat16")],
 )
 def test_a_checkpoint_becomes_the_model_that_was_trained(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, is_tied: bool, lora: dict[str, Any], saved: str
@@ -63,10 +58,7 @@ def test_the_adapter_of_a_mixture_of_experts_is_merged_into_the_base_that_was_tr
         merge_checkpoint(tmp_path / "step", tmp_path / "again", base=str(other))
 
 
-@pytest.mark.parametrize(
-    ("lora", "dtype"),
-    [({}, "float32"), (ATTENTION_LORA | {"merge_on_export": True}, "bfloat16")],
-)
+@pytest.mark.parametrize(("lora", "dtype"), [({}, "float32"), (ATTENTION_LORA | {"merge_on_export": True}, "bfloat16")])
 def test_buffers_are_exported_and_merged(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, lora: dict[str, Any], dtype: str
 ) -> None:
