@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +16,7 @@ VERL_SFT: Mapping[str, Alias] = _VERL.SFT_ALIASES
 ALIASES = {**SKYRL, **VERL}
 """Aliases of reinforcement learning."""
 
+TASK_OPTIONS: Collection[str] = _VERL.TASK_OPTIONS
 MEMORY_WITHOUT_EFFECT: Mapping[str, str] = _SKYRL.MEMORY_WITHOUT_EFFECT
 SKYRL_WITHOUT_EFFECT: Mapping[str, str] = _SKYRL.WITHOUT_EFFECT
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = _SKYRL.UNSUPPORTED

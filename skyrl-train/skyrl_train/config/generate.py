@@ -135,7 +135,7 @@ def render_page() -> str:
 
 
 def _page_sections(sections: Mapping[str, type[Section]], key: str = "") -> Iterator[str]:
-    """Yield heading, meaning and table of a section, then those of its subsections.
+    """Yield the heading, meaning and table of a section and of each subsection, in order.
 
     A section is merged over the commands that have it. A table names commands only if its keys differ among them.
     """

@@ -21,6 +21,7 @@ from skyrl_train.config.base import (
     iter_fields,
     value_at,
 )
+from skyrl_train.config.dialects import TASK_OPTIONS
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.errors import ConfigError
 
@@ -32,9 +33,6 @@ FIELDS: Fields = dict(iter_fields(SkyRLConfig))
 
 OPEN_SECTION = "environment.skyrl_gym"
 """The only section with free-form subsections: one per environment class."""
-
-TASK_OPTIONS = {"cases", "game_list", "game_configs", "game_types", "max_random_steps", "reward_mode", "task_types"}
-"""Options of the dataset classes in veritas-rl. They are below an open field, so no search over fields finds them."""
 
 N_SUGGESTIONS = 3
 

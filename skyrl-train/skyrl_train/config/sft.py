@@ -143,7 +143,7 @@ def validation_is_held_out(cfg: SupervisedConfig) -> Iterator[str]:
 
 
 def supervised_schema(root: type[C], config_name: str, *rules: Rule) -> Schema[C]:
-    """Return the schema of a run on fixed data. `rules` are those of its own."""
+    """Return the schema of a run on fixed data. `rules` apply in addition to the shared rules."""
     return Schema(
         root,
         config_name,

@@ -13,7 +13,7 @@ EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "skyrl-train/pyproject.toml
 
 
 def packages_of(extra: str) -> set[str]:
-    """Return the packages that an extra lists, those of its own extras included."""
+    """Return the packages of an extra, including the packages of extras that it names."""
     names = set()
     for requirement in map(Requirement, EXTRAS[extra]):
         nested = [packages_of(inner) for inner in requirement.extras] if requirement.name == "skyrl-train" else []

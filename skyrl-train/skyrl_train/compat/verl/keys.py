@@ -212,3 +212,6 @@ SFT_ALIASES = {
     "trainer.max_ckpt_to_keep": Alias("trainer.max_ckpts_to_keep", {None: -1}),
 }
 """Keys of verl's SFT trainer with the same meaning here."""
+
+TASK_OPTIONS = {"cases", "game_list", "game_configs", "game_types", "max_random_steps", "reward_mode", "task_types"}
+"""Options of the recipes' dataset classes. They are below an open field, so no search over fields finds them."""
