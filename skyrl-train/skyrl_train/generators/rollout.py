@@ -71,12 +71,15 @@ class Rollout:
         if self.error is None:
             self.stop_reason, self.error, self.cause = stop_reason, error, cause
 
-    def trajectory(self) -> Trajectory:
-        """Build the trajectory. Its response ends with the last sampled token."""
+    def finish(self) -> Trajectory:
+        """Return the trajectory, which ends with the last sampled token. Call it once: it places the turns' rewards.
+
+        A conversation that cannot be rendered, or has no token for its reward, makes the rollout fail.
+        """
         try:
             segments = self._finish_segments()
-        except Exception as error:  # noqa: BLE001, one rollout must not end the run
-            self.fail(StopReason.ENV_ERROR, f"the conversation cannot be rendered: {describe_error(error)}", error)
+        except Exception as error:  # noqa: BLE001, one bad rollout must not abort the run
+            self.fail(StopReason.ENV_ERROR, f"the rollout cannot be converted to a trajectory: {describe_error(error)}", error)
             segments = (Segment.start([]),)
         assert self.stop_reason is not None
         return Trajectory(
@@ -101,7 +104,7 @@ class Rollout:
         if turns and not segments[-1].response_length:
             self.fail(
                 StopReason.EMPTY_RESPONSE,
-                "the environment replaced the reply with an empty one, which cannot carry a reward",
+                "the environment replaced the reply with an empty string, so there is no token to reward",
             )
         place_turn_rewards(segments, turns)
         for i, segment in enumerate(segments):
@@ -120,21 +123,22 @@ async def play_until_valid(
 
     `play` plays rollouts until they are over, valid or not.
     """
-    rollouts = [Rollout(request, metadata.seed) for request in requests]
+    rollouts: dict[int, Rollout] = {}
+    trajectories: dict[int, Trajectory] = {}
     shown: set[FailureKind] = set()
-    await play(rollouts)
-    for attempt in range(1, n_retries + 1):
-        failed = [i for i, rollout in enumerate(rollouts) if rollout.error and rollout.stop_reason not in NOT_RETRIED]
-        if not failed:
+    missing = list(range(len(requests)))
+    for attempt in range(n_retries + 1):
+        played = {i: Rollout(requests[i], metadata.seed, attempt) for i in missing}
+        await play(list(played.values()))
+        rollouts |= played
+        trajectories |= {i: rollout.finish() for i, rollout in played.items()}
+        missing = [i for i, rollout in played.items() if rollout.error and rollout.stop_reason not in NOT_RETRIED]
+        if not missing or attempt == n_retries:
             break
-        _warn([rollouts[i] for i in failed], len(rollouts), "are retried", shown)
-        retries = [Rollout(rollouts[i].request, metadata.seed, attempt) for i in failed]
-        await play(retries)
-        for i, rollout in zip(failed, retries, strict=True):
-            rollouts[i] = rollout
-    trajectories = [rollout.trajectory() for rollout in rollouts]
-    _warn([rollout for rollout in rollouts if rollout.error], len(rollouts), "are invalid", shown)
-    return trajectories
+        _warn([rollouts[i] for i in missing], len(requests), "are retried", shown)
+    invalid = [rollouts[i] for i in range(len(requests)) if rollouts[i].error]
+    _warn(invalid, len(requests), "are invalid", shown)
+    return [trajectories[i] for i in range(len(requests))]
 
 
 def _warn(failed: Sequence[Rollout], n_rollouts: int, outcome: str, shown: set[FailureKind]) -> None:

@@ -5,8 +5,8 @@ import pytest
 from gym_kit.openenv_server import ProtocolServer
 from gym_kit.processes import no_leaks, wait_for_no_tasks, wait_until_async
 
+from skyrl_gym.adapters.openenv import slots
 from skyrl_gym.adapters.openenv.client import CapacityReached, OpenEnvSession, SessionOptions, http_url, websocket_url
-from skyrl_gym.adapters.openenv.slots import slots_for
 
 
 @pytest.fixture
@@ -46,7 +46,8 @@ async def test_unknown_capacity_is_found_by_trial() -> None:
         assert server.n_refused - first < 20  # 55 without a queue
 
 
-async def test_full_server_is_retried_until_the_timeout() -> None:
+async def test_full_server_is_retried_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "PROBE_S", 0.5)
     with ProtocolServer(capacity=1) as server:
         async with OpenEnvSession(server.url) as holder:
             await holder.reset()
@@ -73,8 +74,8 @@ async def test_cancellation_at_any_moment_leaves_nothing_behind(server: Protocol
             await asyncio.gather(*tasks, return_exceptions=True)
         await wait_for_no_tasks()
     await asyncio.wait_for(asyncio.gather(*(play(server.url) for _ in range(8))), 60)
-    slots = slots_for(websocket_url(server.url))
-    assert (slots._n_taken, slots._n_playing, len(slots._waiting)) == (0, 0, 0)
+    places = slots.slots_for(websocket_url(server.url))
+    assert (places._n_taken, places._n_playing, len(places._waiting)) == (0, 0, 0)
 
 
 async def test_close_waits_for_the_environment_until_its_timeout(server: ProtocolServer) -> None:

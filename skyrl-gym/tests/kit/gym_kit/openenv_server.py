@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -200,7 +201,8 @@ class ProtocolServer:
         except ConnectionClosed:
             pass
         finally:
-            await asyncio.sleep(self.close_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_killed.wait(), self.close_s)
             self.n_open -= 1
 
     async def _answer(self, connection: ServerConnection, env: Echo, text: str | bytes) -> bool:

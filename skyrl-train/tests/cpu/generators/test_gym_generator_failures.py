@@ -240,15 +240,16 @@ async def test_a_reward_that_weights_make_too_large_is_invalid(make_stage: MakeS
     assert_invalid(t, "its reward is inf; it must be finite and of magnitude <= 1e+12")
 
 
-async def test_a_conversation_that_cannot_be_rendered_at_the_end_is_invalid(
+async def test_a_conversation_that_cannot_be_rendered_at_the_end_is_retried_and_then_invalid(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: TokenConversation) -> None:
         raise TypeError("no such filter")
 
     monkeypatch.setattr(TokenConversation, "finish", fail)
-    t = await make_stage().play_story()
-    assert_invalid(t, "the conversation cannot be rendered: TypeError: no such filter")
+    t = await make_stage(n_rollout_retries=1).play_story()
+    assert t.n_attempts == 2
+    assert_invalid(t, "the rollout cannot be converted to a trajectory: TypeError: no such filter")
 
 
 @BATCHED
