@@ -16,7 +16,7 @@ from typing import Any
 
 from skyrl_gym import error
 from skyrl_gym.core import Env
-from skyrl_gym.envs.entry_point import load_attribute, split_entry_point, suggestion
+from skyrl_gym.envs.entry_point import load_attribute, split_entry_point, suggest_name
 
 EnvCreator = Callable[..., Env[Any, Any]]
 
@@ -141,7 +141,7 @@ def spec(env_id: str) -> EnvSpec:
         return EnvSpec(env_id, env_id)  # "my_module:MyEnv" needs no registration
     known = ", ".join(sorted(registry)) or "none"
     message = (
-        f"No registered env with id: {env_id!r}.{suggestion(str(env_id), list(registry))} Registered here: {known}. "
+        f"No registered env with id: {env_id!r}.{suggest_name(str(env_id), list(registry))} Registered here: {known}. "
         "The registry belongs to one process: import or register the environment in the process that makes it."
     )
     raise error.UnregisteredEnv(message)
