@@ -1,6 +1,6 @@
 """The registry: maps the `env_class` of a dataset row to an environment.
 
-It is a plain dict in this process. Worker processes start with only what their imports register, so register your
+It is a plain dict in this process. Worker processes start with only what their imports register, so register
 environments in code that the workers import, not only in the launch script.
 """
 
@@ -48,7 +48,7 @@ class EnvSpec:
 
     @property
     def name(self) -> str:
-        """The id."""
+        """The environment's id."""
         return self.id
 
     def load(self) -> EnvCreator:
@@ -150,7 +150,7 @@ def spec(env_id: str) -> EnvSpec:
 def make(id: str | EnvSpec, **kwargs: Any) -> Env[Any, Any]:
     r"""Make a new environment with the registered arguments. `kwargs` override them.
 
-    Registered arguments are deep-copied, so environments do not share them. `kwargs` are not copied. The environment's
+    Registered arguments are deep-copied, so environments do not share them, but `kwargs` are not. The environment's
     `spec` holds the merged arguments.
 
     Raises:

@@ -142,7 +142,7 @@ class ProgramRun:
             write_ends = {name: write_end for name, (_, write_end) in pipes.items()}
             run_and_exit(self._program, self._run, self._limits, write_ends, self._confinement)
         if not self._confinement.is_alone:
-            signal.signal(signal.SIGTERM, self._stop)  # in a namespace, the program could send it too
+            signal.signal(signal.SIGTERM, self._stop)  # in a namespace, the program could also send it
             with suppress(OSError):  # the child has done it already, and may have ended
                 os.setpgid(self._pid, self._pid)
         for name, (read_end, write_end) in pipes.items():

@@ -106,9 +106,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the last marked answer of a text, or None if it marks none.
+    r"""Return the last marked answer in `text`, or None if there is none.
 
-    A mark is ``\boxed{…}``, ``#### …`` or ``Answer: …``. If a text has none of these, the last ``answer is …`` counts.
+    A mark is ``\boxed{…}``, ``#### …`` or ``Answer: …``. Without any of these, the last ``answer is …`` counts.
     An answer without braces ends with the line or the sentence.
 
     >>> final_answer("So the answer is 42.")

@@ -75,7 +75,7 @@ def read_task(extra_info: Mapping[str, Any]) -> tuple[TaskFamily, Task]:
     """Return a row's family and task.
 
     Raises:
-        ValueError: the row names no family or no task, or its prompt differs from what the id generates today.
+        ValueError: the row has no family or no task, or its prompt differs from the one that the id generates today.
     """
     missing = [name for name in ("env", "task_id") if extra_info.get(name) is None]
     if missing:
