@@ -20,14 +20,18 @@ class AdvantageEstimator(Protocol):
     It is called with the keyword arguments in its signature, or with all of them if it takes `**kwargs`. An argument
     without a default is required, so a run that cannot provide it is rejected before it starts.
 
-    token_level_rewards  (B, R) the environment's rewards, minus the KL penalty, if any response_mask        (B, R) 1 on
-    sampled tokens index                [B] rows with the same entry answer the same prompt config               the
-    section `trainer.algorithm` gamma, lambd, grpo_norm_by_std   settings of that section, on their own values
-        (B, R) of the critic, if any old_log_probs        (B, R) of the policy at the start of the update
-    ref_log_probs        (B, R) of the reference entropies            (B, R) of the distribution that each token was
-    sampled from sum_pi_squared       (B, R) Σ_v π(v)² of that distribution greedy_rewards       (B,) total reward of a
-    greedy rollout of the row's prompt reward_components    name → (B,) total of each component that the environment
-    reports
+    token_level_rewards  (B, R) the environment's rewards, minus the KL penalty, if any
+    response_mask        (B, R) 1 on sampled tokens
+    index                [B] rows with the same entry answer the same prompt
+    config               the section `trainer.algorithm`
+    gamma, lambd, grpo_norm_by_std   settings of that section, on their own
+    values               (B, R) the critic's values, if there is a critic
+    old_log_probs        (B, R) of the policy at the start of the update
+    ref_log_probs        (B, R) of the reference
+    entropies            (B, R) of the distribution that each token was sampled from
+    sum_pi_squared       (B, R) Σ_v π(v)² of that distribution
+    greedy_rewards       (B,) total reward of a greedy rollout of the row's prompt
+    reward_components    name → (B,) total of each component reported by the environment
     """
 
     def __call__(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

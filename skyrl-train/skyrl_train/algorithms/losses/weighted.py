@@ -99,8 +99,8 @@ def dppo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 def cispo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute -sg(clip(ρ, 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)) · A · log π with ρ = π / π_old.
 
-    Only the weight is clipped, so every token keeps a gradient, whereas PPO's clip would set it to 0. All tensors (B,
-    R). Metric `ppo_clip_ratio`: the fraction of tokens whose weight is clipped.
+    Only the weight is clipped, so every token keeps a gradient, whereas PPO's clip would set it to 0. All tensors
+    (B, R). Metric `ppo_clip_ratio`: the fraction of tokens whose weight is clipped.
 
     Source: MiniMax-M1 (MiniMax, 2025, arXiv:2506.13585), section 3.1.
     """
