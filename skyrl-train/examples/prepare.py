@@ -143,8 +143,8 @@ def prepare(preparation: Preparation, parser: argparse.ArgumentParser, args: arg
         }
         for line in write_splits(splits, args.output_dir.expanduser(), preparation.schema):
             print(line)
-    except (SkyRLError, OSError) as problem:
-        parser.error(str(problem))
+    except (SkyRLError, OSError) as error:
+        parser.error(str(error))
 
 
 def make_splits(preparation: Preparation, source: str, seed: int) -> dict[str, list[Row]]:

@@ -1,7 +1,7 @@
 """Aliases of keys.
 
-Only keys with the same meaning are listed. A value map translates values that are spelled differently, and passes all
-others unchanged. A value that it maps to None does not set the key.
+Only keys with the same meaning are listed. A value map translates values that are spelled differently and leaves all
+others unchanged. If it maps a value to None, the key is not set.
 """
 
 from __future__ import annotations

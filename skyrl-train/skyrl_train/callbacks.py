@@ -36,7 +36,7 @@ VERL_METRICS = "skyrl_train.compat.verl.metrics:verl_metrics"
 """The function behind `trainer.log_verl_metrics`. Imported on first use, because `compat` imports this module."""
 
 PROGRESS_METRICS = ("eval/all/avg_score", "eval/environment/", "val/loss", "val/accuracy")
-"""Prefixes of the metrics on the progress line, beside the reward."""
+"""Prefixes of the metrics on the progress line, next to the reward."""
 
 
 class Run(ABC):
@@ -62,7 +62,7 @@ class Run(ABC):
 
     @abstractmethod
     def request_stop(self, reason: str) -> None:
-        """Stop after the current step and save it. The step is abandoned if its rollouts do not end in time."""
+        """Stop after the current step and save it, or abandon the step if its rollouts do not end in time."""
 
     @abstractmethod
     async def save_checkpoint(self) -> None:
@@ -77,8 +77,8 @@ class Run(ABC):
     async def begin_checkpoint(self) -> None:
         """Copy the state that `save_checkpoint` writes, and write it while training continues.
 
-        A failed write is an alert, not an error. The step is not saved, with an alert, if the disk needs longer than
-        `trainer.ckpt_timeout_seconds` to finish the previous checkpoint and start this one.
+        A failed write is an alert, not an error. If the disk needs longer than `trainer.ckpt_timeout_seconds` to finish
+        the previous checkpoint and start this one, the step is not saved, which is also an alert.
 
         Raises:
             DivergenceError: as in `save_checkpoint`.
@@ -95,7 +95,7 @@ class Run(ABC):
 
     @abstractmethod
     async def check_space(self) -> None:
-        """Check the free disk space before the first step. Too little room for all exports is an alert.
+        """Check the free disk space before the first step. Too little room for all exports is only an alert.
 
         Raises:
             CheckpointError: there is no room for a second checkpoint next to the last one.
@@ -103,7 +103,7 @@ class Run(ABC):
 
     @abstractmethod
     async def export(self, folder: Path) -> None:
-        """Export the models as plain Hugging Face folders below `folder`. A failed export leaves nothing behind.
+        """Export the models as plain Hugging Face folders under `folder`. A failed export leaves nothing behind.
 
         Raises:
             CheckpointError: the write failed.
@@ -132,7 +132,8 @@ class Callback:
         """Called after each step, once the engines have the new weights."""
 
     async def before_checkpoint(self, run: Run) -> None:
-        """Called before a checkpoint is committed. Flush buffered data: a resumed run does not produce it again."""
+        """Called before a checkpoint is committed. Flush buffered data, because a resumed run does not produce it
+        again."""
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
         """Called once the checkpoint at `path` is complete and a resume would load it.
@@ -214,7 +215,7 @@ class Logging(Callback):
         self._has_warned = False
 
     async def on_train_start(self, run: Run) -> None:
-        self._tracking.truncate_after(run.global_step or -1)  # a new run logs step 0, too
+        self._tracking.truncate_after(run.global_step or -1)  # a new run also logs step 0
         self._progress = Progress(run.total_steps, run.global_step)
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
@@ -231,7 +232,7 @@ class Logging(Callback):
             except OSError as error:  # perhaps left from an earlier step; at the end, save the checkpoint anyway
                 if not (report.is_last or run.is_stopping):
                     raise
-                logger.warning("Metrics could not be written; the run retries at its end: %s", error)
+                logger.warning("Failed to write metrics; the run retries at its end: %s", error)
         if self._progress is not None and report.global_step > 0:
             self._progress.update(
                 report.global_step,
@@ -252,7 +253,7 @@ class Logging(Callback):
         try:
             await asyncio.to_thread(self._tracking.flush)
         except OSError as error:  # must not prevent a checkpoint on another disk
-            logger.warning("The metrics of the last steps are not written yet: %s", error)
+            logger.warning("The last steps' metrics are not written yet: %s", error)
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
         if run.cfg.trainer.wandb_artifacts:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import jsonschema
 
 from skyrl_agent.loading import load_class
-from skyrl_gym.envs.entry_point import suggestion
+from skyrl_gym.envs.entry_point import suggest_name
 from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.core import ToolGroup
@@ -183,7 +183,7 @@ def _create(name: Any, settings: dict[str, Any]) -> list[BaseTool]:
     if cls is None:
         if not isinstance(name, str) or "." not in name:
             raise ConfigError(
-                f"tools: there is no tool {name!r}{suggestion(str(name), list(tool_registry))}; registered are "
+                f"tools: there is no tool {name!r}{suggest_name(str(name), list(tool_registry))}; registered are "
                 f"{', '.join(sorted(tool_registry))}, and dotted paths name further ones"
             )
         try:

@@ -307,7 +307,7 @@ class _RandomOpponent:
 
 
 def _parse_move(reply: str) -> str:
-    """Return the move in a reply. An empty move is passed on too: the game decides its penalty."""
+    """Return the move in a reply. An empty move is also passed on, because the game decides its penalty."""
     try:
         return extract_action(reply)[-MAX_MOVE_CHARS:]
     except ActionError:

@@ -183,8 +183,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             seed=args.seed,
             reward=reward,
         )
-    except ValueError as problem:
-        parser.error(str(problem))
+    except ValueError as error:
+        parser.error(str(error))
     print(write_dataset(dataset, args.output_dir.expanduser()))
 
 

@@ -23,7 +23,7 @@ from skyrl_train.entrypoints.evaluation import EvaluationExperiment
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import RolloutGenerator
-from skyrl_train.generators.chat_template import custom_chat_template
+from skyrl_train.generators.chat_template import load_chat_template
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.models.loading import REF_PATH, check_same_vocabulary
@@ -50,7 +50,7 @@ class SelfPlayExp(RLExperiment):
                 engine,
                 self.tokenizer,
                 model_name=MODEL_NAME,
-                chat_template=custom_chat_template(generator.chat_template),
+                chat_template=load_chat_template(generator.chat_template),
                 chat_template_kwargs=generator.chat_template_kwargs,
             )
             endpoint = Endpoint(service)

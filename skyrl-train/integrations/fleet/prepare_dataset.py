@@ -286,8 +286,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         print(prepare(args))
-    except (SkyRLError, OSError) as problem:
-        parser.error(str(problem))
+    except (SkyRLError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from skyrl_train.lazy import torch
 RESERVED_METRICS = frozenset(
     {"policy_loss", "final_loss", "policy_kl", "policy_entropy", "policy_lr", "grad_norm", "skipped_updates"}
 ).union(ROLLOUT_GAP_METRICS)
-"""Metrics that the trainer logs itself for each update, so a loss cannot use their names."""
+"""Metrics that the trainer itself logs for each update, so a loss cannot use their names."""
 
 
 @cache
@@ -62,7 +62,7 @@ class ResolvedPolicyLoss:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of each token (B, R), or a scalar if it `reduces`, and detached metrics (B, R) by name.
 
-        A metric that is one number is repeated on every token, so that its mean stays the number.
+        A metric that is one number is repeated on every token, so its mean is that number.
         """
         inputs = (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
         loss, metrics = self.function(*inputs[: self.n_arguments])
@@ -77,15 +77,15 @@ def check_advantage_estimator(estimator: AdvantageEstimator, config: AlgorithmCo
     """Raise ConfigError if an estimator requires an unknown input, or does not return two tensors (B, R)."""
     if unknown := sorted(required_inputs(estimator) - INPUTS):
         raise ConfigError(
-            f"{_estimator_key(config)} requires {', '.join(unknown)}, which no run provides; give it a default, or "
-            f"take one of {', '.join(sorted(INPUTS))}"
+            f"{_estimator_key(config)} requires {', '.join(unknown)}, which no run provides; give it a default, or use "
+            f"one of {', '.join(sorted(INPUTS))}"
         )
     mask = example_mask()
     outputs = _estimate(estimator, config, _noise())
     if not (isinstance(outputs, tuple) and len(outputs) == 2 and all(_has_shape(x, mask.shape) for x in outputs)):
         raise ConfigError(
             f"{_estimator_key(config)} returned {_describe(outputs)} for rewards of shape {tuple(mask.shape)}; return "
-            "advantages and returns, both of the shape of the rewards"
+            "advantages and returns, both with the shape of the rewards"
         )
 
 
@@ -107,7 +107,7 @@ def estimator_traits(config: AlgorithmConfig) -> EstimatorTraits:
 def observe_estimator(estimator: AdvantageEstimator, config: AlgorithmConfig) -> EstimatorTraits:
     """Return the traits that an estimator shows on the example with random rewards.
 
-    Three probes find out what it compares:
+    Three probes show what it compares:
 
     1. Change the baseline and all rewards but the first trajectory's. If the first advantages stay, it is `nothing`.
     2. Give all trajectories of a prompt the same total. Advantages other than 0 come from a `baseline`.
@@ -157,7 +157,7 @@ def check_policy_loss(
     """Call a policy loss on two example trajectories and return it with a uniform signature.
 
     Raises:
-        ConfigError: it returns neither a scalar nor one loss per token, it returns metrics that cannot be logged, or it
+        ConfigError: it returns neither a scalar nor one loss per token, returns metrics that cannot be logged, or
             returns a scalar although the configuration weighs single tokens.
     """
     key = f"trainer.algorithm.policy_loss_type={config.policy_loss_type}"
@@ -172,8 +172,8 @@ def check_policy_loss(
     outputs = _call(key, lambda: loss(*inputs[:n_arguments]))
     if not (isinstance(outputs, tuple) and len(outputs) == 2 and (_has_shape(outputs[0], (2, 3), ()))):
         raise ConfigError(
-            f"{key} returned {_describe(outputs)} for log-probs of shape (2, 3); return the loss of each token, or of "
-            "the whole, and metrics beside it"
+            f"{key} returned {_describe(outputs)} for log-probs of shape (2, 3); return the loss of each token, or one "
+            "for all, and a dict of metrics"
         )
     for name, value in _by_name(outputs[1]).items():
         if not (isinstance(value, int | float) or _has_shape(value, (2, 3), ())):
@@ -250,7 +250,7 @@ def _call(key: str, call: Callable[[], Any]) -> Any:
     except Exception as error:  # user code raises anything
         hint = ""
         if isinstance(error, KeyError) and error.args and str(error.args[0]).isidentifier():
-            hint = f"; if it is your own setting, set trainer.algorithm.custom.{error.args[0]}"
+            hint = f". If it is a custom setting, set trainer.algorithm.custom.{error.args[0]}"
         raise ConfigError(f"{key} failed on an example batch: {type(error).__name__}: {error}{hint}") from error
 
 

@@ -17,8 +17,8 @@ Group = list[Trajectory]  # the trajectories of one prompt
 class GroupCollector:
     """Collector of the groups of one step, from one or more batches of rollouts.
 
-    A group is the trajectories of one draw. It is good if its rewards are not all equal (`filters.informative_groups`).
-    `dynamic_sampling.type` decides what happens to groups that are not good:
+    A group holds the trajectories of one draw. It is good if its rewards are not all equal
+    (`filters.informative_groups`). `dynamic_sampling.type` decides what happens to groups that are not good:
 
     null      They are kept. The step is one batch.
     filter    They are dropped. Batches are added until there are `n_prompts` good groups, and surplus ones are dropped.
@@ -34,7 +34,8 @@ class GroupCollector:
     """
 
     def __init__(self, config: DynamicSamplingConfig, tolerance: float, n_prompts: int, random: Random) -> None:
-        """Treat rewards with a standard deviation of at most `tolerance` as equal. `random` selects the copies."""
+        """Start a step. Rewards with a standard deviation of at most `tolerance` are equal. `random` selects the
+        copies."""
         self._config = config
         self._tolerance = tolerance
         self._n_prompts = n_prompts

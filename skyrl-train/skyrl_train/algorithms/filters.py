@@ -1,7 +1,7 @@
-"""Filters of trajectories that would teach nothing or something wrong.
+"""Filters for trajectories that would teach nothing or something wrong.
 
-A filter only sets the loss mask to 0. The rewards still count in the group's baseline. `reward_pipeline` has the stages
-that change rewards.
+A filter only sets the loss mask to 0, so the rewards still count in the group's baseline. `reward_pipeline` has the
+stages that change rewards.
 """
 
 from __future__ import annotations

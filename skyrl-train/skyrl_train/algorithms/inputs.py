@@ -1,4 +1,4 @@
-"""Inputs of advantage estimators: the names that an estimator may use, and their values, one row per trajectory."""
+"""Inputs of advantage estimators: their names and their values, one row per trajectory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def required_inputs(estimator: AdvantageEstimator) -> frozenset[str]:
 
 
 def readable_inputs(estimator: AdvantageEstimator) -> frozenset[str]:
-    """Return the inputs that an estimator may read: the ones it names, or all if it takes `**kwargs` (not `**_`)."""
+    """Return the inputs that an estimator may read: its arguments, or all inputs if it takes `**kwargs` (not `**_`)."""
     parameters = inspect.signature(estimator).parameters.values()
     if any(p.kind is p.VAR_KEYWORD and not p.name.startswith("_") for p in parameters):
         return INPUTS
@@ -40,7 +40,7 @@ def readable_inputs(estimator: AdvantageEstimator) -> frozenset[str]:
 
 
 def named_inputs(estimator: AdvantageEstimator, available: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the available inputs that an estimator names, or all of them if it takes `**kwargs`."""
+    """Return the available inputs among an estimator's arguments, or all of them if it takes `**kwargs`."""
     parameters = inspect.signature(estimator).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(available)
@@ -51,7 +51,7 @@ class TrajectoryView:
     """The T trajectories of a batch, each as one row of R' tokens.
 
     A trajectory whose history was rewritten has several rows. They are joined with one unmasked column in between, like
-    an observation. Estimators then count time, turns and tokens over the whole trajectory, and advantages do not depend
+    an observation, so estimators count time, turns and tokens over the whole trajectory, and advantages do not depend
     on its division into rows. For example, responses `a b` and `c` of one trajectory are joined to `a b . c`.
     """
 

@@ -1,4 +1,4 @@
-"""KL(policy || reference), estimated from the log-probs of sampled tokens, as a loss or in the reward.
+"""KL(policy || reference) as a loss or in the reward, estimated from the log-probs of sampled tokens.
 
 An estimator can have the right value and the wrong gradient, or vice versa. With d = log π_ref - log π of a
 token sampled from π:
@@ -10,7 +10,7 @@ k2    d² / 2             no                            yes
 k3    e^d - d - 1        yes, and it is never below 0  no: it is the gradient of KL(π_ref || π)
 k1+, k3+, abs+           as without the +              yes: they take the gradient of k2
 
-This holds for tokens of the current policy. After an update the tokens come from an older policy, and
+This holds for tokens sampled from the current policy. After an update they come from an older policy, so
 `importance_weighted_kl` corrects for that.
 
 Sources: Approximating KL Divergence (Schulman, 2020, http://joschu.net/blog/kl-approx.html). On a few pitfalls in KL
@@ -64,9 +64,9 @@ def importance_weighted_kl(
     """Return ρ · KL estimate of each token (B, R) with ρ = π / π_old, for tokens that π_old sampled.
 
     The mean of ρ·f over tokens of π_old is the mean of f over tokens of π, so k1, k3 and abs keep their means. Since ρ
-    has a gradient too, the gradient of the mean is also correct: for k1 and k3 it is the gradient of the KL. k2
-    and the estimators with a `+` have that gradient without ρ, so their ρ is detached. The exponent of ρ is clamped to
-    ±20, and the ratios of earlier tokens are ignored.
+    also has a gradient, the gradient of the mean is correct as well: for k1 and k3 it is the gradient of the KL. k2 and
+    the estimators with a `+` have that gradient without ρ, so their ρ is detached. The exponent of ρ is clamped to ±20,
+    and the ratios of earlier tokens are ignored.
 
     Source: DeepSeek-V3.2 (DeepSeek-AI, 2025, arXiv:2512.02556), section 3.1, for k3.
     """
@@ -78,7 +78,7 @@ def importance_weighted_kl(
 
 
 def _within_mask(difference: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the difference within the mask and 0 outside, where every estimate is then 0 and has gradient 0."""
+    """Return the difference within the mask and 0 outside, so every estimate and its gradient are 0 there."""
     return difference if loss_mask is None else torch.where(loss_mask > 0, difference, 0.0)
 
 
@@ -94,7 +94,7 @@ def _estimate(d: torch.Tensor, estimator: str) -> torch.Tensor:
             d = d.clamp(-20, 20)
             return (torch.expm1(d) - d).clamp(max=10)  # e^d - 1 would lose the digits of a small d
         case _:
-            raise ConfigError(f"unknown KL estimator {estimator!r}; there are k1, k2, k3, abs, k1+, k3+ and abs+")
+            raise ConfigError(f"unknown KL estimator {estimator!r}; use k1, k2, k3, abs, k1+, k3+ or abs+")
 
 
 class FixedKLController:
@@ -118,7 +118,7 @@ class AdaptiveKLController:
     """A weight that rises while the KL is above its target, and falls while it is below.
 
     value *= 1 + clip(KL / target - 1, ±0.2) · min(n / horizon, 1), for a step of n trajectories. So no step changes the
-    weight by more than a fifth, or flips its sign. A NaN is ignored.
+    weight by more than a fifth or flips its sign. A NaN is ignored.
 
     >>> controller = AdaptiveKLController(init_kl_coef=0.1, target=0.02, horizon=1000)
     >>> controller.update(current=0.03, n_steps=100)  # 50% above the target: clipped to 20%, times 100 / 1000
@@ -136,7 +136,7 @@ class AdaptiveKLController:
         """
         if target <= 0 or horizon <= 0:
             raise ConfigError(
-                f"the adaptive KL controller has target={target}, horizon={horizon}; both must be above 0"
+                f"the adaptive KL controller has target={target} and horizon={horizon}, but both must be above 0"
             )
         self.value = init_kl_coef
         self._target = target

@@ -1,4 +1,4 @@
-"""Statistics and selections of values within a mask. Values outside are never read, so a NaN there has no effect."""
+"""Statistics and selections of values within a mask. Values outside have no effect, even if they are NaN."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def normalize_over_batch(advantages: torch.Tensor, mask: torch.Tensor) -> torch.
 def top_entropy_mask(entropies: torch.Tensor, loss_mask: torch.Tensor, quantile: float) -> torch.Tensor:
     """Return 1 (B, R) on the share `quantile` of a mini-batch's trained tokens with the highest entropy, else 0.
 
-    These are the few tokens where the policy could continue in several ways. At least one token is kept. Ties with
-    the lowest kept entropy are also kept. Call it on the whole mini-batch: a part would have a different threshold.
+    These are the few tokens where the policy could continue in several ways. At least one token is kept, as are ties
+    with the lowest kept entropy. Call it on the whole mini-batch, because a part would have a different threshold.
 
     >>> entropies = torch.tensor([[0.1, 2.0, 0.3], [0.2, 1.5, 9.0]])
     >>> loss_mask = torch.tensor([[1, 1, 1], [1, 1, 0]])  # the 9.0 is not trained

@@ -3,8 +3,8 @@
 κ = π_old / π_rollout is the trainer's probability of a sampled token divided by the engine's, with log κ clamped to
 ±20. Everything is detached. Products of κ are computed as sums of log κ, so none overflows.
 
-A trajectory of several rows is corrected row by row, because its rows may be on different ranks. "Trajectory" means a
-row here.
+A trajectory of several rows is corrected row by row, because its rows may be on different ranks. So "trajectory" means
+a row here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def correction_weights(
     3. truncated importance sampling: weigh by min(κ, cap) of the token, or of the product over the trajectory.
     4. sequence mask: drop a trajectory if its product or geometric mean of κ is outside its interval.
 
-    The loss is still divided by all trained tokens, so dropping a token does not raise the weight of the rest.
+    The loss is still divided by all trained tokens, so dropping one does not raise the weight of the rest.
 
     Example of step 3 per token. The trainer gives the tokens twice, half and ten times the engine's probability:
 
@@ -153,7 +153,7 @@ def sequence_mask(
 
     A trajectory is dropped if its mean advantage is negative and its tokens have become less likely than under the
     policy μ that sampled them, by more than `threshold` nats on average: mean(log μ - log π) > threshold. The policy no
-    longer makes such a mistake, and unlearning it further does harm.
+    longer makes such a mistake, so unlearning it further only does harm.
 
     Both trajectories have become less likely by 2 nats per token, but only the first one is bad:
 

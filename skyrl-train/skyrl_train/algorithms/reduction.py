@@ -3,8 +3,8 @@
 Weights are computed once, before the mini-batch is split. Every part then only sums `weights * loss`, so the result
 does not depend on the number of micro-batches or ranks.
 
-A row without a trained token (a truncated response, a group of equal rewards) counts in no divisor. The loss is the
-same as without the row. Tokens that a correction of the loss weighs with zero stay in the divisor.
+A row without a trained token (a truncated response, a group of equal rewards) counts in no divisor, so the loss is the
+same as without the row. But tokens to which a correction gives weight 0 stay in the divisor.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def reduce_loss(
 ) -> torch.Tensor:
     """Reduce a loss per token (B, R) to its `weighted_sum` with `token_weights`. No mask means a mask of ones.
 
-    This is for custom policy losses that return a scalar. The divisor counts the given rows only, so micro-batches
+    This is for custom policy losses that return a scalar. The divisor counts only the given rows, so micro-batches
     yield a mean of means. Return one value per token to have the trainer divide by the whole mini-batch.
 
     >>> loss, loss_mask = torch.tensor([[3.0, 3.0, 3.0], [1.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])

@@ -17,21 +17,21 @@ logger = logging.getLogger(__name__)
 class AdvantageEstimator(Protocol):
     """Function that turns rewards into advantages.
 
-    It is called with the keyword arguments that its signature names, or with all of them if it takes `**kwargs`. An
-    argument without a default is required: a run that cannot provide it is rejected before it starts.
+    It is called with the keyword arguments in its signature, or with all of them if it takes `**kwargs`. An argument
+    without a default is required, so a run that cannot provide it is rejected before it starts.
 
-    token_level_rewards  (B, R) rewards of the environment, minus the KL penalty if there is one
+    token_level_rewards  (B, R) the environment's rewards, minus the KL penalty, if any
     response_mask        (B, R) 1 on sampled tokens
     index                [B] rows with the same entry answer the same prompt
     config               the section `trainer.algorithm`
     gamma, lambd, grpo_norm_by_std   settings of that section, on their own
-    values               (B, R) of the critic, if there is one
+    values               (B, R) the critic's values, if there is a critic
     old_log_probs        (B, R) of the policy at the start of the update
     ref_log_probs        (B, R) of the reference
     entropies            (B, R) of the distribution that each token was sampled from
     sum_pi_squared       (B, R) Σ_v π(v)² of that distribution
     greedy_rewards       (B,) total reward of a greedy rollout of the row's prompt
-    reward_components    name → (B,) total of each component that the environment reports
+    reward_components    name → (B,) total of each component reported by the environment
     """
 
     def __call__(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +107,7 @@ class LossTraits:
     def conflict_with_correction(self) -> str | None:
         """Why the loss cannot go with an off-policy correction, or None."""
         if self.whole_batch:
-            return "chooses tokens by comparing them all, corrected or not"
+            return "selects tokens by comparing them all, corrected or not"
         return "reads the engine's log-probs itself and would count them twice" if self.reads_rollout_logprobs else None
 
 
@@ -130,7 +130,7 @@ class Registry(Generic[Function, Traits]):
         """Add a function, or replace a built-in one that is not reserved.
 
         Raises:
-            ConfigError: the name is taken by another function of the user, or reserved.
+            ConfigError: the name is reserved, or taken by another custom function.
         """
         if name in self._entries:
             if name in self._reserved or is_built_in(function) or not is_built_in(self.get(name)):

@@ -50,9 +50,9 @@ def add_final_reward(turn: Turn, reward: float) -> None:
 
 
 def place_turn_rewards(segments: Sequence[Segment], turns: Iterable[Turn]) -> None:
-    """Put the rewards of finished turns on tokens of the segments, whose rewards are 0.
+    """Add the rewards of finished turns to the segments' tokens, whose rewards are 0 before.
 
-    A turn's reward goes to its last sampled token, or to each token if there is a list. If all tokens of a turn were
+    A turn's reward goes to its last sampled token, or token by token if it is a list. If all tokens of a turn were
     replaced, its reward goes to the last sampled token before the turn.
     """
     for turn in turns:
@@ -91,7 +91,7 @@ def add_function_reward(trajectory: Trajectory, name: str, reward: Reward | None
 
 
 def zero_reward_on_non_stop(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """Set all rewards to 0 in trajectories whose last turn has another stop reason than `stop`."""
+    """Set all rewards to 0 in trajectories whose last turn has a stop reason other than `stop`."""
     return [
         replace(
             t,
@@ -112,7 +112,7 @@ def reject_unusable(trajectory: Trajectory) -> Trajectory:
         stop_reason, error = EMPTY_RESPONSE
     elif not is_reward(trajectory.total_reward):
         stop_reason = StopReason.ENV_ERROR
-        error = f"its reward is {trajectory.total_reward:g}; it must be finite and of magnitude <= {MAX_REWARD:.0e}"
+        error = f"its reward {trajectory.total_reward:g} must be finite and of magnitude <= {MAX_REWARD:.0e}"
     else:
         return trajectory
     return replace(trajectory, stop_reason=stop_reason, error=error)

@@ -39,7 +39,7 @@ class Functions:
 
 
 def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
-    """Return the properties of the configured functions, and one sentence for each that breaks its contract."""
+    """Return the configured functions' properties, and one sentence for each function that breaks its contract."""
     name, problems = config.advantage_estimator, []
     functions = Functions(
         f"trainer.algorithm.advantage_estimator={name}", f"trainer.algorithm.policy_loss_type={config.policy_loss_type}"
@@ -87,19 +87,19 @@ def functions_fit_the_run(cfg: SkyRLConfig) -> Iterator[str]:
     yield from problems
     if "values" in functions.required and cfg.trainer.critic.model.path is None:
         yield (
-            f"{estimator} reads the values of a critic, and trainer.critic.model.path=null trains none; set "
+            f"{estimator} needs a critic's values, but trainer.critic.model.path=null trains no critic; set "
             f"trainer.critic.model.path={show(cfg.trainer.policy.model.path)}, or "
             "trainer.algorithm.advantage_estimator=grpo"
         )
     if algorithm.use_kl_in_reward and "token_level_rewards" not in functions.readable:
         yield (
-            f"trainer.algorithm.use_kl_in_reward=true changes the rewards of tokens, which {estimator} does not read; "
-            "set trainer.algorithm.use_kl_in_reward=false, and trainer.algorithm.use_kl_loss=true for a KL loss"
+            f"trainer.algorithm.use_kl_in_reward=true changes the rewards of tokens, but {estimator} ignores them; set "
+            "trainer.algorithm.use_kl_in_reward=false, and trainer.algorithm.use_kl_loss=true for a KL loss"
         )
     is_compared = algorithm.compares_with_reference or "ref_log_probs" in functions.readable
     if cfg.trainer.update_ref_every_epoch and not is_compared:
         yield (
-            "trainer.update_ref_every_epoch=true updates a reference that nothing reads, with "
+            "trainer.update_ref_every_epoch=true updates a reference that nothing uses, because "
             "trainer.algorithm.use_kl_loss=false and trainer.algorithm.use_kl_in_reward=false; set one of them to "
             "true, or trainer.update_ref_every_epoch=false"
         )
@@ -112,25 +112,25 @@ def functions_fit_the_run(cfg: SkyRLConfig) -> Iterator[str]:
     for key, value, off in group_filters(cfg):
         if traits.compares == "nothing":
             yield (
-                f"{key}={value} leaves groups of equal rewards out, but {estimator} compares no rewards and learns as "
+                f"{key}={value} leaves out groups of equal rewards, but {estimator} compares no rewards and learns as "
                 f"much from them; set {key}={off}"
             )
     if functions.loss.per_sequence and traits.per_token:
         yield (
-            f"{loss} takes one advantage for each trajectory, and {estimator} gives each token its own; try "
+            f"{loss} needs one advantage per trajectory, but {estimator} computes one per token; try "
             "trainer.algorithm.policy_loss_type=gspo or dual_clip, or trainer.algorithm.advantage_estimator=grpo"
         )
     reason = functions.loss.conflict_with_correction
     for name, switch in algorithm.off_policy_correction.switches.items() if reason else ():
         key = f"trainer.algorithm.off_policy_correction.{name}"
         yield (
-            f"{key}={show(switch)} cannot go with {loss}, which {reason}; set {key}=null, or "
+            f"{key}={show(switch)} cannot be combined with {loss}, which {reason}; set {key}=null, or "
             "trainer.algorithm.policy_loss_type=dual_clip"
         )
 
 
 def functions_are_used_as_intended(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of settings that probably do not suit the estimator or the loss."""
+    """Warn about settings that probably do not suit the estimator or the loss."""
     algorithm, critic = cfg.trainer.algorithm, cfg.trainer.critic.model.path
     functions, _problems = inspect_functions(algorithm)
     traits, published = functions.loss, functions.loss.loss_reduction
@@ -138,18 +138,18 @@ def functions_are_used_as_intended(cfg: SkyRLConfig) -> Iterator[str]:
     learns_from_equal_totals = functions.estimator.compares in ("parts", "baseline")
     for key, value, off in group_filters(cfg) if learns_from_equal_totals else ():
         yield (
-            f"{key}={value} leaves groups of equal total rewards out, from which {estimator} learns too; "
+            f"{key}={value} leaves out groups of equal total rewards, but {estimator} also learns from them; "
             f"{key}={off} keeps them"
         )
     if critic is not None and "values" not in functions.readable:
         yield (
-            f"trainer.critic.model.path={show(critic)} trains a critic whose values {estimator} does not read; set "
+            f"trainer.critic.model.path={show(critic)} trains a critic, but {estimator} ignores its values; set "
             "trainer.critic.model.path=null, or trainer.algorithm.advantage_estimator=gae"
         )
     if cfg.trainer.algorithm.advantage_batch_normalize and functions.estimator.whitens:
         yield (
-            f"trainer.algorithm.advantage_batch_normalize=true normalizes again what {estimator} has whitened; set "
-            "trainer.algorithm.advantage_batch_normalize=false"
+            f"trainer.algorithm.advantage_batch_normalize=true normalizes advantages that {estimator} has already "
+            "whitened; set trainer.algorithm.advantage_batch_normalize=false"
         )
     if published is not None and algorithm.loss_reduction != published:
         mean = "a mean over trajectories" if published == "sequence_mean" else published
@@ -162,24 +162,23 @@ def functions_are_used_as_intended(cfg: SkyRLConfig) -> Iterator[str]:
         value = getattr(algorithm, name)
         if not traits.reads_eps_clip and value != FIELDS[f"trainer.algorithm.{name}"].get_default():
             bounds = f"; its settings are {', '.join(own)}" if own else ", which clips nothing"
-            yield f"trainer.algorithm.{name}={value} is not read by {loss}{bounds}"
+            yield f"trainer.algorithm.{name}={value} is ignored by {loss}{bounds}"
     settings = cfg.trainer.fully_async
     corrects = traits.reads_rollout_logprobs or bool(algorithm.off_policy_correction.switches)
     if settings.enabled and settings.max_staleness_steps > 0 and not corrects:
         level = "sequence" if traits.per_sequence else "token"
         correction = f"off_policy_correction.tis_ratio_type={level}"
         yield (
-            f"trainer.fully_async.max_staleness_steps={settings.max_staleness_steps} trains on rollouts of older "
-            f"weights, and {loss} does not correct for that; set trainer.algorithm."
-            f"{'policy_loss_type=rollout_is' if traits.whole_batch else correction}"
+            f"trainer.fully_async.max_staleness_steps={settings.max_staleness_steps} trains on rollouts from older "
+            f"weights, but {loss} does not correct for that; set "
+            f"trainer.algorithm.{'policy_loss_type=rollout_is' if traits.whole_batch else correction}"
         )
     for name in ("tis_ratio_type", "token_mask_is_threshold_high"):
         switch = algorithm.off_policy_correction.switches.get(name, "sequence")
         if traits.per_sequence and switch != "sequence":
             yield (
-                f"trainer.algorithm.off_policy_correction.{name}={show(switch)} weighs single tokens, and {loss} has "
-                "one ratio for all tokens of a trajectory; try "
-                "trainer.algorithm.off_policy_correction.tis_ratio_type=sequence, or "
+                f"trainer.algorithm.off_policy_correction.{name}={show(switch)} weighs single tokens, but {loss} has "
+                "one ratio per trajectory; try trainer.algorithm.off_policy_correction.tis_ratio_type=sequence, or "
                 "trainer.algorithm.policy_loss_type=gspo"
             )
 
@@ -191,7 +190,7 @@ def reference_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def reference_is_placed_if_there_is_one(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of GPUs for a reference that is not loaded."""
+    """Warn about GPUs for a reference that is not loaded."""
     is_read = reads_reference(cfg.trainer.algorithm)
     if not is_read or cfg.trainer.policy_is_reference:
         reason = "the reference is the policy without its adapter" if is_read else "the run has no reference"

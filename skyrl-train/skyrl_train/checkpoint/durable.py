@@ -30,7 +30,7 @@ DISK_ERRORS = frozenset(
 
 
 def disk_error(error: BaseException) -> BaseException:
-    """Return the OSError behind an error of PyTorch's file writer, or the error itself if there is none."""
+    """Return the OSError behind an error from PyTorch's file writer, if any, or the error itself."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -83,7 +83,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def folder_lock(folder: Path, fix: str, run: Path | None = None) -> Iterator[None]:
-    """Lock a folder for this process within the context. The system releases the lock if the process dies.
+    """Lock a folder for this process within the context. If the process dies, the system releases the lock.
 
     `run` is the folder of the run that uses the locked folder, if it is a different folder.
 
@@ -95,8 +95,8 @@ def folder_lock(folder: Path, fix: str, run: Path | None = None) -> Iterator[Non
     lock = folder / LOCK_FILE
     if lock.exists() and not os.access(lock, os.W_OK):
         raise ConfigError(
-            f"{lock} cannot be written by this user; it was created by {_holder(lock)}: remove it if no run uses the "
-            "folder, or give this run other folders"
+            f"cannot write {lock} as this user, because {_holder(lock)} created it. Remove it if no run uses the "
+            "folder, or give this run other folders."
         )
     with open(lock, "a+", encoding="utf-8") as file:
         try:

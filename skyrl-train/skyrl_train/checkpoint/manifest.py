@@ -30,7 +30,7 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the fingerprints of all files below a folder into its `checksums.json`."""
+    """Write the fingerprints of all files under a folder into its `checksums.json`."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {path.relative_to(folder).as_posix(): fingerprint(path)._asdict() for path in paths}
     manifest = {"files": files, "xxh3_128": _checksum_of(files)}
@@ -44,7 +44,7 @@ def find_damage(folder: Path) -> list[str]:
     except FileNotFoundError:
         return [f"{MANIFEST} is missing, because the copy is incomplete or an older version wrote it"]
     except OSError as error:
-        return [f"{MANIFEST} cannot be read ({error.strerror})"]
+        return [f"cannot read {MANIFEST} ({error.strerror})"]
     if files is None:
         return [f"{MANIFEST} is damaged"]
     return [fault for name, saved in files.items() if (fault := _find_fault(folder / name, saved))]
@@ -67,7 +67,7 @@ def _find_fault(path: Path, saved: Fingerprint) -> str | None:
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
-        return f"{path} cannot be read ({error.strerror})"
+        return f"cannot read {path} ({error.strerror})"
     if found.n_bytes != saved.n_bytes:
         return f"{path} has {found.n_bytes:,} bytes instead of {saved.n_bytes:,}"
     if found != saved:

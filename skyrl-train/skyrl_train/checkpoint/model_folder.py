@@ -1,4 +1,4 @@
-"""Model folders in Hugging Face's format. They are read tensor by tensor, and written completely or not at all."""
+"""Model folders in Hugging Face format. They are read tensor by tensor, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOT_COPIED = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "a
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """The safetensors files of a model. A file is mapped into memory only while one of its tensors is read."""
+    """A model's safetensors files. A file is mapped into memory only while one of its tensors is read."""
 
     folder: Path
     specs: list[TensorSpec]
@@ -48,7 +48,7 @@ class OpenModel:
 
 
 def open_model(path: str, *, local_files_only: bool = False) -> OpenModel:
-    """Open the weights of a model in a folder or on the Hub, or with `local_files_only` in the Hub's cache.
+    """Open a model's weights in a folder or on the Hub, or with `local_files_only` in the Hub's cache.
 
     Raises:
         ConfigError: there is no such model, or it has no safetensors files.
@@ -60,7 +60,7 @@ def open_model(path: str, *, local_files_only: bool = False) -> OpenModel:
             folder = Path(snapshot_download(path, allow_patterns=patterns, local_files_only=local_files_only))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"there is no model {path}: {reason}; use a folder, or a name on the Hub") from error
+            raise ConfigError(f"there is no model {path}: {reason}. Use a folder, or a name on the Hub.") from error
     specs: list[TensorSpec] = []
     file_of: dict[str, Path] = {}
     for file in list_weight_files(folder):
@@ -71,7 +71,7 @@ def open_model(path: str, *, local_files_only: bool = False) -> OpenModel:
                     specs.append(TensorSpec(name, tuple(entry.get_shape()), str_to_torch_dtype[entry.get_dtype()]))
                     file_of[name] = file
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}; save the model again") from error
+            raise ConfigError(f"cannot read {file}: {error}. Save the model again.") from error
     if not specs or not (folder / "config.json").is_file():
         raise ConfigError(
             f"{path} has no {'config.json' if specs else SINGLE_FILE}; save the model with save_pretrained"
@@ -110,13 +110,13 @@ def new_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError):
                 raise CheckpointError(
-                    f"{target} could not be written: {error}; free disk space, or choose another folder"
+                    f"failed to write {target}: {error}. Free disk space, or choose another folder."
                 ) from error
             raise
 
 
 def copy_settings(sources: Sequence[Path], target: Path, tokenizer: Path | None = None) -> None:
-    """Copy the files of models other than their weights. Files of a later source replace files of an earlier one.
+    """Copy models' files other than weights. A later source's files replace an earlier one's.
 
     The tokenizer and its chat templates all come from the same folder: `tokenizer` if it has a tokenizer, else the last
     source that has one.
@@ -147,7 +147,7 @@ def write_model(
     specs = [replace(spec, dtype=output_dtype(spec, dtype)) for spec in specs]
     n_bytes = sum(spec.n_bytes for spec in specs)
     if (free := shutil.disk_usage(folder).free) < n_bytes:
-        raise OSError(f"{n_bytes:,} bytes are needed and {free:,} are free")
+        raise OSError(f"{n_bytes:,} bytes are needed, but only {free:,} are free")
     chunks = split_into_chunks(specs, SHARD_BYTES)
     names = ["model.safetensors"]
     if len(chunks) > 1:
@@ -177,7 +177,7 @@ def read_dtype(folder: Path) -> torch.dtype:
 def _write_safetensors(
     path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]], progress: tqdm[Any]
 ) -> None:
-    """Write one file, tensor by tensor. The safetensors library would need all of them in memory."""
+    """Write one file, tensor by tensor, because the safetensors library would need all of them in memory."""
     type_names = {dtype: name for name, dtype in str_to_torch_dtype.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -284,6 +284,11 @@ class GeneratorConfig(Section):
     def engine(self) -> EngineTraits:
         """The traits of `backend`."""
         return ENGINES[EMBEDDED if self.backend == "auto" else self.backend]
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """`engine_init_kwargs` without `chat_template`, a tokenizer setting."""
+        return {name: value for name, value in self.engine_init_kwargs.items() if name != "chat_template"}
 
     @property
     def n_local_engines(self) -> int:

@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     engine.engines_have_devices,
     engine.engine_fits_its_devices,
     engine.servers_have_addresses,
+    engine.servers_have_their_options,
     engine.engine_has_its_options,
     engine.sampling_lengths_are_ordered,
     run.warmup_is_set_once,

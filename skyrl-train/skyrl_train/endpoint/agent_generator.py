@@ -26,7 +26,7 @@ from skyrl_train.endpoint.service import ModelService
 from skyrl_train.endpoint.session import AgentSession
 from skyrl_train.errors import ConfigError, EngineLostError, EnvError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
-from skyrl_train.generators.chat_template import custom_chat_template
+from skyrl_train.generators.chat_template import load_chat_template
 from skyrl_train.generators.env_pool import ThreadPool
 from skyrl_train.generators.rewards import RewardFunctions, is_async
 from skyrl_train.generators.rollout import Rollout, play_until_valid
@@ -116,7 +116,7 @@ class AgentGenerator(RolloutGenerator):
             ModelService,
             tokenizer=tokenizer,
             model_name=model_name,
-            chat_template=custom_chat_template(generator_cfg.chat_template),
+            chat_template=load_chat_template(generator_cfg.chat_template),
             chat_template_kwargs=generator_cfg.chat_template_kwargs,
             ends_stopped_turns=generator_cfg.append_eos_token_after_stop_str_in_multi_turn,
             max_input_length=generator_cfg.max_input_length if generator_cfg.max_turns > 1 else None,

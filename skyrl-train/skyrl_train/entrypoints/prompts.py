@@ -13,7 +13,7 @@ from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.files import local_path
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import TaskRow, check_environments
-from skyrl_train.generators.chat_template import custom_chat_template, read_chat_template
+from skyrl_train.generators.chat_template import load_chat_template, read_chat_template
 from skyrl_train.models.loading import load_tokenizer
 
 
@@ -31,7 +31,7 @@ def load_policy_tokenizer(cfg: SkyRLConfig) -> PreTrainedTokenizerBase:
     if (file := generator.engine_init_kwargs.get("chat_template")) is not None:
         template = read_chat_template(str(file), key)
         return load_tokenizer(path, chat_template=template, template_key=key, replaces_template=True)
-    if (fallback := custom_chat_template(generator.chat_template)) is not None:
+    if (fallback := load_chat_template(generator.chat_template)) is not None:
         return load_tokenizer(path, chat_template=fallback)
     return load_tokenizer(path, template_key=key)
 
@@ -45,7 +45,7 @@ def open_prompts(
         tokenizer,
         cfg.trainer.max_prompt_length,
         max_checked_rows=max_checked_rows,
-        chat_template=custom_chat_template(cfg.generator.chat_template),
+        chat_template=load_chat_template(cfg.generator.chat_template),
         chat_template_kwargs=cfg.generator.chat_template_kwargs,
     )
 

@@ -63,6 +63,6 @@ def report_trajectories(
 
     Turns, tool calls, success and pass@n of each environment, and the failures by category.
     """
-    from skyrl_train.report.trajectories import describe_trajectories
+    from skyrl_train.report.trajectories import compare_evaluations
 
-    typer.echo(describe_trajectories(source, first, last, samples), nl=False)
+    typer.echo(compare_evaluations(source, first, last, samples), nl=False)

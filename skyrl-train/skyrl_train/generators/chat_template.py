@@ -52,7 +52,7 @@ class ChatEncoder:
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`template` (default: the tokenizer's) is rendered with the variables `template_kwargs`.
+        """Check that `template` (default: the tokenizer's) can join turns. It is rendered with `template_kwargs`.
 
         Raises:
             ConfigError: the chat template cannot join turns.
@@ -68,8 +68,8 @@ class ChatEncoder:
             tail = self._after_turn("[]")  # find a bad template now, not in the first rollout
         except DataError as error:
             raise ConfigError(
-                f"the chat template cannot render a message of the user and a reply: {error}; correct the template of "
-                "the tokenizer or of generator.chat_template"
+                f"the chat template failed to render a user message and a reply: {error}. Correct the tokenizer's "
+                "template, or set another one in generator.chat_template."
             ) from error
         vocabulary = tokenizer.get_added_vocab()
         end_ids = [vocabulary[token] for token in TURN_ENDS if token in vocabulary]
@@ -99,7 +99,7 @@ class ChatEncoder:
         return list(token_ids[n_end:] if is_end else token_ids)
 
     def conversation_ids(self, messages: Messages) -> tuple[list[int], list[int]]:
-        """Return the tokens of a conversation and a mask that is 1 in the template's generation blocks."""
+        """Return a conversation's tokens and a mask that is 1 in the template's generation blocks."""
         encoded: Any = self.tokenizer.apply_chat_template(
             self._template.prepare(messages),
             return_dict=True,
@@ -109,7 +109,7 @@ class ChatEncoder:
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize text at the beginning of a sequence."""
+        """Tokenize text at the start of a sequence."""
         return self._template.encode(text)
 
     def encode_after(self, token_ids: Sequence[int], text: str) -> list[int]:
@@ -117,7 +117,7 @@ class ChatEncoder:
         return self._template.encode_after(self.decode_all(token_ids[-CONTEXT_TOKENS:]), text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode for an environment, without padding and without tokens that begin or end a turn.
+        """Decode for an environment, without padding and without tokens that start or end a turn.
 
         Other special tokens stay, because some models use them for `<tool_call>` or the channels of a reply.
         """
@@ -153,28 +153,28 @@ def cannot_fit(messages: Messages, max_tokens: int) -> bool:
     return n_chars > MAX_CHARS_PER_TOKEN * max_tokens
 
 
-def custom_chat_template(section: ChatTemplateConfig) -> str | None:
-    """Read the template configured by `generator.chat_template`. None means the tokenizer's own.
+def load_chat_template(config: ChatTemplateConfig) -> str | None:
+    """Return the chat template set in `generator.chat_template`, or None to use the tokenizer's.
 
     Raises:
-        ConfigError: there is no such template or file.
+        ConfigError: the template is unknown, or the file cannot be read.
     """
-    name = section.name_or_path
+    name = config.name_or_path
     if name is None:
         return None
-    if section.source == "name":
+    if config.source == "name":
         known = {path.stem: path for path in sorted(TEMPLATES.glob("*.jinja"))}
         if name not in known:
             raise ConfigError(
-                f"generator.chat_template.name_or_path={name!r} is not a template that comes with the package: "
-                f"{', '.join(known)}; for a file of your own set generator.chat_template.source=file"
+                f"generator.chat_template.name_or_path={name!r} is not a built-in template (available: "
+                f"{', '.join(known)}). To load a file, set generator.chat_template.source=file."
             )
         return known[name].read_text(encoding="utf-8")
     return read_chat_template(name, "generator.chat_template.name_or_path")
 
 
 def read_chat_template(path: str, key: str) -> str:
-    """Read a template file. Raise ConfigError if that fails. `key` is the configuration key for the error message."""
+    """Read a template file. `key` is the configuration key in the ConfigError if that fails."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

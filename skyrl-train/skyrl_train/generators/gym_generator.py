@@ -33,7 +33,7 @@ from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import EngineError, EnvError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
-from skyrl_train.generators.chat_template import MAX_CHARS_PER_TOKEN, ChatEncoder, cannot_fit, custom_chat_template
+from skyrl_train.generators.chat_template import MAX_CHARS_PER_TOKEN, ChatEncoder, cannot_fit, load_chat_template
 from skyrl_train.generators.conversation import TokenConversation, conversation_factory
 from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, Episode, LocalEpisodes
 from skyrl_train.generators.env_processes import ProcessEpisodes
@@ -80,7 +80,7 @@ class GymGenerator(RolloutGenerator):
         self.generator_cfg = generator_cfg
         self.inference_engine_client = inference_engine_client
         self.tokenizer = tokenizer
-        template = custom_chat_template(generator_cfg.chat_template)
+        template = load_chat_template(generator_cfg.chat_template)
         self._chat = ChatEncoder(tokenizer, template, generator_cfg.chat_template_kwargs)
         self._new_conversation = conversation_factory(generator_cfg, self._chat)
         self._rewards = RewardFunctions(generator_cfg, self._chat)

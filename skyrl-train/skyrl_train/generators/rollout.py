@@ -79,7 +79,7 @@ class Rollout:
         try:
             segments = self._finish_segments()
         except Exception as error:  # noqa: BLE001, one bad rollout must not abort the run
-            self.fail(StopReason.ENV_ERROR, f"the rollout cannot be converted to a trajectory: {describe_error(error)}", error)
+            self.fail(StopReason.ENV_ERROR, f"cannot make a trajectory of the rollout: {describe_error(error)}", error)
             segments = (Segment.start([]),)
         assert self.stop_reason is not None
         return Trajectory(

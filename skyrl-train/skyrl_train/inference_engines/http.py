@@ -27,8 +27,8 @@ MAX_ERROR_CHARS = 500
 class HTTPEngine(AsyncEngine):
     """An engine whose backend is a server that streams responses as server-sent events.
 
-    Dropping a request closes its connection, and the server then aborts it. While responses are running, the server's
-    health is checked every `HEALTH_INTERVAL_S`.
+    Closing a request's connection makes the server abort it. While responses are running, the server's health is
+    checked every `HEALTH_INTERVAL_S`.
     """
 
     GENERATE: ClassVar[str]
@@ -38,7 +38,7 @@ class HTTPEngine(AsyncEngine):
     """Server path that answers as long as the server's backend is alive."""
 
     def __init__(self, url: str, **options: Any) -> None:
-        """Pass `options` to `SteppedEngine`."""
+        """Create the client of the server at `url`. `options` go to `SteppedEngine`."""
         super().__init__(thread=EngineThread(None, "http-engine"), **options)
         self._url = url
         self._http = httpx.AsyncClient(
@@ -55,8 +55,8 @@ class HTTPEngine(AsyncEngine):
         """Return the request body that continues a sequence after its tokens so far."""
 
     @abstractmethod
-    def _parse(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
-        """Extract the new tokens from an event."""
+    def _read_event(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
+        """Parse one stream event into its new tokens, and advance `sequence.n_received` if the backend needs it."""
 
     async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
         for request_id, sequence in new.items():
@@ -73,10 +73,10 @@ class HTTPEngine(AsyncEngine):
             async with self._http.stream("POST", self.GENERATE, json=body, timeout=timeout) as response:
                 if response.is_error:
                     await response.aread()
-                    raise EngineError(f"the server at {self._url} refused a request: {describe_response(response)}")
+                    raise EngineError(f"the server at {self._url} rejected a request: {describe_response(response)}")
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
-                        self._outputs.put_nowait(self._parse(request_id, sequence, json.loads(line[6:])))
+                        self._outputs.put_nowait(self._read_event(request_id, sequence, json.loads(line[6:])))
         except httpx.HTTPError as error:
             self._outputs.put_nowait(EngineLostError(f"the server at {self._url} broke off a response: {error!r}"))
             return
@@ -103,7 +103,7 @@ class HTTPEngine(AsyncEngine):
         except EngineError as error:
             raise EngineLostError(str(error)) from error.__cause__
 
-    def _drop(self, request_ids: Sequence[str]) -> None:
+    def _abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             if stream := self._streams.pop(request_id, None):
                 stream.cancel()
@@ -111,7 +111,7 @@ class HTTPEngine(AsyncEngine):
     async def _request(
         self, method: str, path: str, *, timeout_s: float | None = ANSWER_TIMEOUT_S, **options: Any
     ) -> Any:
-        """Call the server. Return the JSON of its answer, or None if there is none.
+        """Call the server. Return the JSON of its answer, if any.
 
         Raises:
             EngineError: the server does not answer in time, or answers with an error.
@@ -135,7 +135,7 @@ class HTTPEngine(AsyncEngine):
 
 
 def call_server(url: str, method: str, path: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **options: Any) -> Any:
-    """Call a server. Return the JSON of its answer, or None if there is none. Blocks.
+    """Call a server. Return the JSON of its answer, if any. Blocks.
 
     Raises:
         EngineError: the server does not answer in time, or answers with an error.
@@ -150,7 +150,7 @@ def call_server(url: str, method: str, path: str, *, timeout_s: float = ANSWER_T
 
 
 def read_answer(response: httpx.Response) -> Any:
-    """Return the JSON of an answer, or None if there is none. EngineError for an error status."""
+    """Return the JSON of an answer, if any. Raise EngineError for an error status."""
     if response.is_error:
         raise EngineError(f"{response.request.url} answered with {describe_response(response)}")
     with suppress(ValueError):

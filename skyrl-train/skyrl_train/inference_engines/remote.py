@@ -119,7 +119,7 @@ def open_connection(
         except TimeoutError as error:
             raise EngineError(f"the engine was not ready in {start_timeout_s:g} s{advice}") from error
         except (OSError, EOFError) as error:
-            raise EngineError(f"{describe_end()} before the engine was ready; its own messages are above") from error
+            raise EngineError(f"{describe_end()} before the engine was ready; see its output above") from error
         if kind == "error":
             raise value
         return sock, value

@@ -14,7 +14,7 @@ from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import SteppedEngine
 
-GAVE_UP = "the backend gave up on a request; its own messages above say why"
+GAVE_UP = "the backend gave up on a request; see its output above"
 
 
 class Output(NamedTuple):
@@ -30,8 +30,8 @@ class Output(NamedTuple):
 class ScheduledEngine(SteppedEngine[ActiveSequence]):
     """An engine whose backend decides which requests run.
 
-    Sessions need no separate cache: the backend indexes cached keys and values by tokens, and evicts them when it
-    needs the space.
+    Sessions need no separate cache, because the backend indexes cached keys and values by tokens and evicts them when
+    it needs the space.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -48,7 +48,7 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
         """
 
     @abstractmethod
-    def _drop(self, request_ids: Sequence[str]) -> None:
+    def _abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests in the backend."""
 
     async def end_session(self, session_id: str) -> None:
@@ -68,7 +68,7 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
         for request_id in over:
             del self._running[request_id]
         if over:
-            self._drop(list(over))
+            self._abort(list(over))
         never_ran = [sequence for sequence in self._waiting if sequence.is_over]
         self._waiting = [sequence for sequence in self._waiting if not sequence.is_over]
         return [*over.values(), *never_ran]
@@ -93,15 +93,15 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
                 sequence.done.set_exception(EngineError(output.error or GAVE_UP))
 
     async def _drop_all(self) -> None:
-        self._drop(list(self._running))
+        self._abort(list(self._running))
         self._running, self._waiting = {}, []
 
 
 class AsyncEngine(ScheduledEngine):
     """An engine whose backend is another process that steps on its own and sends outputs as they arrive.
 
-    To hold the engine, abort its requests. They continue later after their tokens so far, with the same tokens as
-    without the interruption if the backend samples by seed and position.
+    To hold the engine, its requests are aborted. They continue later after their tokens so far. If the backend samples
+    by seed and position, the interruption changes no token.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -129,6 +129,6 @@ class AsyncEngine(ScheduledEngine):
     async def _step(self) -> None:
         await super()._step()
         if self._n_holds:
-            self._drop(list(self._running))
+            self._abort(list(self._running))
             self._waiting = [*self._running.values(), *self._waiting]
             self._running = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,12 +25,6 @@ class EngineSetup:
     """Memory of the device."""
     executor: ThreadPoolExecutor | None = None
     """The thread that computes, or None if the engine has the process to itself."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """`generator.engine_init_kwargs` without `chat_template`, a setting of the tokenizer."""
-        kwargs = self.cfg.generator.engine_init_kwargs
-        return {name: value for name, value in kwargs.items() if name != "chat_template"}
 
 
 def weight_folder(cfg: SkyRLConfig) -> Path:

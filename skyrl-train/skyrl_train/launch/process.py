@@ -59,7 +59,7 @@ class ConnectedRank:
             is_result, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise WorkerError(
-                f"rank {self._rank} {self._describe_end()} during {method}; its own messages are above"
+                f"rank {self._rank} {self._describe_end()} during {method}; see its output above"
             ) from error
         if is_result:
             return value

@@ -65,11 +65,11 @@ def hidden_before(
     rows, positions = find_predictions(attention_mask, loss_mask)
     if shares_prefixes:
         is_narrowed = group is None and sequences.device.type == "cpu"  # models/last_layer.py explains why
-        wanted = (rows, positions) if is_narrowed else None
-        tree = PrefixTree(remove_padding(sequences, attention_mask), sequences.device, wanted)
+        selected = (rows, positions) if is_narrowed else None
+        tree = PrefixTree(remove_padding(sequences, attention_mask), sequences.device, selected)
         states, index = tree_hidden_states(model, tree, group), tree.index[rows, positions]  # (M or u, H), (N,)
-        if tree.wanted is not None:
-            index = torch.searchsorted(tree.wanted, index)
+        if tree.selected is not None:
+            index = torch.searchsorted(tree.selected, index)
         if group is not None:
             index = index - group.slice_start(len(tree.token_ids))
             is_own = (index >= 0) & (index < len(states))

@@ -1,8 +1,8 @@
-"""Prefix sharing: compute a prefix that several rows share once.
+"""Prefix sharing: compute prefixes shared within a micro-batch once.
 
-The samples of a group begin with the same prompt, and each row of a step-wise trajectory begins with the row before it.
+The samples of a group start with the same prompt, and each row of a step-wise trajectory starts with the row before it.
 Such rows form a tree. A token of the tree stands for all tokens with the same id and the same tokens before them. These
-B = 3 rows have 8 tokens, and their tree has U = 6:
+B = 3 rows have 8 tokens, but their tree has only U = 6:
 
     row 0   5 6 7 8          token_ids      4 5 6 7 8 9
     row 1   5 6 9            position_ids   0 0 1 2 3 2
@@ -12,10 +12,10 @@ The model runs on the tree as one row of U tokens. A causal model's hidden state
 and the tokens before it, and these are equal for all rows that share it. So embeddings, norms, MLPs and projections
 compute each token once, packed and without padding. Only attention needs rows: it gathers the keys and values of each
 row through `index`, and computes the queries of the tokens that the row adds. Its result is scattered back to the tree.
-The invariant is `states[index[b, t]]` = the hidden state of token t of row b computed on its own, and
-`find_sharing_fault` tests it on every model that is loaded.
+The invariant is `states[index[b, t]]` = the hidden state of token t when row b is computed alone, and
+`find_sharing_fault` tests it on every loaded model.
 
-On a CPU, the last layer computes keys and values of all tokens, but everything else only of the `wanted` ones
+On a CPU, the last layer computes keys and values of all tokens, but everything else only of the `selected` ones
 (`models/last_layer.py`).
 """
 
@@ -75,37 +75,38 @@ class AttentionCall:
 class Bucket:
     """Rows of similar length that attend in the same calls."""
 
-    keys: torch.Tensor  # (b, L) indices into the tokens of the tree, 0 beyond the end of a row
+    keys: torch.Tensor  # (b, L) indices into the tree's tokens, 0 beyond the end of a row
     calls: list[AttentionCall]
 
 
 class Queries:
-    """The attention calls that compute chosen tokens of a tree.
+    """The attention calls that compute selected tokens of a tree.
 
-    Rows whose queries span similar positions share a bucket, and are padded to each other. The padding is computed and
-    ignored: `outputs` takes each token's result from one of the real queries. In the module's example, row 2 has one
-    query, row 0 four, and row 1 only one, for token 9 at position 2.
+    Rows whose queries span similar positions share a bucket and are padded to a common range. Padding is computed but
+    discarded, because `outputs` takes each token's result from one of the real queries. In the module's example, row 2
+    has one query, row 0 four, and row 1 only one, for token 9 at position 2.
     """
 
     def __init__(self, index: np.ndarray, is_query: np.ndarray, tokens: np.ndarray, device: torch.device) -> None:
         """Plan calls for the rows in `index` (B, L).
 
-        `is_query` (B, L) marks the queries to compute. Each of the `tokens` (M,), ascending, needs at least one.
+        `tokens` (M,) lists the tokens to compute, ascending. `is_query` (B, L) marks at least one query for each.
         """
         sizes = {}
         for row in np.flatnonzero(is_query.any(axis=1)).tolist():
             first, last = np.flatnonzero(is_query[row])[[0, -1]].tolist()
-            sizes[row] = (_round_down(first), -_round_down(-last - 1))
+            sizes[row] = (_round_down(first), -_round_down(-last - 1))  # round last + 1 up
         outputs = np.zeros(len(tokens), dtype=np.int64)  # (M,) index of each token among the queries of all calls
         n_queries = 0
         self.buckets: list[Bucket] = []
         for _, members in groupby(sorted(sizes, key=sizes.__getitem__), key=sizes.__getitem__):
-            picked = np.array(list(members))  # (b,)
-            columns = np.flatnonzero(is_query[picked].any(axis=0))  # positions where any of these rows has a query
+            rows = np.array(list(members))  # (b,)
+            columns = np.flatnonzero(is_query[rows].any(axis=0))  # positions where any of these rows has a query
             calls = []
             for positions in np.array_split(columns, max(1, len(columns) // SPAN) if device.type == "cpu" else 1):
-                slots = np.searchsorted(tokens, index[np.ix_(picked, positions)]).clip(max=len(tokens) - 1)  # (b, T)
-                is_real = is_query[np.ix_(picked, positions)]  # (b, T)
+                # (b, T). Padding may have a token after all selected ones, and `clip` gives it a valid slot.
+                slots = np.searchsorted(tokens, index[np.ix_(rows, positions)]).clip(max=len(tokens) - 1)
+                is_real = is_query[np.ix_(rows, positions)]  # (b, T)
                 outputs[slots[is_real]] = n_queries + np.flatnonzero(is_real)
                 n_queries += slots.size
                 n_keys = int(positions[-1]) + 1
@@ -117,7 +118,7 @@ class Queries:
                         is_contiguous=len(positions) == n_keys,
                     )
                 )
-            keys = torch.from_numpy(index[picked, : columns[-1] + 1]).to(device)
+            keys = torch.from_numpy(index[rows, : columns[-1] + 1]).to(device)
             self.buckets.append(Bucket(keys, calls))
         self.outputs = torch.from_numpy(outputs).to(device)  # (M,)
 
@@ -126,12 +127,14 @@ class PrefixTree:
     """The U distinct tokens of B rows. The module's docstring has an example."""
 
     def __init__(
-        self, rows: Sequence[np.ndarray], device: torch.device, wanted: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        rows: Sequence[np.ndarray],
+        device: torch.device,
+        selected: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Build the tree of rows of token ids.
 
-        `wanted` are the rows (N,) and positions (N,) of the only tokens whose hidden states will be read. None reads
-        all.
+        `selected` are the rows (N,) and positions (N,) of the tokens whose hidden states are needed. None means all.
         """
         # In lexicographic order, no earlier row shares a longer prefix with a row than the one right before it. So
         # comparing neighbors builds the whole tree.
@@ -147,8 +150,8 @@ class PrefixTree:
             index[row, shared : lengths[row]] = np.arange(n_tokens, n_tokens + n_new)
             token_ids.append(rows[row][shared:])
             position_ids.append(np.arange(shared, lengths[row]))
-            # An earlier row has the queries of the shared prefix. If it is short, computing them again is faster: the
-            # row is then plainly causal, without a mask.
+            # An earlier row has the queries of the shared prefix. If it is short, computing them again is faster,
+            # because the row is then plainly causal and needs no mask.
             starts[row] = shared if 4 * shared >= lengths[row] else 0
             n_tokens += n_new
             previous = row
@@ -158,15 +161,15 @@ class PrefixTree:
         self.index = torch.from_numpy(index).to(device)  # (B, L) of each row's tokens, 0 beyond the end of a row
         self.token_ids = torch.from_numpy(np.concatenate([*token_ids, []]).astype(np.int64)).to(device)  # (U,)
         self.position_ids = torch.from_numpy(np.concatenate([*position_ids, []]).astype(np.int64)).to(device)  # (U,)
-        self.wanted: torch.Tensor | None = None  # (M,) distinct wanted tokens, ascending
-        if wanted is not None:
-            indices = tuple(part.cpu().numpy() for part in wanted)
+        self.selected: torch.Tensor | None = None  # (M,) distinct selected tokens, ascending
+        if selected is not None:
+            indices = tuple(part.cpu().numpy() for part in selected)
             tokens = np.unique(index[indices])
             if 0 < len(tokens) <= MAX_SHARE * n_tokens:
                 is_query[:] = False
                 is_query[indices] = True
-                self.wanted = torch.from_numpy(tokens).to(device)
-                self.wanted_queries = Queries(index, is_query, tokens, device)
+                self.selected = torch.from_numpy(tokens).to(device)
+                self.selected_queries = Queries(index, is_query, tokens, device)
 
 
 def _round_down(n_tokens: int) -> int:
@@ -199,14 +202,14 @@ def remove_padding(sequences: torch.Tensor, attention_mask: torch.Tensor) -> lis
 
 
 def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree, group: SequenceGroup | None = None) -> torch.Tensor:
-    """Return the final hidden states (M, H) of a tree's wanted tokens, or (U, H) if all are wanted.
+    """Return the final hidden states (M, H) of a tree's selected tokens, or (U, H) if all are selected.
 
     With `group`, return this rank's slice (u, H) of all tokens.
     """
     token_ids, position_ids = tree.token_ids, tree.position_ids
     if group is not None:
         token_ids, position_ids = group.take_slice(token_ids), group.take_slice(position_ids)
-    is_narrowed = tree.wanted is not None and is_narrow(model)
+    is_narrowed = tree.selected is not None and is_narrow(model)
     with use_attention(model):
         output = model.base_model(
             input_ids=token_ids[None],
@@ -214,15 +217,15 @@ def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree, group: Sequence
             use_cache=False,
             prefix_tree=tree,
             sequence_group=group,
-            **({"wanted_tokens": tree.wanted} if is_narrowed else {}),
+            **({"selected_tokens": tree.selected} if is_narrowed else {}),
         )
     states: torch.Tensor = output.last_hidden_state[0]
-    return states if tree.wanted is None or is_narrowed else states[tree.wanted]
+    return states if tree.selected is None or is_narrowed else states[tree.selected]
 
 
 @contextmanager
 def use_attention(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
-    """Switch a model to a registered attention function, defaulting to the one for prefix trees.
+    """Switch a model to a registered attention function. Defaults to the one for prefix trees.
 
     With gradient checkpointing, the backward pass recomputes layers, so it must also run inside the context.
     """
@@ -255,7 +258,7 @@ def _attend(
     """Return the attention (1, U, heads, d) of each token of a tree to itself and the tokens before it.
 
     Transformers defines the signature. `query` is (1, heads, U, d). With `sequence_group`, queries and results cover
-    this rank's slice (u). With `keys_and_values` of all tokens, they cover the wanted tokens (M).
+    this rank's slice (u). With `keys_and_values` of all tokens, they cover the selected tokens (M).
     """
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("attention with capped scores or sinks")
@@ -263,7 +266,7 @@ def _attend(
         raise KeysAndValues(key, value)
     plan = prefix_tree.queries
     if keys_and_values is not None:
-        plan, (key, value) = prefix_tree.wanted_queries, keys_and_values
+        plan, (key, value) = prefix_tree.selected_queries, keys_and_values
     queries, keys, values = (
         states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value)
     )  # (U or M, heads, d)
@@ -272,8 +275,8 @@ def _attend(
         queries, keys, values = sequence_group.tokens_to_heads(queries, keys, values, n_tokens)
 
     def rows(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        picked = states.index_select(0, indices.flatten())
-        return picked.view(*indices.shape, *states.shape[1:]).transpose(1, 2)  # (b, heads, T, d)
+        flat = states.index_select(0, indices.flatten())
+        return flat.view(*indices.shape, *states.shape[1:]).transpose(1, 2)  # (b, heads, T, d)
 
     outputs = []
     for bucket in plan.buckets:
@@ -303,12 +306,12 @@ AttentionInterface.register(NAME, _attend)
 def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = None) -> str | None:
     """Return why rows of a model cannot share prefixes, or None if they can.
 
-    Some architectures mix neighboring tokens outside of attention, e.g. with convolutions. The test compares four short
-    rows with the same rows computed separately. With `group`, its ranks divide the tokens. If only the narrowed last
+    Some architectures mix neighboring tokens outside attention, e.g. with convolutions. So the test compares four short
+    rows with the same rows computed separately. With `group`, its ranks split the tokens. If only the narrowed last
     layer changes hidden states, it is widened again and sharing stays on.
 
     Raises:
-        ConfigError: the heads of the model cannot be divided among the ranks.
+        ConfigError: the model's heads cannot be split across the ranks.
     """
     rows = [np.array(row) for row in ([1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 2], [1, 2, 3, 4, 5, 6, 7, 8, 1])]
     expected = []
@@ -318,11 +321,11 @@ def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = Non
     tree = PrefixTree(rows, model.device)
     fault = _find_fault(model, tree, [tree.index[i, : len(row)] for i, row in enumerate(rows)], expected, group)
     if fault is None and group is None and is_narrow(model):
-        picked = [(0, 2), (1, 3), (3, 3), (3, 8)]  # rows and positions
-        tree = PrefixTree(rows, model.device, tuple(torch.tensor(picked).T))
-        assert tree.wanted is not None
-        indices = [torch.searchsorted(tree.wanted, tree.index[position]) for position in picked]
-        if _find_fault(model, tree, indices, [expected[row][position] for row, position in picked]) is not None:
+        selected = [(0, 2), (1, 3), (3, 3), (3, 8)]  # rows and positions
+        tree = PrefixTree(rows, model.device, tuple(torch.tensor(selected).T))
+        assert tree.selected is not None
+        indices = [torch.searchsorted(tree.selected, tree.index[position]) for position in selected]
+        if _find_fault(model, tree, indices, [expected[row][position] for row, position in selected]) is not None:
             widen_last_layer(model)
     return fault
 

@@ -26,7 +26,7 @@ class Scorer(torch.nn.Module):
 
     scores_type: type[TokenScores | ValueScores] = TokenScores
     shares_prefixes = False
-    """True if a prefix that several rows of a micro-batch share is computed once."""
+    """True if prefixes shared within a micro-batch are computed once."""
 
     export_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
     """Dtypes of tensors in exports and weight syncs, by name, where they differ from the trained weights."""
@@ -53,8 +53,10 @@ class ScoringModule(Scorer):
         is_critic: bool = False,
         sequence_group: SequenceGroup | None = None,
     ) -> None:
-        """Divide logits by `temperature`. `entropy_grad` makes entropies differentiable, at a cost of two more values
-        per logit. The ranks of `sequence_group` get the same rows and divide their tokens.
+        """Wrap a model. Its logits are divided by `temperature`.
+
+        `entropy_grad` makes entropies differentiable, which costs two more values per logit. The ranks of
+        `sequence_group` get the same rows and split their tokens.
         """
         super().__init__()
         self.model = model
@@ -68,7 +70,10 @@ class ScoringModule(Scorer):
         return self.model
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> Scores:
-        """Return scores (B, R), 0 off the mask, for `sequences` (B, L) and `loss_mask` (B, R)."""
+        """Score the response tokens: values for a critic, otherwise log-probs and entropies.
+
+        Each is (B, R), 0 where `loss_mask` (B, R) is 0. `sequences` and `attention_mask` are (B, L).
+        """
         if self.scores_type is ValueScores:
             values = response_values(
                 self.model, sequences, attention_mask, loss_mask, self.shares_prefixes, self._sequence_group
@@ -89,7 +94,7 @@ class ScoringModule(Scorer):
         """Run a few tokens to find out if rows can share prefixes, and to check the head if there is a `source`.
 
         Raises:
-            ConfigError: the model's head is not supported, or its tokens cannot be divided among ranks.
+            ConfigError: the model's head is not supported, or its tokens cannot be split across ranks.
         """
         fault = find_sharing_fault(self.model, self._sequence_group)
         self.shares_prefixes = fault is None
@@ -97,7 +102,7 @@ class ScoringModule(Scorer):
             name = type(self.model).__name__
             if self._sequence_group is not None:
                 raise ConfigError(
-                    f"{self._sequence_group.setting}: the tokens of a {name} cannot be divided among ranks, because "
+                    f"{self._sequence_group.setting} cannot split the tokens of a {name} across ranks, because "
                     f"{fault}; remove it"
                 )
             logger.info("A %s computes every row separately, because %s", name, fault)
@@ -120,7 +125,7 @@ def response_values(
 ) -> torch.Tensor:
     """Return values (B, R) at the tokens with `loss_mask` 1, exactly 0 elsewhere.
 
-    The value at a token is the value of the state before it: of its prefix, without the token itself.
+    A token's value is the value of the state before it, i.e. of its prefix without the token itself.
     """
     hidden, mask = hidden_before(model, sequences, attention_mask, loss_mask, shares_prefixes, group)  # (N, H)
     value_head = cast(torch.nn.Linear, model.score)

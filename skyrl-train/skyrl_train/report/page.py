@@ -83,7 +83,7 @@ PANELS = {
 
 
 def report_run(run_folder: RunFolder, *, command: str | None = None) -> Path | None:
-    """Write a run's `learning_curve.png` and `report.html`. The run may be unfinished.
+    """Write a run's `learning_curve.png` and `report.html`. Works for unfinished runs.
 
     Returns:
         The path of the page, or None if the run has no metrics yet.
@@ -109,11 +109,12 @@ def report_own_run(run_folder: RunFolder) -> None:
 def write_report(
     run_folder: RunFolder, *, command: str | None = None, baselines: Mapping[str, Mapping[str, float]] | None = None
 ) -> Path:
-    """Write a run's page from the files in its folder, and return its path. The run may be unfinished.
+    """Write `report.html` from the files in the run folder and return its path. Works for unfinished runs.
 
     Args:
         command: the shell command that reproduces the run.
-        baselines: dashed lines by metric and label, e.g. `{"eval/environment/catch_rate": {"random play": 0.2}}`.
+        baselines: reference values, drawn as dashed lines: metric → label → value, e.g.
+            `{"eval/environment/catch_rate": {"random play": 0.2}}`.
 
     Raises:
         DataError: the metrics or an evaluation file cannot be read.
@@ -136,7 +137,7 @@ def write_report(
         time_split=time_split(rows),
         eval_table=_eval_table(rows),
         evaluations=evaluations,
-        examples=pick_examples(evaluations.newest, evaluations.first),
+        examples=pick_examples(evaluations.latest, evaluations.first),
         settings=select_settings(config),
         changes=run_folder.read_changes(),
         command=command,
@@ -149,16 +150,16 @@ def write_report(
 
 @dataclass(frozen=True)
 class _Evaluations:
-    """The first and the newest evaluation of a run. With a single evaluation, `first` is empty."""
+    """The first and the latest evaluation of a run. With a single evaluation, `first` is empty."""
 
     first_step: int | None
-    newest_step: int | None
+    latest_step: int | None
     first: list[EvaluatedTrajectory]
-    newest: list[EvaluatedTrajectory]
+    latest: list[EvaluatedTrajectory]
 
     @classmethod
     def read(cls, run_folder: RunFolder, last_step: int | None) -> _Evaluations:
-        """Read the evaluations up to `last_step`. Later ones are leftovers from before the run was rewound."""
+        """Read the evaluations up to `last_step`. Later ones are left over from before a rewind."""
         if run_folder.has_separate_evaluation:
             return cls(None, None, [], read_evaluation(run_folder, None))
         steps = [step for step in run_folder.eval_steps() if last_step is None or step <= last_step]
@@ -170,18 +171,18 @@ class _Evaluations:
     @property
     def is_separate(self) -> bool:
         """True if the run only evaluates. Its evaluation has no step."""
-        return self.newest_step is None and bool(self.newest)
+        return self.latest_step is None and bool(self.latest)
 
     @property
     def env_classes(self) -> str:
-        return ", ".join(sorted({trajectory.env_class for trajectory in self.newest}))
+        return ", ".join(sorted({trajectory.env_class for trajectory in self.latest}))
 
     @property
     def failure(self) -> str:
-        """Number of failed rollouts in the newest evaluation and the first reason, or "" if none failed."""
-        failed = [trajectory for trajectory in self.newest if trajectory.score is None]
+        """Number of failed rollouts in the latest evaluation and the first reason, or "" if none failed."""
+        failed = [trajectory for trajectory in self.latest if trajectory.score is None]
         reason = f"; the first: {failed[0].error}" if failed and failed[0].error else ""
-        return f"{len(failed)} of {len(self.newest)} rollouts failed and have no score{reason}" if failed else ""
+        return f"{len(failed)} of {len(self.latest)} rollouts failed and have no score{reason}" if failed else ""
 
 
 def _eval_charts(rows: MetricRows, baselines: Mapping[str, Mapping[str, float]]) -> list[Chart]:

@@ -105,11 +105,11 @@ def _find_call_error(reply: str) -> str | None:
 
 
 CATEGORIES = {
-    "tool arguments": "a call is not valid JSON, or a tool refused its arguments",
+    "tool arguments": "a call is not valid JSON, or a tool rejected its arguments",
     "authorization": "a tool answered 401, 403 or denied access",
     "resource not found": "a tool answered 404 or that something does not exist",
     "false completion": "the model declared the task done",
-    "cut reply": "the last reply reached its maximum of tokens",
+    "cut reply": "the last reply reached its token limit",
     "context overflow": "the conversation ended with stop reason `length`",
     "turn limit": "the episode ended with stop reason `max_turns`",
 }
@@ -128,9 +128,9 @@ def classify(episode: EvaluatedEpisode) -> dict[str, str]:
     not_found = next((text for text in errors if NOT_FOUND.search(text)), None)
     others = (text for text in errors if not AUTHORIZATION.search(text) and not NOT_FOUND.search(text))
     arguments = next((text for text in others if ARGUMENTS.search(text)), None)
-    # The model says that it is done, or stops calling tools.
+    # The model claims to be done if it says so or stops calling tools.
     has_stopped = trajectory.stop_reason == StopReason.STOP and episode.n_tool_calls > 0 and not _count_calls(reply)
-    # The stop reason `length` means that either the reply or the whole conversation has reached its limit of tokens.
+    # With stop reason `length`, either the reply or the whole conversation has reached its token limit.
     is_length = trajectory.stop_reason == StopReason.LENGTH
     ends_turn = episode.last_turn.get("stop_reason") == StopReason.LENGTH if episode.last_turn else n_turns == 1
     turns = f"after {n_turns} turn{'' if n_turns == 1 else 's'}"
@@ -147,7 +147,7 @@ def classify(episode: EvaluatedEpisode) -> dict[str, str]:
 
 
 def read_episodes(folder: RemoteFolder, step: int) -> list[EvaluatedEpisode]:
-    """Read the episodes of one evaluation. DataError for a line that is not a JSON object."""
+    """Read the episodes of one evaluation. Raise DataError for a line that is not a JSON object."""
     evaluation = folder / f"global_step_{step}"
     episodes = []
     for name in evaluation.names():
@@ -179,7 +179,7 @@ def _parse_episode(row: dict[str, Any]) -> EvaluatedEpisode:
     )
 
 
-def describe_trajectories(source: str, first: int | None = None, last: int | None = None, n_samples: int = 2) -> str:
+def compare_evaluations(source: str, first: int | None = None, last: int | None = None, n_samples: int = 2) -> str:
     """Return a Markdown page that compares two evaluations of a run.
 
     Args:
@@ -189,7 +189,7 @@ def describe_trajectories(source: str, first: int | None = None, last: int | Non
         n_samples: number of samples to show per failure category.
 
     Raises:
-        DataError: the folder has no evaluation at all or none of a requested step, or a file cannot be read.
+        DataError: there are no evaluations or none at a requested step, or a file cannot be read.
     """
     folder = RemoteFolder(source)
     try:
@@ -198,33 +198,33 @@ def describe_trajectories(source: str, first: int | None = None, last: int | Non
         matches = (re.fullmatch(r"global_step_(\d+)", name) for name in folder.names())
         steps = sorted(int(match[1]) for match in matches if match)
         if rows := read_metrics(RunFolder(Path(source)).metrics):
-            steps = [step for step in steps if step <= rows[-1]["step"]]  # later ones are from before a rewind
+            steps = [step for step in steps if step <= rows[-1]["step"]]  # a rewind discarded later evaluations
         if not steps:
             raise DataError(
-                f"{source} has no evaluation (global_step_N/); evaluate during training with trainer.eval_interval, or "
-                "pass another run folder or the URL of evaluations"
+                f"{source} has no evaluations (global_step_N/); train with trainer.eval_interval set, or pass another "
+                "run folder or URL"
             )
-        chosen = [steps[0] if first is None else first, steps[-1] if last is None else last]
-        if missing := [step for step in chosen if step not in steps]:
-            raise DataError(f"{folder.url} has no evaluation of step {missing[0]}; choose from {steps}")
-        evaluations = {step: read_episodes(folder, step) for step in sorted(set(chosen))}
+        compared = [steps[0] if first is None else first, steps[-1] if last is None else last]
+        if missing := [step for step in compared if step not in steps]:
+            raise DataError(f"{folder.url} has no evaluation at step {missing[0]}; choose from {steps}")
+        evaluations = {step: read_episodes(folder, step) for step in sorted(set(compared))}
     except STORAGE_ERRORS as error:
         raise DataError(f"cannot read {source}: {error!r}; check the path and the credentials") from error
-    compared = " and ".join(map(str, evaluations))
-    lines = [f"# Trajectories of {source}", "", f"Evaluations of steps {compared}.", "", "## Environments", ""]
+    names = " and ".join(map(str, evaluations))
+    lines = [f"# Trajectories of {source}", "", f"Evaluations at steps {names}.", "", "## Environments", ""]
     lines += _format_environments(evaluations)
     return "\n".join([*lines, "", "## Failures", "", *_format_failures(evaluations, n_samples), ""])
 
 
 def _format_environments(evaluations: dict[int, list[EvaluatedEpisode]]) -> list[str]:
-    """Format a table of the behavior in each environment at each step. Means and rates are over valid episodes."""
+    """Format a table of each environment's behavior at each step. Means and rates are over valid episodes."""
     names = sorted({e.trajectory.data_source for episodes in evaluations.values() for e in episodes})
     rows, n_samples = [], 0
     for name in ["all", *names] if len(names) > 1 else names:
         for step, episodes in evaluations.items():
             found = [e for e in episodes if name in ("all", e.trajectory.data_source)]
             valid = [e for e in found if e.is_valid]
-            successes: dict[str, list[bool]] = {}  # of the samples of each task
+            successes: dict[str, list[bool]] = {}  # task → success of each sample
             for episode in valid:
                 successes.setdefault(episode.prompt_key, []).append(episode.is_success)
             n_samples = max([n_samples, *map(len, successes.values())])
@@ -247,7 +247,7 @@ def _format_failures(evaluations: dict[int, list[EvaluatedEpisode]], n_samples: 
         for step, episodes in evaluations.items()
     }
     counts = {step: [name for _, name, _ in failures] for step, failures in found.items()}
-    rules = CATEGORIES | {"other": "none of the rules fits"}
+    rules = CATEGORIES | {"other": "no rule matches"}
     others = sorted({name for names in counts.values() for name in names} - set(rules))
     rules |= dict.fromkeys(others, "no reward: left out of all rates")
     lines = ["An episode may be in several categories.", ""]

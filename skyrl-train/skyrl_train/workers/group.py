@@ -77,7 +77,9 @@ class WorkerGroup:
     """Sizes of the model, set by `load`."""
 
     def __init__(self, spec: ModelSpec, ranks: Sequence[Rank], objective: Objective | None = None) -> None:
-        """Create the group of a model that minimizes `objective`. The reference has no objective.
+        """Create the group of the ranks that hold one model.
+
+        `objective` is the training loss. It is None for a model that only scores, such as the reference.
 
         Raises:
             ConfigError: `spec.layout` cannot divide the ranks.
@@ -91,9 +93,9 @@ class WorkerGroup:
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
         self.n_optimizer_steps = 0
-        """Number of optimizer steps that have begun."""
+        """Number of optimizer steps started."""
         self.hold_devices: Callable[[WorkerGroup, ModelPart], AbstractAsyncContextManager[None]] | None = None
-        """Waits for the devices that the model shares with others, e.g. `Lease.holding`. None if it has them alone."""
+        """Waits for the devices that the model shares, e.g. `Lease.holding`. None if it has them to itself."""
 
     @property
     def role(self) -> Role:
@@ -115,10 +117,10 @@ class WorkerGroup:
     async def score(
         self, batch: TrainingBatch, *, adapter: bool = True, beside_others: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Score a batch: (B, R) float32 on the CPU, 0 off the mask. `adapter=False` disables the adapter.
+        """Score a batch: (B, R) float32 on the CPU, 0 where the loss mask is 0. `adapter=False` disables the adapter.
 
-        With `beside_others`, models that share the devices are not moved away first. Use it for small batches while the
-        weights are on their devices.
+        With `beside_others`, models that share the devices stay on them. Use it for small batches while the weights are
+        on their devices.
         """
         shards, rows = self._split(batch, self._spec.max_rows_forward)
         results = await self._call_with_shards("score", shards, adapter, beside_others=beside_others)
@@ -128,9 +130,9 @@ class WorkerGroup:
         """Add the gradient of a mini-batch's loss to the parameters.
 
         The loss is divided by the counts of the whole mini-batch, however it is split into micro-batches and ranks.
-        `scores` (B, R) are the log-probs or values of the current weights, if known. Losses over the whole
-        mini-batch need them, as do losses over pairs that do not fit into micro-batches. If `scores` is None, these
-        losses cost one more forward pass.
+        `scores` (B, R) are the log-probs or values of the current weights, if known. Losses over the whole mini-batch
+        need them, as do losses over pairs that do not fit into micro-batches, so these cost one more forward pass if
+        `scores` is None.
         """
         objective, max_rows = self._objective, self._spec.max_rows_train
         assert objective is not None, f"the {self._spec.role} has no objective"

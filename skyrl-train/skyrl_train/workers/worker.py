@@ -67,14 +67,14 @@ def needing(part: ModelPart) -> Callable[[Callable[Concatenate[Worker, P], T]], 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Sizes of a loaded model. All ranks have the same."""
+    """Sizes of a loaded model. Identical on all ranks."""
 
     n_embeddings: int  # rows of the input embedding
     n_trained: int  # trained parameters
     n_parameters: int
     checkpoint_bytes: int  # estimate: trained weights with two moments each, and frozen weights
     shares_prefixes: bool
-    """True if the model computes a prefix that several rows of a micro-batch share only once."""
+    """True if prefixes shared within a micro-batch are computed once."""
     max_tokens_per_micro_batch: int
 
 
@@ -85,7 +85,10 @@ class Worker:
     """
 
     def __init__(self, spec: ModelSpec, strategy: DistributedStrategy[Any], objective: Objective | None = None) -> None:
-        """Load a model that minimizes `objective`. The reference has no objective."""
+        """Load the model and, if `spec.optimizer` is set, create its optimizer.
+
+        `objective` is the training loss. It is None for a model that only scores, such as the reference.
+        """
         self._spec = spec
         self._strategy = strategy
         self._objective = objective
@@ -102,12 +105,12 @@ class Worker:
                 fused=True,
             )
             self._state.scheduler = make_scheduler(self._state.optimizer, spec.optimizer)
-        if spec.lora is not None and spec.lora.config.dropout > 0:
+        if spec.lora is not None and spec.lora.config.dropout > 0:  # ranks with other rows draw other dropout masks
             torch.manual_seed((spec.lora.seed + strategy.random_stream) % 2**63)
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=use_one_core)
         self._saving: Future[None] | None = None
         self._sent: SentWeights | None = None  # set by the first sync that sends changes
-        self._is_skipping = False  # True while gradients are NaN or infinite
+        self._skipping_updates = False  # True while gradients are NaN or infinite
         self._offloaded: dict[ModelPart, OffloadedTensors] = {}  # parts in host memory
 
     def move(self, to: Literal["cpu", "device"], part: ModelPart = "all") -> int:
@@ -126,8 +129,8 @@ class Worker:
                     self._offloaded[name] = OffloadedTensors(self._tensors(name), device)
                 except RuntimeError as error:
                     raise WorkerError(
-                        f"host memory has no room for the {name} of the {self._spec.role}: {error}; use a larger "
-                        "machine, or set trainer.placement.offload_idle=false to keep all models on their devices"
+                        f"host memory has no room for the {name} of the {self._spec.role}: {error}. Use a larger "
+                        "machine, or set trainer.placement.offload_idle=false to keep all models on their devices."
                     ) from error
                 n_bytes += self._offloaded[name].n_bytes
             elif to == "device" and name in self._offloaded:
@@ -158,7 +161,7 @@ class Worker:
                 )
 
     def facts(self) -> ModelFacts:
-        """Return what callers need to know about the loaded model. It does not change in a run."""
+        """Return the sizes of the loaded model. They do not change during a run."""
         model = self.module.hf_model
         n_trained, n_parameters = count_parameters(model)
         n_frozen_copies = 1 if self._spec.lora is None else 0  # the base of an adapter is not saved
@@ -176,10 +179,10 @@ class Worker:
 
     @needing("weights")
     def score(self, shard: Shard, adapter: bool = True) -> dict[str, torch.Tensor]:
-        """Score the shard's rows: (b, R) float32 on the CPU, 0 off the mask. `adapter=False` disables the adapter.
+        """Score the shard's rows: (b, R) float32 on the CPU, 0 where the loss mask is 0.
 
-        Several ranks get the same rows with tensor or sequence parallelism. Only their leader returns scores. All other
-        ranks return {}.
+        `adapter=False` disables the adapter. With tensor or sequence parallelism, several ranks get the same rows, but
+        only their leader returns scores. All other ranks return {}.
         """
         scored = self._run(shard, lambda scores, _: (None, scores), backward=False, adapter=adapter)
         layout, rank = self._spec.layout(self._strategy.world.size), self._strategy.world.rank
@@ -236,9 +239,9 @@ class Worker:
                 metrics["grad_norm"] = Metric("mean", norm)
             state.optimizer.step()
             state.scheduler.step()
-        elif not self._is_skipping:
+        elif not self._skipping_updates:
             logger.warning("The gradient norm of the %s is %s: updates are skipped until it is finite", role, norm)
-        self._is_skipping = not is_finite
+        self._skipping_updates = not is_finite
         if self._spec.lora is not None:
             norm = change_norm(self.module.hf_model, self._strategy.gather_from(self.module))
             metrics["adapter_norm"] = Metric("mean", norm)
@@ -300,7 +303,7 @@ class Worker:
         return self._saving is None or self._saving.done()
 
     def finish_save(self) -> OSError | None:
-        """Wait for the last save, if any. Return an OSError if it failed. Training may continue then."""
+        """Wait for the last save, if any. Return an OSError if it failed, so that training may continue."""
         if self._saving is None:
             return None
         saving, self._saving = self._saving, None
@@ -312,10 +315,10 @@ class Worker:
 
     @needing("all")
     def load_state(self, folder: Path) -> None:
-        """Load a checkpoint that any number of ranks saved. The learning rate follows this worker's schedule.
+        """Load a checkpoint, saved by any number of ranks. The learning rate follows this worker's schedule.
 
         Raises:
-            CheckpointError: a file is missing, or belongs to another model.
+            CheckpointError: a file is missing or belongs to another model.
         """
         try:
             if not (folder / METADATA).exists():
@@ -336,7 +339,7 @@ class Worker:
     def _follow_schedule(self) -> None:
         """Set the learning rate to this schedule's value at the loaded step. Warn if the checkpoint had another value.
 
-        A checkpoint from before the first update has no optimizer state, and thus no learning rate.
+        A checkpoint from before the first update has no optimizer state, so it has no learning rate either.
         """
         optimizer, scheduler = self._state.optimizer, self._state.scheduler
         if optimizer is None or scheduler is None:
@@ -346,7 +349,7 @@ class Worker:
         saved, group["lr"] = float(scheduler.get_last_lr()[0]), base * scale(scheduler.last_epoch)
         if group["lr"] != saved and self._strategy.world.rank == 0:
             logger.warning(
-                "The learning rate of the %s is %g, not the %g of the checkpoint: the schedule has changed",
+                "The learning rate of the %s is %g, but the checkpoint's was %g, because the schedule has changed",
                 *(self._spec.role, group["lr"], saved),
             )
 
@@ -405,16 +408,16 @@ class Worker:
         path = folder / BASE_CHECKSUM
         if not path.exists():
             if not (folder / ADAPTER_FOLDER).is_dir():
-                raise ValueError(f"it holds all weights of a model, and {lora.key} trains an adapter")
+                raise ValueError(f"it holds a full model, but {lora.key} trains an adapter")
             logger.warning(
-                "%s is missing, as in checkpoints of old versions: the adapter is resumed without a check that it was "
-                "trained on %s",
+                "%s is missing, as in checkpoints of old versions. The adapter is resumed without checking that it was "
+                "trained on %s.",
                 path,
                 lora.base_path,
             )
             return
         if path.read_text(encoding="utf-8").strip() != str(self._base_checksum):
-            raise ValueError(f"its adapter was trained on other weights than those of {lora.base_path}")
+            raise ValueError(f"its adapter was trained on weights that differ from {lora.base_path}")
 
     def close(self) -> None:
         """Wait for a save in progress."""
@@ -439,7 +442,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> Lam
 
 
 def _root_cause(error: BaseException) -> str:
-    """Return the first error of those that DCP collects from its ranks."""
+    """Return the first of the errors that DCP collects from its ranks."""
     if isinstance(error, CheckpointException):
         error = next((reason for reason, _ in error.failures.values()), error)
     error = disk_error(error)

@@ -160,7 +160,7 @@ class TrainCommand:
             step += 1
             self._step(step)
             if step % self._config.save_steps == 0 or step == self._n_steps or self._is_ending:
-                write_folder(self._checkpoints / str(step), lambda folder: self._backend.save_model(MODEL_ID, folder))
+                write_folder(self._checkpoints / str(step), self._backend.capture(MODEL_ID, with_optimizer=True))
                 for earlier in self._saved_steps():
                     if earlier != step:
                         delete_folder(self._checkpoints / str(earlier))
@@ -168,7 +168,7 @@ class TrainCommand:
             logger.info("stopped after step %d of %d; rerun the command to resume", step, self._n_steps)
             return
         adapter = self._config.output_dir / ADAPTER
-        write_folder(adapter, lambda folder: self._backend.save_weights(MODEL_ID, folder))
+        write_folder(adapter, self._backend.capture(MODEL_ID, with_optimizer=False))
         logger.info("the weights are in %s", adapter)
 
     def _end(self, number: int, frame: FrameType | None) -> None:

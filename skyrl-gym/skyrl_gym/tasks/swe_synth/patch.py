@@ -77,7 +77,7 @@ def _parse(lines: list[str], path: str) -> list[_Hunk]:
 
 
 def _check_files(lines: list[str], path: str) -> None:
-    """Raise `PatchError` unless the first two lines name the file."""
+    """Raise `PatchError` unless the first two lines contain the file's path."""
     if len(lines) < 2 or not lines[1].startswith("+++ "):
         raise PatchError("the line after '--- a/<file>' must be '+++ b/<file>'")
     for line, prefix in zip(lines, ("a/", "b/"), strict=False):

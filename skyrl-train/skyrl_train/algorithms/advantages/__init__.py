@@ -1,6 +1,6 @@
 """Advantage estimators: rewards (B, R) in, advantages and returns (B, R) out, both exactly 0 outside the mask.
 
-Most read only a row or its group. Some read the whole batch, so it must not be split before them: `reinforce++`,
+Most read only a row or its group. But some read the whole batch, so it must not be split before them: `reinforce++`,
 `reinforce++-baseline`, `gae`, `gae_per_turn` and `gdpo` whiten over it, and `gpg` counts its trajectories.
 
 Returns are rewards-to-go where an estimator adds up rewards over time, V + A where there is a critic, and the

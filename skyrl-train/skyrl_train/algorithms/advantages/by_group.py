@@ -31,8 +31,8 @@ def grpo(
     """Compute group-relative advantages: A = (S - mean_group(S)) / (std_group(S) + 1e-6), the same for every token.
 
     S is the sum of a trajectory's rewards, and std is unbiased. `grpo_norm_by_std=false` omits the division. A group of
-    one has no baseline, so its advantage is S. A group of equal rewards gets exactly 0, where the formula alone would
-    divide the rounding of their sums by 1e-6.
+    one has no baseline, so its advantage is S. A group of equal rewards gets exactly 0, although the formula alone
+    would divide the rounding of their sums by 1e-6.
 
     Four samples of one prompt. Only the first is right, and the second has only one token:
 
@@ -94,9 +94,9 @@ def opo(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Subtract the optimal reward baseline: A = S - Σ_group l·S / Σ_group l, where l counts a trajectory's tokens.
 
-    The baseline with the least variance weighs each score by the squared norm of its gradient. The norm grows with the
-    length, so sampled tokens approximate it. A trajectory whose mask is all 0 has weight 0. A group of one, or of equal
-    rewards, gets exactly 0.
+    The baseline with the least variance weighs each score by its squared gradient norm. This norm grows with the
+    length, so the number of sampled tokens approximates it. A trajectory whose mask is all 0 has weight 0. A group of
+    one, or of equal rewards, gets exactly 0.
 
     Source: On-Policy RL with Optimal Reward Baseline (Hao et al., 2025, arXiv:2505.23585).
     """
@@ -115,8 +115,8 @@ def gpg(
     """Compute group policy gradient advantages: A = α · (S - mean_group(S)).
 
     α = trajectories / trajectories with a score other than 0, counted over the batch and over trajectories with sampled
-    tokens. It compensates for trajectories that earned nothing. It expects failures to earn 0. If they earn -1, α is
-    always 1. The paper's α omits groups of equal rewards. This is the variant in common use.
+    tokens. It compensates for trajectories that earned nothing, so it expects failures to earn 0. If they earn -1, α is
+    always 1. The paper's α omits groups of equal rewards, but this is the variant in common use.
 
     Source: GPG (Chu et al., 2025, arXiv:2504.02546). Its loss is `policy_loss_type=policy_gradient`.
     """
@@ -137,7 +137,8 @@ def maxrl(
     S is the sum of a trajectory's rewards, floor = min(0, min_group(S)). Without negative rewards the floor is 0, and
     this is the paper's estimator: with rewards of 0 and 1, a prompt that is solved with probability p has weight 1/p.
     With negative rewards, the mean in the paper's denominator may be near 0 or below. Scores therefore count from the
-    floor, so rewards of ±1 give the advantages of rewards of 0 and 1. In a group of n, they are within [-1, n - 1].
+    floor, so rewards of ±1 give the same advantages as rewards of 0 and 1. In a group of n, they are
+    within [-1, n - 1].
 
     >>> rewards = torch.tensor([[1.0], [0.0], [0.0], [0.0]])  # solved by one in four
     >>> maxrl(rewards, torch.ones(4, 1), index=["a"] * 4)[0].squeeze().round(decimals=2)
@@ -165,8 +166,8 @@ def grpo_passk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute pass@k advantages: only a group's best trajectory gets one, (best - second best) / (std_group + 1e-6).
 
-    pass@k values k samples by their best score. The advantage is what the best sample adds to that value. A tie for the
-    best gets 0, as does a group of one. `grpo_norm_by_std=false` omits the division.
+    pass@k values k samples by their best score, so the advantage is what the best sample adds to that value. A tie for
+    the best gets 0, as does a group of one. `grpo_norm_by_std=false` omits the division.
 
     >>> rewards = torch.tensor([[1.0], [0.4], [0.0]])
     >>> grpo_passk(rewards, torch.ones(3, 1), index=["a"] * 3, grpo_norm_by_std=False)[0].squeeze()
@@ -198,21 +199,21 @@ def gdpo(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute group reward-decoupled advantages: normalize each component in its group, add them up, whiten the sum.
 
-    A = whiten(Σ_c w_c · (S_c - mean_group(S_c)) / (std_group(S_c) + 1e-6)), where S_c (B,) is a trajectory's total of
+    A = whiten(Σ_c w_c · (S_c - mean_group(S_c)) / (std_group(S_c) + 1e-6)), where S_c (B,) is a trajectory's total for
     component c and w_c its weight in `gdpo.weights`, by default 1. GRPO on the sum could not distinguish trajectories
     that earned the same sum in different ways, and a component with a large spread would hide one with a small spread.
     Whitening over the batch's sampled tokens keeps the size of advantages independent of the number of components.
-    `token_level_rewards` is not read.
+    `token_level_rewards` is ignored.
 
     Source: GDPO (Liu et al., 2026, arXiv:2601.05242).
 
     Raises:
-        ConfigError: there are no components, or `gdpo.weights` names an unknown one.
+        ConfigError: there are no components, or `gdpo.weights` lists an unknown one.
     """
     weights = config.gdpo.weights
     if not reward_components:
         raise ConfigError(
-            "trainer.algorithm.advantage_estimator=gdpo needs the components of rewards, and no environment reports "
+            "trainer.algorithm.advantage_estimator=gdpo needs reward components, but no environment reports "
             'any; return metadata={"reward_components": {name: reward}} from step()'
         )
     if unknown := sorted(set(weights) - set(reward_components)):

@@ -1,6 +1,6 @@
 """Estimators with one advantage per token, from later rewards or from the token itself.
 
-Time counts sampled tokens only: an observation between two turns neither discounts nor earns a reward.
+Time counts only sampled tokens, so an observation between two turns neither discounts nor earns a reward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gae(
     δ_t = r_t + γ V_{t+1} - V_t and A_t = δ_t + γλ A_{t+1}, where t + 1 is the next sampled token, V (B, R) are the
     critic's values, and V = 0 after the end. Returns, the critic's targets, are V + A before whitening.
 
-    The reward 1 comes at the last token. The column in the middle is an observation, so its value does not count:
+    The last token earns the reward 1. The column in the middle is an observation, so its value does not count:
 
     >>> rewards, mask = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[1, 0, 1]])
     >>> values = torch.tensor([[0.5, 9.0, 0.8]])
@@ -93,8 +93,8 @@ def optimal_token_baseline(
     Σ_v π_s(v)² is `sum_pi_squared` (B, R).
 
     Position t is the t-th sampled token, so observations of unequal length do not misalign later turns. B_t compares
-    the trajectories that reach t. If there is only one, or if all G_t are equal, the advantage is exactly 0. If all
-    tokens up to t were certain (W = 0), trajectories have equal weights. Returns are G.
+    the trajectories that reach t. With only one, or if all G_t are equal, the advantage is exactly 0. If all tokens up
+    to t were certain (W = 0), trajectories have equal weights. Returns are G.
 
     Source: The Optimal Token Baseline (Li et al., 2026, arXiv:2602.07078).
     """

@@ -35,9 +35,9 @@ def grpo_per_turn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute GRPO advantages per turn: A_k = (G_k - mean(G_k)) / (std(G_k) + 1e-6) over the group's turns k.
 
-    G_k = r_k + γ G_{k+1}, where r_k is the sum of rewards on the tokens of turn k. A turn gets no credit for earlier
-    rewards. A trajectory that is alone in reaching turn k gets 0 there. `grpo_norm_by_std=false` omits the division.
-    Returns are G.
+    G_k = r_k + γ G_{k+1}, where r_k is the sum of rewards on the tokens of turn k. So a turn gets no credit for earlier
+    rewards. The only trajectory to reach turn k gets 0 there. `grpo_norm_by_std=false` omits the division. Returns are
+    G.
 
     Two samples with two turns each. The first is paid after its first turn, the second after its last:
 
@@ -66,8 +66,8 @@ def rloo_per_turn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute leave-one-out advantages per turn: A_k = (G_k - mean(G_k)) · n / (n - 1) over the group's n turns k.
 
-    G_k = r_k + γ G_{k+1}, where r_k is the sum of rewards on the tokens of turn k. A trajectory that is alone in
-    reaching turn k gets 0 there. Returns are G.
+    G_k = r_k + γ G_{k+1}, where r_k is the sum of rewards on the tokens of turn k. The only trajectory to reach turn k
+    gets 0 there. Returns are G.
 
     Source: the estimator of RLOO (Ahmadian et al., 2024, arXiv:2402.14740) on the turns of Zeng et al., 2025,
     arXiv:2505.11821.

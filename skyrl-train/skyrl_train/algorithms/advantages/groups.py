@@ -1,4 +1,4 @@
-"""Groups of values to compare: the trajectories of a prompt, or their turns or tokens at the same index."""
+"""Groups of values to compare: a prompt's trajectories, or their turns or tokens at the same index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUNDING = 1e-6  # values that differ by no more than a sum's rounding count as 
 class Cells:
     """N values sorted into cells, to compare only values of the same cell.
 
-    Every method takes values (N,) and returns (N,): for each value, a statistic of its cell.
+    Every method takes values (N,) and returns, for each value, a statistic of its cell (N,).
 
     >>> Cells(torch.tensor([0, 0, 1]), n_cells=2).total(torch.tensor([1.0, 2.0, 5.0]))
     tensor([3., 3., 5.])
@@ -28,11 +28,11 @@ class Cells:
         return values.new_zeros(self.n_cells).index_add(0, self.cell, values)[self.cell]
 
     def highest(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the largest value of the cell."""
+        """Return the largest value in the cell."""
         return self._extreme(values, "amax")
 
     def lowest(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the smallest value of the cell."""
+        """Return the smallest value in the cell."""
         return self._extreme(values, "amin")
 
     def statistics(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,8 +83,8 @@ def are_equal(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 def trajectory_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """Return the total reward of each trajectory (B,), summed over all its tokens (B, R), sampled or not.
 
-    A trajectory that is filtered out (its mask is all 0) thus still counts in its group. A NaN outside the mask counts
-    as 0.
+    So a trajectory that is filtered out (its mask is all 0) still counts in its group. A NaN outside the mask counts as
+    0.
     """
     is_padding = token_level_rewards.isnan() & (response_mask <= 0)
     return torch.where(is_padding, 0.0, token_level_rewards).sum(dim=-1)

@@ -38,7 +38,7 @@ def dual_clip(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     All tensors (B, R). Metrics: `ppo_clip_ratio` as in `regular`, and `dual_clip_ratio`, the fraction of tokens at the
     bound.
 
-    A bad token has become 20 times as likely. PPO's loss would be 20, and one such token could dominate the update:
+    A bad token has become 20 times as likely. PPO's loss would be 20, so one such token could dominate the update:
 
     >>> loss, _ = dual_clip(torch.tensor([[20.0]]).log(), torch.zeros(1, 1), -torch.ones(1, 1), AlgorithmConfig())
     >>> loss  # -A · clip_ratio_c

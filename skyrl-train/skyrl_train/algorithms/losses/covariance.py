@@ -1,6 +1,6 @@
 """Losses that preserve entropy by restraining tokens with a high covariance of log-prob and advantage.
 
-Such tokens lower the policy's entropy. The covariance compares a token with the rest of the mini-batch, so these losses
+Such tokens lower the policy's entropy. Their covariance compares them with the rest of the mini-batch, so these losses
 need the whole mini-batch in one call.
 """
 
@@ -20,7 +20,7 @@ def clip_cov(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute PPO's clipped surrogate, but 0 for a few randomly chosen tokens of high covariance.
 
     Candidates are the tokens with clip_cov_lb < cov < clip_cov_ub that PPO does not clip. For N trained tokens in the
-    mini-batch, max(⌊clip_ratio · N⌋, 1) candidates are dropped. Torch's CPU generator draws them. All tensors (B, R).
+    mini-batch, max(⌊clip_ratio · N⌋, 1) candidates, drawn with torch's CPU generator, are dropped. All tensors (B, R).
     Metrics: `ppo_clip_ratio` as in `regular`, and `masked_token_ratio`, the fraction of dropped tokens.
 
     Source: The Entropy Mechanism of Reinforcement Learning (Cui et al., 2025, arXiv:2505.22617), section 4.2.

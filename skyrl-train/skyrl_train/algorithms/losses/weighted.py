@@ -54,8 +54,8 @@ def rollout_is(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """
     if tokens.rollout_logprobs is None:
         raise ConfigError(
-            "trainer.algorithm.policy_loss_type=rollout_is needs the log-probs of the engine, and the generator "
-            "reports none; try importance_sampling, which uses the trainer's"
+            "trainer.algorithm.policy_loss_type=rollout_is needs the engine's log-probs, but the generator reports "
+            "none; try importance_sampling, which uses the trainer's"
         )
     ratio = importance_ratio(tokens.log_probs.detach(), tokens.rollout_logprobs)
     is_left_out = (ratio < config.rollout_is.ratio_low) | (ratio > config.rollout_is.ratio_high)
@@ -71,7 +71,7 @@ def dppo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     μ is the policy that sampled: the engine's probabilities, or the old ones if the engine reports none. A token is
     outside if A > 0, π > μ and D(μ, π) > delta_high, or if A < 0, π < μ and D(μ, π) > delta_low. D is a distance of two
     Bernoulli distributions, "this token or any other": |π - μ| for `binary_tv`, KL(μ || π) for `binary_kl`. Unlike
-    PPO's ratio, D measures the change in probability. A token that goes from 0.001 to 0.002 stays (D = 0.001), and one
+    PPO's ratio, D measures the change in probability. A token that goes from 0.001 to 0.002 stays (D = 0.001), but one
     that goes from 0.5 to 0.9 does not (D = 0.4).
 
     All tensors (B, R). Metric `masked_token_ratio`: the fraction of dropped tokens.
@@ -83,7 +83,7 @@ def dppo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     if config.dppo.dppo_type == "binary_tv":
         moved = (log_pi.exp() - log_mu.exp()).abs()  # (B, R)
     else:
-        # 1 - p from log p is precise for p close to 1. It is never 0, so that its logarithm is finite.
+        # 1 - p from log p is precise for p close to 1, and never 0, so its logarithm is finite.
         tiny = torch.finfo(log_pi.dtype).tiny
         other_mu, other_pi = ((-torch.expm1(log_p)).clamp(min=tiny) for log_p in (log_mu, log_pi))
         moved = log_mu.exp() * (log_mu - log_pi) + other_mu * (other_mu.log() - other_pi.log())
@@ -99,8 +99,8 @@ def dppo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
 def cispo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute -sg(clip(ρ, 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)) · A · log π with ρ = π / π_old.
 
-    Only the weight is clipped, so every token keeps a gradient. PPO's clip would set it to 0. All tensors (B, R).
-    Metric `ppo_clip_ratio`: the fraction of tokens whose weight is clipped.
+    Only the weight is clipped, so every token keeps a gradient, whereas PPO's clip would set it to 0. All tensors
+    (B, R). Metric `ppo_clip_ratio`: the fraction of tokens whose weight is clipped.
 
     Source: MiniMax-M1 (MiniMax, 2025, arXiv:2506.13585), section 3.1.
     """

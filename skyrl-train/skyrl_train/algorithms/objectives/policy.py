@@ -20,7 +20,7 @@ class PolicyObjective:
 
     A policy loss that compares tokens across the mini-batch, or returns a scalar, has the scope `batch`. No rank has
     the whole mini-batch, so the driver computes the gradient g = ∂loss / ∂log π on all log-probs (`differentiate`), and
-    the ranks minimize Σ g · log π. By the chain rule, its gradient in the weights is the same.
+    the ranks minimize Σ g · log π, because by the chain rule its gradient in the weights is the same.
     """
 
     score_name = "logprobs"
@@ -45,7 +45,7 @@ class PolicyObjective:
     def differentiate(self, log_probs: torch.Tensor, mini_batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
         """Return the weighed mini-batch with the gradient of its policy loss in `log_probs` (B, R), and metrics.
 
-        Rows without a trained token are not read.
+        Rows without a trained token are ignored.
         """
         rows = mini_batch.loss_mask.any(dim=1).nonzero()[:, 0]
         gradient = torch.zeros_like(mini_batch.loss_mask)
@@ -107,8 +107,8 @@ class PolicyObjective:
         if algorithm.off_policy_correction.is_on:
             if rows.rollout_logprobs is None:
                 raise ConfigError(
-                    "trainer.algorithm.off_policy_correction needs the log-probs of the engine, and the generator "
-                    "reports none; return rollout_logprobs, or remove the correction"
+                    "trainer.algorithm.off_policy_correction needs the engine's log-probs, but the generator reports "
+                    "none; return rollout_logprobs, or remove the correction"
                 )
             correction = algorithm.off_policy_correction
             factor, correction_metrics = correction_weights(old, rows.rollout_logprobs, mask, correction)

@@ -1,7 +1,7 @@
-"""Merge models into one Hugging Face folder: an adapter into its base, a checkpoint of a run, an average of models.
+"""Merge models into one Hugging Face folder: an adapter into its base, a run's checkpoint, an average of models.
 
-Tensors are read, changed and written one at a time. Then the merged model is loaded, and its logits are compared with
-the logits of its sources, before the folder gets its name. After an error, no files are left behind.
+Tensors are read, changed and written one at a time. Then the merged model is loaded and its logits are compared with
+its sources' logits before the folder gets its name. After an error, no files are left behind.
 """
 
 from skyrl_train.checkpoint.merge.adapter import merge_adapter

@@ -60,16 +60,17 @@ def merge_adapter(
         base: folder or Hub name of the base model. Defaults to the base in the adapter's settings.
         dtype: dtype of the merged weights. Defaults to the base's.
         settings: the folder with the configuration and tokenizer of a checkpoint, if the adapter is from one.
-        allow_unchanged: accept a result with the same weights as the base.
+        allow_unchanged: accept a result that equals the base.
 
     Raises:
         ConfigError: `target` exists, or the adapter does not fit the base.
-        CheckpointError: the adapter has no effect or another base, or the result cannot be written or has other logits.
+        CheckpointError: the adapter has no effect or a different base, or the result cannot be written or has wrong
+            logits.
     """
     config = read_config(adapter, f"the adapter {adapter}")
     base = base or config.base_model_name_or_path
     if not base:
-        raise ConfigError(f"the adapter {adapter} does not name its base model; name it with --base")
+        raise ConfigError(f"the adapter {adapter} does not say which base model it belongs to; pass it with --base")
     role = adapter_role(config)
     source = open_model(base)
     changes, frozen, buffers = read_changes(adapter, str(source.folder))
@@ -77,7 +78,7 @@ def merge_adapter(
     specs = _merged_specs(source.specs, changes, files)
     needed = changes.keys() if role == "policy" else changes.keys() | files
     if missing := sorted(needed - {spec.name for spec in specs}):
-        raise ConfigError(f"{base} has no {missing[0]}, which the adapter {adapter} needs; name its base model")
+        raise ConfigError(f"{base} lacks {missing[0]}, which the adapter {adapter} needs; pass its base model")
     tally = _Tally() if settings is None else _Tally(read_dtype(settings), frozen)
     with new_folder(target) as partial:
         sources = [source.folder, *([settings] if settings else [])]
@@ -121,7 +122,7 @@ def _merged_specs(base: Sequence[TensorSpec], changes: Changes, frozen: Collecti
 
 
 def _find_folder(adapter: str) -> Path:
-    """Return the folder of an adapter, downloading its tokenizer files if it is on the Hub."""
+    """Return an adapter's folder, and download its tokenizer files if it is on the Hub."""
     if Path(adapter).is_dir():
         return Path(adapter)
     return Path(snapshot_download(adapter, allow_patterns=[*TOKENIZER_FILES, f"{MORE_TEMPLATES}/*"]))
@@ -134,7 +135,7 @@ def _describe_scores(folder: Path, role: Role, adapter: str, *, is_complete: boo
         if role == "reward":  # its head reads the last non-pad token
             if not (folder / "tokenizer_config.json").is_file():
                 raise ConfigError(
-                    f"neither the adapter {adapter} nor its base has a tokenizer, and a reward model needs its pad "
+                    f"neither the adapter {adapter} nor its base has a tokenizer, but a reward model needs its pad "
                     "token; copy the run's tokenizer into the adapter's folder"
                 )
             tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -176,6 +177,6 @@ def _check_base(checkpoint: Path, base: str, checksum: int) -> None:
     expected = (checkpoint / BASE_CHECKSUM).read_text(encoding="utf-8").strip()
     if expected != str(checksum):
         raise CheckpointError(
-            f"the adapter in {checkpoint} was trained on other weights than those of {base} (checksum {expected}, not "
-            f"{checksum}); name its base model with --base"
+            f"the adapter in {checkpoint} was trained on weights that differ from {base} (checksum {expected}, not "
+            f"{checksum}); pass its base model with --base"
         )

@@ -38,14 +38,14 @@ def average_models(
 
     Raises:
         ConfigError: `target` exists, the weights do not add up to 1, or the models have different tensors.
-        CheckpointError: all models are equal, or the result cannot be written or has other logits.
+        CheckpointError: all models are equal, or the result cannot be written or has wrong logits.
     """
     if len(sources) < 2:
-        raise ConfigError(f"an average needs two or more models, and {len(sources)} was given; name another")
+        raise ConfigError(f"an average needs two or more models, but got {len(sources)}; add another")
     shares = list(weights or [1 / len(sources)] * len(sources))
     if len(shares) != len(sources) or not math.isclose(sum(shares), 1, abs_tol=1e-6):
         raise ConfigError(
-            f"{len(shares)} weights with the sum {sum(shares):g} for {len(sources)} models; give one for each, and a "
+            f"{len(shares)} weights with the sum {sum(shares):g} for {len(sources)} models; pass one for each, with a "
             "sum of 1"
         )
     models = [open_model(source) for source in sources]

@@ -30,7 +30,7 @@ class MergeReport:
     machine.
     """
     logit_gap: float
-    """‖logits of the result - logits of its sources‖ / ‖logits of its sources‖."""
+    """‖result's logits - sources' logits‖ / ‖sources' logits‖."""
 
 
 def load_model(
@@ -51,7 +51,7 @@ def probe(model: torch.nn.Module) -> torch.Tensor:
 
 
 def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], role: Role = "policy") -> float:
-    """Return the relative difference between the logits of a merged model and of its sources (`MergeReport.logit_gap`).
+    """Return the relative difference between a merged model's logits and its sources' (`MergeReport.logit_gap`).
 
     One model is in memory at a time, or two for an average of mixtures of experts.
 
@@ -64,14 +64,14 @@ def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], 
     model, report = AUTO_CLASSES[role].from_pretrained(merged, dtype=dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(
-            f"the merged model lacks {len(missing)} tensors, among them {missing[0]}, and nothing was written; report "
+            f"the merged model lacks {len(missing)} tensors, among them {missing[0]}, so nothing was written; report "
             "this with the names of the models"
         )
     gap = ((probe(model) - reference).norm() / reference.norm().clamp(min=1e-6)).item()
     limit = TOLERANCE if dtype == torch.float32 else LOW_PRECISION_TOLERANCE
     if not gap <= limit:
         raise CheckpointError(
-            f"the merged model is wrong, and nothing was written: its logits differ from its sources' logits by "
-            f"{gap:.2g} of their norm, more than {limit:g}; report this with the names of the models"
+            f"nothing was written, because the merged model's logits differ from its sources' by {gap:.2g} of their "
+            f"norm, more than {limit:g}; report this with the names of the models"
         )
     return gap

@@ -1,4 +1,4 @@
-"""Merge a model of a training checkpoint into one folder."""
+"""Merge a training checkpoint's model into one folder."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ def merge_checkpoint(
     *,
     allow_unchanged: bool = False,
 ) -> MergeReport:
-    """Write a model of a training checkpoint, saved by any number of ranks, into a new folder.
+    """Write a training checkpoint's model, saved by any number of ranks, into a new folder.
 
-    An adapter is merged into its base, and copied to the subfolder `lora_adapter`.
+    An adapter is merged into its base and also copied to the subfolder `lora_adapter`.
 
     Args:
-        source: a checkpoint `global_step_N`, the folder of one of its models, or a folder of checkpoints (the newest is
+        source: a checkpoint `global_step_N`, the folder of one of its models, or a folder of checkpoints (the latest is
             merged).
         target: the folder to write.
-        base: the model that the run started from. Defaults to the model that the checkpoint names, if it is on this
+        base: the model that the run started from. Defaults to the one recorded in the checkpoint, if it is on this
             machine. An adapter needs it.
         dtype: dtype of the merged weights. Defaults to the dtype of the run's exports, or of the adapter's base.
         role: the model to merge, if the checkpoint has several.
-        allow_unchanged: accept a result with the same weights as the base.
+        allow_unchanged: accept a result that equals the base.
 
     Raises:
         ConfigError: `target` exists.
         CheckpointError: the checkpoint is incomplete, its weights equal the base, or the result cannot be written or
-            has other logits.
+            has wrong logits.
     """
     folder = _find_model(source, role)
     settings = folder / "huggingface"
@@ -79,7 +79,8 @@ def merge_checkpoint(
     names = [*(name for name, _ in model.named_parameters()), *buffers]
     if missing := [name for name in names if name not in specs]:
         raise CheckpointError(
-            f"{folder} has no {missing[0]} of a {type(model).__name__}; it belongs to another version"
+            f"{folder} has no {missing[0]}, but a {type(model).__name__} needs it; the checkpoint is from another "
+            "version"
         )
     export_dtype = read_dtype(settings)
 
@@ -110,9 +111,9 @@ def merge_checkpoint(
         write_model(partial, files, tensors, dtype)
         if start is not None and not (changed or allow_unchanged):
             raise CheckpointError(
-                f"{folder} has the weights of {start.folder}, which its run started from: nothing was trained, or the "
-                "changes are too small for the type; use a later checkpoint, or --dtype=float32, or --allow-unchanged "
-                "for a copy"
+                f"{folder} has the same weights as {start.folder}, the model its run started from. Nothing was "
+                "trained, or the changes are too small for the type. Use a later checkpoint, or --dtype=float32, or "
+                "--allow-unchanged for a copy."
             )
         gap = compare(partial, probe_sources, role)
     return MergeReport(target, len(files), None if start is None else len(changed), gap)
@@ -152,7 +153,7 @@ def _compare_with_start(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a trained model. Append the names with written values other than the start's to `changed`.
 
-    If the start has no such head, its values count as 0.
+    If the start has no such head, the head's values there count as 0.
     """
     names = {spec.name for spec in start.specs}
     for spec, (name, tensor) in zip(specs, tensors, strict=True):
@@ -169,7 +170,7 @@ def _find_model(source: Path, role: Role) -> Path:
         folder = latest / role
     if not (folder / ".metadata").is_file():
         raise CheckpointError(
-            f"{source} has no checkpoint of a {role}: there is no {folder / '.metadata'}; pass a folder such as "
+            f"{source} has no {role} checkpoint, because {folder / '.metadata'} is missing; pass a folder such as "
             "outputs/<project>/<run>/ckpts/global_step_40"
         )
     step_folder = folder.parent
@@ -179,7 +180,7 @@ def _find_model(source: Path, role: Role) -> Path:
 
 
 def _load_sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Load tensors of a checkpoint in place, in this process alone."""
+    """Load a checkpoint's tensors in place, in this process alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)

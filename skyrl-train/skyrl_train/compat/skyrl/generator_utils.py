@@ -15,7 +15,7 @@ from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_train.algorithms.reward_pipeline import place_reward
 from skyrl_train.compat.skyrl.generator import GeneratorOutput
 from skyrl_train.generators.chat_template import Messages
-from skyrl_train.generators.chat_template import custom_chat_template as get_custom_chat_template
+from skyrl_train.generators.chat_template import load_chat_template as get_custom_chat_template
 from skyrl_train.generators.metrics import rollout_metrics
 from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import Segment, Trajectory, TrajectoryID

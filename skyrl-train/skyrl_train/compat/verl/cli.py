@@ -20,15 +20,16 @@ def verl(
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="PROGRAM KEY=VALUE", help="main_ppo or fsdp_sft_trainer, or a whole command line with one of them."
+            metavar="PROGRAM KEY=VALUE",
+            help="main_ppo or fsdp_sft_trainer, followed by overrides, or a complete verl command.",
         ),
     ],
     dry_run: DryRun = False,
     print_config: PrintConfig = False,
 ) -> None:
-    """Run a command line of verl.
+    """Run a verl command line.
 
-    Prints how each option is translated. Options without a counterpart here are refused.
+    Prints how each option is translated. Rejects options that have no SkyRL counterpart.
     """
     from skyrl_train.compat.verl.command import find_torchrun_flags, read_command
     from skyrl_train.compat.verl.programs import MAIN_PPO

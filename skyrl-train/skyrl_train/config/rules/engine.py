@@ -34,18 +34,18 @@ def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
     backend = generator.weight_sync_backend
     if backend == "cuda_ipc" and not generator.run_engines_locally:
         yield (
-            "generator.weight_sync_backend=cuda_ipc reaches engines on the GPUs of the policy, and "
+            "generator.weight_sync_backend=cuda_ipc reaches only engines on the policy's GPUs, but "
             "generator.run_engines_locally=false uses servers; set generator.weight_sync_backend=auto"
         )
     elif backend == "cuda_ipc" and not placement.colocate_all:
         yield (
-            "generator.weight_sync_backend=cuda_ipc reaches engines on the GPUs of the policy, and "
-            "trainer.placement.colocate_all=false reserves others; set generator.weight_sync_backend=nccl, or "
+            "generator.weight_sync_backend=cuda_ipc reaches only engines on the policy's GPUs, but "
+            "trainer.placement.colocate_all=false reserves separate GPUs; set generator.weight_sync_backend=nccl, or "
             "trainer.placement.colocate_all=true"
         )
     if generator.weight_sync_delta and backend in ("nccl", "cuda_ipc"):
         yield (
-            f"generator.weight_sync_delta=true compares weights in host memory, and "
+            f"generator.weight_sync_delta=true compares weights in host memory, but "
             f"generator.weight_sync_backend={backend} sends them from GPU to GPU; set "
             "generator.weight_sync_backend=auto, or generator.weight_sync_delta=false"
         )
@@ -53,8 +53,8 @@ def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
     has_receivers = placement.uses_ray or has_servers or cfg.has_engine_process
     if generator.weight_sync_delta and not has_receivers:
         yield (
-            "generator.weight_sync_delta=true sends changes to another process, and this run has one; set "
-            "generator.weight_sync_delta=false, or trainer.placement.launcher=ray"
+            "generator.weight_sync_delta=true needs a separate receiving process, but this run has only one process; "
+            "set generator.weight_sync_delta=false, or trainer.placement.launcher=ray"
         )
 
 
@@ -78,7 +78,7 @@ def engines_have_devices(cfg: SkyRLConfig) -> Iterator[str]:
     n_nodes, n_per_node = placement.size("policy")
     if not generator.run_engines_locally:
         return
-    key, shared = f"generator.num_inference_engines={n_engines}", f"the {n_nodes} × {n_per_node} GPUs of the policy"
+    key, shared = f"generator.num_inference_engines={n_engines}", f"the policy's {n_nodes} × {n_per_node} GPUs"
     sharing = "share with trainer.placement.colocate_all=true"
     if not placement.uses_ray:
         if n_engines > 1:
@@ -108,15 +108,15 @@ def engines_have_devices(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def engines_use_all_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of policy GPUs that no engine uses."""
+    """Warn about policy GPUs that no engine uses."""
     generator, placement = cfg.generator, cfg.trainer.placement
     n_nodes, n_per_node = placement.size("policy")
     n_engines, n_fitting = generator.n_local_engines, n_nodes * (n_per_node // generator.n_devices_per_engine)
     if placement.uses_ray and placement.colocate_all and 0 < n_engines < n_fitting:
         n_idle = n_nodes * n_per_node - n_engines * generator.n_devices_per_engine
         yield (
-            f"generator.num_inference_engines={n_engines} leaves {n_idle} of the {n_nodes} × {n_per_node} GPUs of the "
-            f"policy (nodes × GPUs) idle during rollouts; set generator.num_inference_engines={n_fitting}"
+            f"generator.num_inference_engines={n_engines} leaves {n_idle} of the policy's {n_nodes} × {n_per_node} "
+            f"GPUs (nodes × GPUs) idle during rollouts; set generator.num_inference_engines={n_fitting}"
         )
 
 
@@ -128,55 +128,62 @@ def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
             continue
         if generator.engine.is_embedded:
             yield (
-                f"{key}={size}: generator.backend={generator.backend} is the embedded engine, which computes on one "
-                f"device; set {key}=1, or generator.backend=vllm"
+                f"{key}={size} needs an engine on several devices, but generator.backend={generator.backend} is the "
+                f"embedded engine, which uses one; set {key}=1, or generator.backend=vllm"
             )
         elif generator.engine.needs_ray_for_several_devices and not placement.uses_ray:
             yield (
-                f"{key}={size}: without Ray, {generator.engine.label} computes on one device; set {key}=1, or "
-                f"trainer.placement.policy_num_gpus_per_node={generator.n_devices_per_engine}, whose GPUs it then "
-                "shares"
+                f"{key}={size} needs an engine on several devices, but without Ray, {generator.engine.label} uses one; "
+                f"set {key}=1, or trainer.placement.policy_num_gpus_per_node={generator.n_devices_per_engine}, so that "
+                "it shares the policy's GPUs"
             )
 
 
 def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject servers without addresses, unused addresses, and options that must be set when a server starts."""
+    """Reject servers without addresses, and addresses that are unused or repeated."""
     generator = cfg.generator
     urls = generator.remote_inference_engine_urls
     if generator.run_engines_locally:
         if urls:
             yield (
-                f"generator.remote_inference_engine_urls={show(urls)} is not read with "
+                f"generator.remote_inference_engine_urls={show(urls)} is ignored when "
                 "generator.run_engines_locally=true; set generator.run_engines_locally=false, or remove it"
             )
         return
     if not urls:
         yield (
-            "generator.remote_inference_engine_urls=[]: generator.run_engines_locally=false needs the address of each "
-            "server; set generator.remote_inference_engine_urls=[127.0.0.1:8000]"
+            "generator.remote_inference_engine_urls=[] is empty, but generator.run_engines_locally=false needs one "
+            "address per server; set generator.remote_inference_engine_urls=[127.0.0.1:8000]"
         )
     elif len(urls) != generator.num_inference_engines:
         yield (
-            f"generator.num_inference_engines={generator.num_inference_engines} must be the number of servers in "
-            f"generator.remote_inference_engine_urls={show(urls)}; set generator.num_inference_engines={len(urls)}"
+            f"generator.num_inference_engines={generator.num_inference_engines} does not match the {len(urls)} servers "
+            f"in generator.remote_inference_engine_urls={show(urls)}; set generator.num_inference_engines={len(urls)}"
         )
     if len(set(urls)) < len(urls):
         yield (
-            f"generator.remote_inference_engine_urls={show(urls)} names a server twice; remove one of them and lower "
+            f"generator.remote_inference_engine_urls={show(urls)} lists a server twice; remove the duplicate and lower "
             "generator.num_inference_engines"
         )
+
+
+def servers_have_their_options(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject servers of an engine that the run cannot connect to, and options that must be set when a server starts."""
+    generator = cfg.generator
+    if generator.run_engines_locally:
+        return
     if generator.engine.connect is None:
         yield (
-            f"generator.backend={generator.backend}: generator.run_engines_locally=false needs the kind of the server; "
-            "set generator.backend=vllm or generator.backend=sglang"
+            f"generator.backend={generator.backend} cannot connect to a server; set generator.backend=vllm or "
+            "generator.backend=sglang"
         )
     options = {key: value_at(cfg, key) for key in SERVER_OPTIONS if value_at(cfg, key) != FIELDS[key].get_default()}
-    if kwargs := {name: value for name, value in generator.engine_init_kwargs.items() if name != "chat_template"}:
+    if kwargs := generator.engine_options:
         options["generator.engine_init_kwargs"] = kwargs
     for key, value in options.items():
         yield (
-            f"{key}={show(value)} is an option of an engine that the run starts, and "
-            f"generator.run_engines_locally=false uses a running server; remove {key}, and start the server with it"
+            f"{key}={show(value)} applies only to engines that the run starts, but "
+            f"generator.run_engines_locally=false uses a running server; remove {key} and pass it to the server"
         )
 
 
@@ -187,25 +194,25 @@ def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
         key = f"generator.{section}.{name}"
         if (value := value_at(cfg, key)) != FIELDS[key].get_default():
             yield (
-                f"{key}={show(value)}: generator.backend={generator.backend} cannot report the log-probs of what this "
-                f"samples; remove {key}, or set generator.backend=vllm"
+                f"generator.backend={generator.backend} cannot report the log-probs of tokens sampled with "
+                f"{key}={show(value)}; remove {key}, or set generator.backend=vllm"
             )
     if not generator.engine.is_embedded:
         return
-    if kwargs := {name: value for name, value in generator.engine_init_kwargs.items() if name != "chat_template"}:
+    if kwargs := generator.engine_options:
         yield (
-            f"generator.engine_init_kwargs={show(kwargs)} are options of vLLM or SGLang, and "
+            f"generator.engine_init_kwargs={show(kwargs)} are options for vLLM or SGLang, but "
             f"generator.backend={generator.backend} is the embedded engine; remove them, or set generator.backend=vllm"
         )
     for name, allowed, reason in (
         ("enforce_eager", True, "captures no CUDA graphs"),
-        ("enable_prefix_caching", True, "keeps keys and values of a session until it ends"),
+        ("enable_prefix_caching", True, "keeps a session's keys and values until it ends"),
         ("enable_chunked_prefill", True, "always reads long prompts in several steps"),
     ):
         if getattr(generator, name) != allowed:
             yield (
-                f"generator.{name}={show(not allowed)}: generator.backend={generator.backend} is the embedded engine, "
-                f"which {reason}; set generator.{name}={show(allowed)}, or generator.backend=vllm"
+                f"generator.{name}={show(not allowed)} has no effect, because generator.backend={generator.backend} is "
+                f"the embedded engine, which {reason}; set generator.{name}={show(allowed)}, or generator.backend=vllm"
             )
 
 
@@ -214,8 +221,8 @@ def engine_is_installed(cfg: SkyRLConfig) -> Iterator[str]:
     backend, engine = cfg.generator.backend, cfg.generator.engine
     if engine.package is not None and cfg.generator.run_engines_locally and find_spec(engine.package) is None:
         yield (
-            f"generator.backend={backend}: {engine.label} is not installed; run uv sync --extra {backend} in "
-            "skyrl-train/ (docs/start/install.md), or set generator.backend=auto for the embedded engine"
+            f"generator.backend={backend} needs {engine.label}, which is not installed; run uv sync --extra {backend} "
+            "in skyrl-train/ (docs/start/install.md), or set generator.backend=auto for the embedded engine"
         )
 
 
@@ -232,8 +239,8 @@ def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
                 )
     elif generator.merge_stepwise_output:
         yield (
-            "generator.merge_stepwise_output=true joins the rows of generator.step_wise_trajectories=true, which is "
-            "false; set it to true, or generator.merge_stepwise_output=false"
+            "generator.merge_stepwise_output=true joins the rows of generator.step_wise_trajectories, which is false; "
+            "set generator.step_wise_trajectories=true, or generator.merge_stepwise_output=false"
         )
 
 
@@ -249,7 +256,7 @@ def sampling_lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of several greedy samples per prompt, near-random temperatures, and very short time limits."""
+    """Warn about several greedy samples per prompt, near-random temperatures, and very short time limits."""
     generator, gym = cfg.generator, cfg.environment.skyrl_gym
     n_samples = generator.eval_n_samples_per_prompt
     if n_samples > 1 and generator.eval_sampling_params.temperature == 0:

@@ -1,6 +1,6 @@
-"""Tensor, pipeline and context parallelism with Megatron-Core: ranks divide matrices, layers and tokens.
+"""Tensor, pipeline and context parallelism with Megatron-Core: matrices, layers and tokens are sharded over ranks.
 
-Data-parallel copies of such a group of ranks have their own rows.
+Data-parallel copies of such a group of ranks get different rows.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def configure(
     model: PreTrainedModel, source: str, parallel: MegatronConfig, section: str, lora: LoraSpec | None
 ) -> TransformerConfig:
-    """Add the adapter to a model, and return Megatron-Core's configuration of it.
+    """Add the adapter to a model and return the model's Megatron-Core configuration.
 
     Args:
         model: the model, with or without weights.
         source: its name in error messages.
-        parallel: the sizes that divide it.
+        parallel: the parallel sizes.
         section: the key of its settings, e.g. trainer.policy.
-        lora: the specification of its adapter, if it has one.
+        lora: the specification of its adapter, if any.
 
     Raises:
         ConfigError: Megatron-Core cannot compute the model or its adapter, or the sizes do not divide them.
@@ -79,29 +79,29 @@ def configure(
 
 
 class MegatronStrategy(DistributedStrategy[MegatronScorer]):
-    """A strategy that divides a Llama, Qwen2 or Qwen3 with Megatron-Core.
+    """Shards a Llama, Qwen2 or Qwen3 with Megatron-Core. Requires an initialized process group.
 
-    The process group must exist. Inside, parameters have Megatron-Core's form. Synced weights, exports and checkpoints
-    have the names and shapes of the Hugging Face model, so other strategies and layouts can load them.
+    Parameters are stored in Megatron-Core's layout. But synced weights, exports and checkpoints have the names and
+    shapes of the Hugging Face model, so other strategies and layouts can load them.
     """
 
     def __init__(self, world: World, config: MegatronConfig, timeout: timedelta) -> None:
-        """Limit the time that ranks wait for each other in a collective to `timeout`."""
+        """Create the pipeline, data, context and tensor process groups. `timeout` applies to their collectives."""
         super().__init__(world, save_group=new_save_group())
         self._config = config
         self._device = torch.device(world.device)
         if self._device.type == "cpu":
-            warnings.filterwarnings("ignore", message="When using async grad allreduce")  # about a CUDA setting
-        n_stages, n_slices = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
-        layout = Layout(world.size, n_slices, n_stages, config.context_parallel_size)
-        shape = (n_stages, layout.data_parallel_size, layout.context_size, n_slices)  # the order of `Layout`
+            warnings.filterwarnings("ignore", message="When using async grad allreduce")  # irrelevant on CPU
+        pp_size, tp_size = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+        layout = Layout(world.size, tp_size, pp_size, config.context_parallel_size)
+        shape = (pp_size, layout.data_parallel_size, layout.context_size, tp_size)  # the order of `Layout`
         mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
         groups = {name: mesh[name].get_group() for name in ("pp", "dp", "cp", "tp")}
         model_parallel = mesh["pp", "tp"]._flatten("mp")
         replicas = mesh["dp", "cp"]._flatten("dp_cp")  # ranks with the same parameters
         for part in (mesh, model_parallel, replicas):
             set_timeout(part, timeout)
-        self._slices = mesh["tp"]
+        self._tp_mesh = mesh["tp"]
         self._groups = ProcessGroupCollection(
             **groups,
             mp=model_parallel.get_group(),
@@ -109,10 +109,10 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             embd=None,  # this class initializes and updates tied embeddings itself
             pos_embd=None,
         )
-        first, last = torch.arange(world.size).view(n_stages, -1)[[0, -1]].tolist()
-        pairs = [[a, b] for a, b in zip(first, last, strict=True)]
-        self._ends = dist.new_subgroups_by_enumeration(pairs, timeout)[0] if n_stages > 1 else None
-        initialize_rng_tracker(inference_rng_tracker=True)  # tracks nothing, because every dropout is 0
+        # (first stage, last stage) rank pairs: they hold the two copies of tied embeddings, whose gradients are summed
+        pairs = [list(pair) for pair in zip(*torch.arange(world.size).view(pp_size, -1)[[0, -1]].tolist(), strict=True)]
+        self._embedding_group = dist.new_subgroups_by_enumeration(pairs, timeout)[0] if pp_size > 1 else None
+        initialize_rng_tracker(inference_rng_tracker=True)  # Megatron-Core requires one, but every dropout is 0
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:
             parallel_state._set_global_memory_buffer()
 
@@ -181,7 +181,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
                 data_iterator=iter(micro_batches),
                 model=module.stage,
                 num_microbatches=len(micro_batches),
-                seq_length=0,  # not read, because each micro-batch has its own length
+                seq_length=0,  # ignored, because micro-batches differ in length
                 micro_batch_size=0,
                 forward_only=not backward,
                 p2p_communicator=P2PCommunicator(self._groups.pp, module.stage.config),
@@ -207,7 +207,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
     def _sum_gradients(self, module: MegatronScorer) -> None:
         """Sum each gradient over all ranks that contribute to it.
 
-        These are ranks with other rows or tokens, tensor-parallel ranks that apply a replicated parameter to their own
+        These are ranks with other rows or tokens, tensor-parallel ranks that apply a replicated parameter to different
         heads or tokens, and for tied embeddings the first and the last stage.
         """
         for name, parameter in module.stage.named_parameters():
@@ -218,7 +218,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             if module.has_partial_gradient(name):
                 dist.all_reduce(total, group=self._groups.tp)
             if module.has_copy(name):
-                dist.all_reduce(total, group=self._ends)
+                dist.all_reduce(total, group=self._embedding_group)
             parameter.grad.copy_(total)
 
     def _is_counted(self, module: MegatronScorer, name: str) -> bool:
@@ -240,9 +240,9 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         names = {parameter: name for name, parameter in module.hf_parameters().items()}
         pipeline = self._groups.pp
 
-        # Two steps make a Hugging Face tensor whole. On the pipeline stage that has it, the tensor-parallel ranks
-        # gather their slices, as `names` explains. Then the stage broadcasts it to all other stages. Every rank calls
-        # this for every tensor in the same order, even for tensors that its stage lacks.
+        # A Hugging Face tensor is gathered in two steps. On the pipeline stage that has it, the tensor-parallel ranks
+        # gather their slices, as `names` explains. Then the stage broadcasts it to all other stages, so every rank
+        # calls this for every tensor in the same order, even for tensors that its stage lacks.
         def gather_part(described: torch.Tensor) -> torch.Tensor:
             assert isinstance(described, torch.nn.Parameter)
             name, shape = names[described], described.shape
@@ -305,12 +305,12 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         """Return the shape and the offset of this rank's slice of a tensor."""
         if dim is None:
             return shape, (0,) * len(shape)
-        return compute_local_shape_and_global_offset(torch.Size(shape), self._slices, [Shard(dim)])
+        return compute_local_shape_and_global_offset(torch.Size(shape), self._tp_mesh, [Shard(dim)])
 
     def _as_slice(self, part: Part, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return this rank's part of a Hugging Face tensor of `shape`, as a DTensor if ranks divide it.
+        """Return this rank's part of a Hugging Face tensor of `shape`, as a DTensor if it is sharded.
 
-        `values` are the Megatron-Core parameter, or a moment of its shape.
+        `values` are the Megatron-Core parameter, or a moment of the same shape.
         """
         own, _ = self._own_slice(shape, part.dim)
         local = part.read(values, own)
@@ -319,7 +319,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         if local.untyped_storage().nbytes() > local.nbytes:  # DCP's stager copies whole storages and fails for views
             local = local.clone()
         stride = torch.empty(tuple(shape), device="meta").stride()
-        return DTensor.from_local(local, self._slices, [Shard(part.dim)], shape=torch.Size(shape), stride=stride)
+        return DTensor.from_local(local, self._tp_mesh, [Shard(part.dim)], shape=torch.Size(shape), stride=stride)
 
 
 def _slice(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> torch.Tensor:

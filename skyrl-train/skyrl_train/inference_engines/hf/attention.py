@@ -371,7 +371,7 @@ def hidden_states(
             position_ids=cache.position_ids[None],
             past_key_values=cache,
             use_cache=True,
-            **({"wanted_tokens": cache.last_tokens} if narrows else {}),
+            **({"selected_tokens": cache.last_tokens} if narrows else {}),
         )
     states: torch.Tensor = output.last_hidden_state[0]
     if last_only and not narrows:

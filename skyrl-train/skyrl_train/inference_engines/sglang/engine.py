@@ -1,6 +1,6 @@
 """SGLang behind its native server API (version 0.5.23): `/generate`, weights from a folder, memory control.
 
-`make test-sglang` runs it against SGLang's server on a CPU. It has not been run on a GPU yet. All other tests use a
+`make test-sglang` runs it against SGLang's server on a CPU, but it has not been run on a GPU yet. All other tests use a
 server that imitates SGLang's API and samples with the embedded engine.
 """
 
@@ -36,9 +36,9 @@ ABORT_TIMEOUT_S = 10.0
 class SGLangEngine(HTTPEngine):
     """An engine behind an SGLang server.
 
-    The server draws its own random numbers. `seed` is passed on, but has an effect only if the server was started with
-    `--enable-deterministic-inference`. Log-probs are the model's at the request's temperature. SGLang cannot report
-    them under penalties, nor log-probs of a truncated distribution, so such requests are rejected.
+    The server draws its own random numbers, so `seed` is passed on but has an effect only if the server was started
+    with `--enable-deterministic-inference`. Log-probs are the model's at the request's temperature. SGLang cannot
+    report them under penalties or for a truncated distribution, so such requests are rejected.
 
     The server reserves the last tokens of the context, so `info.context_length` is a few tokens below the model's.
     """
@@ -59,7 +59,7 @@ class SGLangEngine(HTTPEngine):
         Args:
             address: "host:port" or URL of a server that runs the model at `model_path`.
             model_path: a Hugging Face folder or model name.
-            tokenizer: the policy's tokenizer, to find stop strings.
+            tokenizer: the policy's tokenizer, used to detect stop strings.
             weight_folder: a folder for new weights, at the same path on the server's machine. Engines may share it.
             end_server: called to end the server when the engine is closed. May block.
 
@@ -71,7 +71,7 @@ class SGLangEngine(HTTPEngine):
         config = AutoConfig.from_pretrained(model_path).get_text_config()
         if "max_req_input_len" not in facts:
             raise EngineError(
-                f"{url} is not a server of SGLang 0.5.23: /server_info reports no max_req_input_len; install that "
+                f"{url} is not an SGLang 0.5.23 server: its /server_info reports no max_req_input_len; install that "
                 "version"
             )
         n_context = int(facts["max_req_input_len"])  # a prompt must be shorter, even one that resumes a response
@@ -92,7 +92,7 @@ class SGLangEngine(HTTPEngine):
         self._weight_mirror = WeightMirror()
         self._end_server = end_server
         self._can_sleep = bool(facts.get("enable_memory_saver"))
-        self._name = uuid4().hex  # other clients of the server number their requests, too
+        self._name = uuid4().hex  # other clients of the server also number their requests
         self._aborts: set[asyncio.Task[None]] = set()
 
     def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
@@ -102,11 +102,11 @@ class SGLangEngine(HTTPEngine):
             if value != getattr(SamplingParams(1), name) and (name != "with_raw_logprobs" or sampling.temperature != 1):
                 raise EngineError(
                     f"{name}={value}: SGLang does not report the log-probs of the distribution that this samples from; "
-                    f"remove it, or use generator.backend=vllm"
+                    "remove it, or use generator.backend=vllm"
                 )
         if sampling.penalizes:
             raise EngineError(
-                "SGLang reports log-probs after penalties only; remove repetition_penalty, presence_penalty and "
+                "SGLang reports only log-probs after penalties; remove repetition_penalty, presence_penalty and "
                 "frequency_penalty, or use generator.backend=vllm"
             )
         return super()._new_sequence(request, max_tokens)
@@ -130,14 +130,16 @@ class SGLangEngine(HTTPEngine):
             "stream": True,
         }
 
-    def _parse(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
+    def _read_event(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
         if "error" in event:
-            raise EngineError(f"the server at {self._url} failed a request: {event['error']['message']}")
+            raise EngineError(f"the SGLang server at {self._url} returned an error: {event['error']['message']}")
         meta = event["meta_info"]
         reason = meta["finish_reason"]
         if reason is not None and reason["type"] == "abort":
-            raise EngineError(f"the server at {self._url} aborted a request: {reason.get('message')}")
-        # An event has all tokens so far or, with --incremental-streaming-output, only the new ones.
+            message = reason.get("message") or "no reason given"
+            raise EngineError(f"the SGLang server at {self._url} aborted a request: {message}")
+        # Events carry all tokens so far (only the new ones with --incremental-streaming-output), but completion_tokens
+        # is always cumulative. So keep the last n_new.
         n_new = meta["completion_tokens"] - sequence.n_received
         sequence.n_received += n_new
         tops = _last(meta.get("output_top_logprobs") or [], n_new) or [None] * n_new
@@ -148,6 +150,7 @@ class SGLangEngine(HTTPEngine):
                 SampledToken(
                     token_id,
                     logprob,
+                    # the temperature is 1 here, because `_new_sequence` rejects any other
                     raw_logprob=logprob if sequence.sampling.with_raw_logprobs else None,
                     top_logprobs=None if top is None else {other_id: value for value, other_id, _ in top},
                 )
@@ -157,14 +160,14 @@ class SGLangEngine(HTTPEngine):
     def _server_id(self, request_id: str) -> str:
         """Return a request's name on the server. The trailing dash keeps it from being a prefix of another name.
 
-        SGLang aborts all requests whose names start with the given one: "a-1" would also abort "a-12".
+        SGLang aborts all requests whose names start with the given one, so "a-1" would also abort "a-12".
         """
         return f"{self._name}-{request_id}-"
 
-    def _drop(self, request_ids: Sequence[str]) -> None:
+    def _abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests explicitly. After a closed connection, the server would continue for 2 s."""
         unfinished = [request_id for request_id in request_ids if request_id in self._streams]
-        super()._drop(request_ids)
+        super()._abort(request_ids)
         for request_id in unfinished:
             task = asyncio.create_task(self._abort_on_server(request_id))
             self._aborts.add(task)
@@ -176,7 +179,7 @@ class SGLangEngine(HTTPEngine):
             await self._request("POST", "/abort_request", json=abort, timeout_s=ABORT_TIMEOUT_S)
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
-        folder = self._weight_folder / f"version_{plan.version}_{uuid4().hex}"  # other engines write this version, too
+        folder = self._weight_folder / f"version_{plan.version}_{uuid4().hex}"  # other engines also write this version
         receiver = MirroredReceiver(plan, self._weight_mirror)
         try:
             await asyncio.to_thread(write_model, folder, self._model_path, receiver)
@@ -200,7 +203,7 @@ class SGLangEngine(HTTPEngine):
         await self._request("POST", "/flush_cache", params={"timeout": MAX_FLUSH_S}, timeout_s=2 * MAX_FLUSH_S)
 
     async def _end_requests(self) -> None:
-        """Wait until the server has been told to abort all dropped requests."""
+        """Wait until the server has received all abort requests."""
         if self._aborts:
             await asyncio.wait(self._aborts)
 
@@ -221,12 +224,12 @@ class SGLangEngine(HTTPEngine):
 
 
 def _last(values: Sequence[Any], n: int) -> Sequence[Any]:
-    """Return the last n values. n may be 0."""
+    """Return the last n values, where n may be 0."""
     return values[max(0, len(values) - n) :]
 
 
 def write_model(folder: Path, model_path: str, weights: Receiver) -> None:
-    """Write received tensors and the configuration of the model at `model_path` as a Hugging Face folder."""
+    """Write a Hugging Face folder from received tensors and the configuration of the model at `model_path`."""
     folder.mkdir(parents=True, exist_ok=True)
     shard: dict[str, torch.Tensor] = {}
     n_shards = n_bytes = 0

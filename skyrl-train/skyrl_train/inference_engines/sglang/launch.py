@@ -42,7 +42,7 @@ def start(setup: EngineSetup) -> InferenceEngine:
         "chunked_prefill_size": generator.max_num_batched_tokens if generator.enable_chunked_prefill else -1,
         "disable_radix_cache": not generator.enable_prefix_caching,
         "disable_cuda_graph": generator.enforce_eager,
-        **setup.options,
+        **generator.engine_options,
     }
     address, end_server = launch_server(options, generator.engine_start_timeout_seconds)
     try:
@@ -92,14 +92,14 @@ def launch_server(
             if process.poll() is not None:
                 raise EngineError(
                     f"SGLang ended with exit status {process.returncode} before it was ready, started with "
-                    f"{' '.join(arguments)}; its own messages are above"
+                    f"{' '.join(arguments)}; see its output above"
                 )
             with suppress(EngineError):
                 call_server(f"http://{address}", "GET", "/health")
                 return address, end
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"SGLang was not ready in {start_timeout_s:g} s; its own messages are above. If it is still "
+                    f"SGLang was not ready in {start_timeout_s:g} s; see its output above. If it is still "
                     "loading, raise generator.engine_start_timeout_seconds"
                 )
             time.sleep(POLL_S)

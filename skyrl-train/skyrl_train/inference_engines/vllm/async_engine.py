@@ -1,6 +1,6 @@
 """vLLM in separate processes: an engine core that steps on its own, and workers that share the model.
 
-Uses the same core client as vLLM's `AsyncLLM`, but without its tokenizers: requests and results are tokens.
+Uses the same core client as vLLM's `AsyncLLM`, but without its tokenizers, because requests and results are tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 T = TypeVar("T")
 
 POLL_S = 1.0
-DIED = "vLLM's process ended; its own messages are above"
+DIED = "vLLM's process ended; see its output above"
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
@@ -54,23 +54,23 @@ class AsyncVLLMEngine(AsyncEngine):
 
         Args:
             options: fields of vLLM's `EngineArgs`.
-            tokenizer: the policy's tokenizer, to find stop strings.
+            tokenizer: the policy's tokenizer, used to detect stop strings.
 
         Raises:
-            EngineError: this machine has too few GPUs, or vLLM does not start with these options.
+            EngineError: this machine has too few GPUs, or vLLM cannot start with these options.
         """
         n_devices = math.prod(int(options.get(name, 1)) for name in PARALLEL_SIZES)
         if current_platform.is_cuda_alike() and n_devices > (n_gpus := torch.cuda.device_count()):
-            chosen = " × ".join(f"{name}={options[name]}" for name in PARALLEL_SIZES if options.get(name, 1) > 1)
+            sizes = " × ".join(f"{name}={options[name]}" for name in PARALLEL_SIZES if options.get(name, 1) > 1)
             raise EngineError(
-                f"vLLM needs {n_devices} GPUs for {chosen}, and this process sees {n_gpus}; lower "
+                f"vLLM needs {n_devices} GPUs for {sizes}, but this process sees only {n_gpus}; lower "
                 "generator.inference_engine_tensor_parallel_size, or give the engine more GPUs"
             )
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         own = dict(OWN_OPTIONS)
         if n_devices > 1:
             own["distributed_executor_backend"] = "mp"  # in a Ray actor, vLLM would start more actors elsewhere
-            if current_platform.is_cpu():  # vLLM binds each worker to a separate NUMA node, and fails with fewer nodes
+            if current_platform.is_cpu():  # vLLM binds each worker to a separate NUMA node and fails with fewer nodes
                 n_threads = max(1, torch.get_num_threads() // n_devices)
                 environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(n_threads)}
         with starting(environment):
@@ -129,7 +129,7 @@ class AsyncVLLMEngine(AsyncEngine):
         except EngineDeadError as error:
             raise EngineLostError(DIED) from error
 
-    def _drop(self, request_ids: Sequence[str]) -> None:
+    def _abort(self, request_ids: Sequence[str]) -> None:
         task = asyncio.get_running_loop().create_task(self._client.abort_requests_async(list(request_ids)))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -158,12 +158,12 @@ class AsyncVLLMEngine(AsyncEngine):
         except EngineLostError:
             raise
         except Exception as error:  # vLLM raises plain exceptions
-            self._broken_by = EngineLostError(f"a worker of vLLM ended during {method}; its own messages are above")
+            self._broken_by = EngineLostError(f"a vLLM worker ended during {method}; see its output above")
             raise self._broken_by from error
         return [result for replica in results for result in replica]
 
     async def _ask(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call of the engine core. vLLM itself would wait forever if the core ends, so poll its health.
+        """Await a call to the engine core. vLLM itself would wait forever if the core ends, so poll its health.
 
         Raises:
             EngineLostError: the core has ended.

@@ -61,7 +61,7 @@ class Core:
         """Start the core. `options` are fields of vLLM's `EngineArgs`, and `eos_token_id` is the tokenizer's.
 
         Raises:
-            EngineError: vLLM does not start with these options.
+            EngineError: vLLM cannot start with these options.
         """
         if model_parallel_is_initialized():
             raise EngineError("this process already has a vLLM engine; call close() on it first")
@@ -83,41 +83,41 @@ class Core:
             check_results(self._client.collective_rpc("skyrl_prepare", args=(eos_token_id,)))
             self._client.add_request(trial_request(self.facts))
             self._client.get_output()
-            self.forget([])
+            self.reset_cache([])
         except Exception as error:
             self.shutdown()
             raise cannot_run(error) from error
 
-    def step(self, new: Mapping[str, ActiveSequence], dropped: list[str]) -> list[Output]:
-        """Remove the `dropped` requests, add the `new` requests, and run one step."""
-        self._client.abort_requests(dropped)
+    def step(self, new: Mapping[str, ActiveSequence], aborted: list[str]) -> list[Output]:
+        """Remove the `aborted` requests, add the `new` requests, and run one step."""
+        self._client.abort_requests(aborted)
         for request_id, sequence in new.items():
             self._client.add_request(core_request(request_id, sequence, self.facts))
         return [read_output(output) for output in self._client.get_output().outputs]
 
-    def load_weights(self, plan: SyncPlan, dropped: list[str]) -> Receipt:
+    def load_weights(self, plan: SyncPlan, aborted: list[str]) -> Receipt:
         """Receive new weights. The tokens of remaining requests are prefilled again.
 
         Raises:
-            EngineError: the names do not fit the model.
+            EngineError: the tensor names do not fit the model.
             SyncError: the sender did not answer in time.
         """
-        self.forget(dropped)
+        self.reset_cache(aborted)
         return decode_receipts(self._client.collective_rpc("skyrl_receive_weights", args=(encode_plan(plan),)))
 
-    def forget(self, dropped: list[str]) -> None:
-        """Drop all keys and values and the `dropped` requests. The remaining requests are prefilled again."""
-        self._client.abort_requests(dropped)
+    def reset_cache(self, aborted: list[str]) -> None:
+        """Drop all keys and values and the `aborted` requests. The remaining requests are prefilled again."""
+        self._client.abort_requests(aborted)
         self._client.reset_prefix_cache(reset_running_requests=True)
 
-    def sleep(self, dropped: list[str]) -> None:
-        """Release the device's memory, if vLLM can. On CPUs it cannot."""
-        self.forget(dropped)
+    def sleep(self, aborted: list[str]) -> None:
+        """Release the device's memory if vLLM supports it. On CPUs, it does not."""
+        self.reset_cache(aborted)
         if self.facts.can_sleep:
             self._client.sleep(level=1)
 
     def wake_up(self, part: MemoryPart) -> None:
-        """Undo `sleep` for one part. Call it first for the weights, then for the cache."""
+        """Undo `sleep` for one part, first for the weights and then for the cache."""
         if self.facts.can_sleep:
             self._client.wake_up([part])
 
@@ -146,7 +146,7 @@ def cannot_start(options: Mapping[str, Any], error: Exception) -> EngineError:
 
 def cannot_run(error: Exception) -> EngineError:
     """Return the error for an engine that failed in its first step."""
-    return EngineError(f"vLLM cannot run this model here, use generator.backend=hf: {error}")
+    return EngineError(f"vLLM cannot run this model here; use generator.backend=hf: {error}")
 
 
 def core_request(request_id: str, sequence: ActiveSequence, facts: Facts) -> EngineCoreRequest:

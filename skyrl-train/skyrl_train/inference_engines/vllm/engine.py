@@ -18,8 +18,8 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 class VLLMEngine(ScheduledEngine):
     """An engine that generates with vLLM in this process, with its own copy of the weights.
 
-    A process can have only one at a time. vLLM caches only full blocks of keys and values, so the tokens of a partial
-    block are prefilled again.
+    A process can have only one at a time. vLLM caches only full blocks of keys and values, so a partial block's tokens
+    are prefilled again.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class VLLMEngine(ScheduledEngine):
 
         Args:
             options: fields of vLLM's `EngineArgs`. Without `enforce_eager`, compilation threads outlive the engine.
-            tokenizer: the policy's tokenizer, to find stop strings.
-            executor: the single thread that runs vLLM. Defaults to a new one.
+            tokenizer: the policy's tokenizer, used to detect stop strings.
+            executor: single-threaded executor that runs vLLM. Created if None.
 
         Raises:
-            EngineError: vLLM does not start with these options.
+            EngineError: vLLM cannot start with these options.
         """
         thread = EngineThread(executor, "vllm-engine")
         self._core = thread.run_blocking(Core, options, tokenizer.eos_token_id)
@@ -46,23 +46,23 @@ class VLLMEngine(ScheduledEngine):
             thread=thread,
             weight_dtype=facts.weight_dtype,
         )
-        self._dropped: list[str] = []  # to be removed from vLLM
+        self._aborted: list[str] = []  # not yet removed from vLLM
 
     async def _exchange(self, new: Mapping[str, ActiveSequence]) -> list[Output]:
-        return await self._thread.run(self._core.step, new, self._take_dropped())
+        return await self._thread.run(self._core.step, new, self._take_aborted())
 
-    def _drop(self, request_ids: Sequence[str]) -> None:
-        self._dropped.extend(request_ids)
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        self._aborted.extend(request_ids)
 
     async def _drop_all(self) -> None:
         await super()._drop_all()
-        await self._thread.run(self._core.forget, self._take_dropped())
+        await self._thread.run(self._core.reset_cache, self._take_aborted())
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
-        return await self._thread.run(self._core.load_weights, plan, self._take_dropped())
+        return await self._thread.run(self._core.load_weights, plan, self._take_aborted())
 
     async def _release_memory(self) -> None:
-        await self._thread.run(self._core.sleep, self._take_dropped())
+        await self._thread.run(self._core.sleep, self._take_aborted())
 
     async def _restore_memory(self, part: MemoryPart) -> None:
         await self._thread.run(self._core.wake_up, part)
@@ -70,6 +70,6 @@ class VLLMEngine(ScheduledEngine):
     async def _shut_down(self) -> None:
         await self._thread.run(self._core.shutdown)
 
-    def _take_dropped(self) -> list[str]:
-        dropped, self._dropped = self._dropped, []
-        return dropped
+    def _take_aborted(self) -> list[str]:
+        aborted, self._aborted = self._aborted, []
+        return aborted

@@ -48,7 +48,7 @@ class VLLMServerEngine(HTTPEngine):
 
         Args:
             address: "host:port" or a URL.
-            tokenizer: the policy's tokenizer, to find stop strings.
+            tokenizer: the policy's tokenizer, used to detect stop strings.
 
         Raises:
             EngineError: the server does not answer, or was not started with `START_COMMAND`.
@@ -59,7 +59,7 @@ class VLLMServerEngine(HTTPEngine):
         try:
             results = call_server(url, "POST", "/collective_rpc", json=prepare)["results"]
         except EngineError as error:
-            raise EngineError(f"the server at {url} cannot be controlled; start it with `{START_COMMAND}`") from error
+            raise EngineError(f"cannot control the server at {url}; start it with `{START_COMMAND}`") from error
         check_results(results)
         self._facts = Facts(**results[0])
         super().__init__(
@@ -90,9 +90,9 @@ class VLLMServerEngine(HTTPEngine):
             "stream_options": {"include_usage": True},
         }
 
-    def _parse(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
+    def _read_event(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
         if "error" in event:
-            raise EngineError(f"the server at {self._url} failed a request: {event['error']}")
+            raise EngineError(f"the vLLM server at {self._url} returned an error: {event['error']}")
         if not event["choices"]:  # the usage, after the last tokens
             details = event["usage"].get("prompt_tokens_details") or {}
             return Output(request_id, self._last_tokens.pop(request_id, []), details.get("cached_tokens"))
@@ -107,8 +107,8 @@ class VLLMServerEngine(HTTPEngine):
         self._last_tokens[request_id] = tokens
         return Output(request_id, [])
 
-    def _drop(self, request_ids: Sequence[str]) -> None:
-        super()._drop(request_ids)
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        super()._abort(request_ids)
         for request_id in request_ids:
             self._last_tokens.pop(request_id, None)
 
@@ -122,15 +122,15 @@ class VLLMServerEngine(HTTPEngine):
         return decode_receipts(answer["results"])
 
     async def _drop_caches(self) -> None:
-        """Drop the KV cache. The server returns an error until it has noticed that the requests were dropped."""
+        """Drop the KV cache. The server returns an error until it has noticed that the requests were aborted."""
         try:
             async with asyncio.timeout(MAX_DROP_S):
                 while not (await self._request("POST", "/reset_prefix_cache"))["success"]:
                     await asyncio.sleep(0.02)
         except TimeoutError as error:
             raise EngineError(
-                f"the server at {self._url} still runs requests after {MAX_DROP_S:g} s, so its cache cannot be "
-                "dropped; use it for one run at a time"
+                f"cannot drop the cache of the server at {self._url}, because it still runs requests after "
+                f"{MAX_DROP_S:g} s; use it for one run at a time"
             ) from error
 
     async def _release_memory(self) -> None:
@@ -147,7 +147,7 @@ def _with_sampled(columns: list[tuple[int, float]], request: EngineRequest) -> l
     """Undo how the server rewrites a position's columns: it repeats the first one and merges equal token ids.
 
     Drop the repeated column. If the sampled token is among the most likely tokens, its column there was merged into the
-    first one. Then a top column is missing, and the sampled token takes its place.
+    first one, so a top column is missing and the sampled token takes its place.
     """
     sampled, others = columns[0], [column for column in columns[1:] if column[0] != columns[0][0]]
     n_top = sum(token_id >= 0 for token_id, _ in others)

@@ -38,7 +38,7 @@ def start(setup: EngineSetup) -> InferenceEngine:
         max_bytes = generator.max_num_seqs * config.max_position_embeddings * bytes_per_token
         n_workers = generator.n_devices_per_engine
         options["kv_cache_memory_bytes"] = min(setup.usable_bytes, max_bytes) // n_workers
-    options |= setup.options
+    options |= generator.engine_options
     if setup.executor is not None:
         return VLLMEngine(options, setup.tokenizer, setup.executor)
     for name in ("tensor", "pipeline", "data"):

@@ -124,12 +124,12 @@ class RayRank:
 
 
 def _describe_end(error: RayError) -> str:
-    """Return why a call of an actor failed, without Ray's list of ids."""
+    """Return why a call to an actor failed, without Ray's list of ids."""
     text = str(error)
     if "memory" in text and "running low" in text:
         return "Ray ended it because its node ran out of memory; use more ranks, or smaller batches"
     if "Worker unexpectedly exits" in text or "connection error code" in text:
-        return "it crashed or was killed, perhaps by the kernel because memory ran out; its own messages are above"
+        return "it crashed or was killed (possibly out of memory); see its output above"
     if "node" in text and ("died" in text or "dead" in text) and "worker process has died" not in text:
         return "its node has died or left the cluster"
     return text.strip().splitlines()[-1]

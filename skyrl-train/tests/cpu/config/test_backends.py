@@ -27,4 +27,4 @@ def test_a_new_engine_is_a_module_and_a_row(
     train(*catch_run, "generator.backend=new", "generator.max_num_seqs=7", "trainer.max_training_steps=1")
     assert "the new engine has 7 sequences" in capsys.readouterr().out
     monkeypatch.setitem(ENGINES, "new", EngineTraits("the new engine", "new_engine:start", package="no_package"))
-    assert "the new engine is not installed" in expect_error(*catch_run, "generator.backend=new")
+    assert "needs the new engine, which is not installed" in expect_error(*catch_run, "generator.backend=new")

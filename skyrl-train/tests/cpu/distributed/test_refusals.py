@@ -27,8 +27,8 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         param(
             "tokens",
             Lfm2Config(**SMALL, layer_types=["conv", "full_attention"], block_ff_dim=24),
-            r"trainer\.policy\.sequence_parallel_size=2: the tokens of a Lfm2ForCausalLM cannot be divided among "
-            "ranks, because shared prefixes would change",
+            r"trainer\.policy\.sequence_parallel_size=2 cannot split the tokens of a Lfm2ForCausalLM across ranks, "
+            "because shared prefixes would change",
             name="tokens, convolutions",
         ),
         param(

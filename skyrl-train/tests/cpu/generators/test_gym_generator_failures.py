@@ -249,7 +249,7 @@ async def test_a_conversation_that_cannot_be_rendered_at_the_end_is_retried_and_
     monkeypatch.setattr(TokenConversation, "finish", fail)
     t = await make_stage(n_rollout_retries=1).play_story()
     assert t.n_attempts == 2
-    assert_invalid(t, "the rollout cannot be converted to a trajectory: TypeError: no such filter")
+    assert_invalid(t, "cannot make a trajectory of the rollout: TypeError: no such filter")
 
 
 @BATCHED

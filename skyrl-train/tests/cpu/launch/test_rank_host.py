@@ -46,7 +46,7 @@ def write_timeouts(rank: int, folder: Path) -> None:
     copied = FSDP2Strategy(host._world, COLLECTIVE_TIMEOUT)._mesh(2)
     found = divided._groups
     groups = [*copied.get_all_groups(), found.pp, found.dp, found.cp, found.tp]
-    groups += [found.mp, found.dp_cp, divided._ends]
+    groups += [found.mp, found.dp_cp, divided._embedding_group]
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     (folder / f"rank_{rank}").write_text(" ".join(str(timeout.total_seconds()) for timeout in timeouts))
     host.close()

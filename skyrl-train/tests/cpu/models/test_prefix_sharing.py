@@ -127,7 +127,7 @@ def test_a_model_that_refuses_the_tree_computes_each_row() -> None:
     assert "unexpected keyword argument" in (find_sharing_fault(model) or "")
 
 
-def test_a_layer_that_refuses_wanted_tokens_computes_all() -> None:
+def test_a_layer_that_rejects_selected_tokens_computes_all() -> None:
     model = make_model("llama")
     refuse(model.base_model.layers[-1].self_attn, "keys_and_values")
     assert is_narrow(model)

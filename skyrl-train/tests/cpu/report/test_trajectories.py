@@ -128,14 +128,14 @@ def test_evaluations_after_the_last_step_are_left_out(
         evals(step, [row("a", [1.0])])
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 0}\n{"step": 2}\n')
     assert main(["report", "trajectories", str(tmp_path / "run")]) == 0
-    assert "Evaluations of steps 0 and 2." in capsys.readouterr().out
+    assert "Evaluations at steps 0 and 2." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{0}/nothing"], "has no evaluation (global_step_N/); evaluate during training with trainer.eval_interval"),
-        (["{0}/run", "--to", "7"], "has no evaluation of step 7; choose from [0]"),
+        (["{0}/nothing"], "has no evaluations (global_step_N/); train with trainer.eval_interval set"),
+        (["{0}/run", "--to", "7"], "has no evaluation at step 7; choose from [0]"),
         (["nosuch://bucket/evals"], "cannot read nosuch://bucket/evals"),
         (["{0}/torn"], "booking.jsonl:1 is not JSON"),
     ],

@@ -18,13 +18,13 @@ from tx.tinker.db_models import RequestStatus
 def disk(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
     """A slow disk, which writes when the event is set."""
     is_ready = Event()
-    freeze = desk.backend.freeze
+    capture = desk.backend.capture
 
-    def freeze_slowly(model_id: str, *, with_optimizer: bool) -> Save:
-        save = freeze(model_id, with_optimizer=with_optimizer)
+    def capture_slowly(model_id: str, *, with_optimizer: bool) -> Save:
+        save = capture(model_id, with_optimizer=with_optimizer)
         return lambda folder: (is_ready.wait(60), save(folder))[1]
 
-    monkeypatch.setattr(desk.backend, "freeze", freeze_slowly)
+    monkeypatch.setattr(desk.backend, "capture", capture_slowly)
     yield is_ready
     is_ready.set()
 
@@ -35,7 +35,7 @@ def fail_writes(desk: Desk, monkeypatch: pytest.MonkeyPatch, error: Exception) -
     def save(folder: Path) -> None:
         raise error
 
-    monkeypatch.setattr(desk.backend, "freeze", lambda model_id, *, with_optimizer: save)
+    monkeypatch.setattr(desk.backend, "capture", lambda model_id, *, with_optimizer: save)
 
 
 def test_saves_delay_only_their_own_model(desk: Desk, disk: Event) -> None:

@@ -2,7 +2,7 @@
 
 The database holds every request and its result. A model is restored by repeating its finished passes and steps in
 order, from its creation or last restore point: backends are deterministic to the last bit. A failed step is repeated by
-dropping the gradients before it. Restore points are folders written by `save_model`. They bound the work to repeat.
+dropping the gradients before it. Restore points are checkpoints that bound the work to repeat.
 
 Example: a model was created, then trained for 40 steps of two passes each, with a restore point after step 30. After a
 crash in step 41, the new engine loads the point and repeats 20 passes and 10 steps. A pass of step 41 that had finished
@@ -71,14 +71,14 @@ class RestorePoints:
 
     def write(self, model_id: str, request_id: int) -> None:
         """Write a restore point of a model without gradients. All its requests up to `request_id` are done."""
-        self._save(model_id, request_id, freeze(self._config, self._backend, model_id, with_optimizer=True))
+        self._save(model_id, request_id, capture(self._config, self._backend, model_id, with_optimizer=True))
 
     def begin_write(self, model_id: str, request_id: int, writer: Executor) -> None:
         """Write a restore point like `write`, but in the background.
 
         Errors are only logged: a restart then has more to repeat, but nothing is lost.
         """
-        save = freeze(self._config, self._backend, model_id, with_optimizer=True)
+        save = capture(self._config, self._backend, model_id, with_optimizer=True)
         self._writes[model_id] = writer.submit(self._try_save, model_id, request_id, save)
 
     def wait(self) -> None:
@@ -198,13 +198,13 @@ class RestorePoints:
                 pass
 
 
-def freeze(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer: bool) -> Save:
-    """Freeze a model's state like `Backend.freeze`. The returned function raises TinkerError if the state does not fit.
+def capture(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer: bool) -> Save:
+    """Capture a model's state like `Backend.capture`. The returned function raises TinkerError if the disk lacks space.
 
     Space is checked at the time of writing, because other writes may be waiting.
     """
     n_bytes = backend.n_bytes(model_id, with_optimizer=with_optimizer)
-    save = backend.freeze(model_id, with_optimizer=with_optimizer)
+    save = backend.capture(model_id, with_optimizer=with_optimizer)
 
     def check_and_save(folder: Path) -> None:
         check_space(config, n_bytes)

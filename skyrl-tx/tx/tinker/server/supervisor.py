@@ -59,7 +59,7 @@ class Supervisor:
         """True if an engine is running, or still loading the model."""
         return self._bell is not None
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the engine."""
         if self._bell is not None:
             self._bell.ring()

@@ -301,8 +301,8 @@ def request_number(request_id: str) -> int:
 
 def find_request(db: Session, request_id: int, owner: str) -> TxRequest:
     """Return a request without its payload and result. Raise `RefusalError` 404 if there is none."""
-    light = (defer(col(TxRequest.payload)), defer(col(TxRequest.result)))  # type: ignore[arg-type]
-    request = db.get(TxRequest, request_id, options=light)
+    without_bodies = (defer(col(TxRequest.payload)), defer(col(TxRequest.result)))  # type: ignore[arg-type]
+    request = db.get(TxRequest, request_id, options=without_bodies)
     if request is None or request.owner != owner:
         not_found(f"there is no request {request_id}; requests of ended sessions are deleted after a while")
     return request

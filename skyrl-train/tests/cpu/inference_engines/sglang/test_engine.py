@@ -250,6 +250,6 @@ def test_a_missing_server_and_one_of_another_kind_are_errors(
     (tmp_path / "server_info").write_text("{}")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(EngineError, match=r"is not a server of SGLang 0\.5\.23: .* no max_req_input_len"):
+        with pytest.raises(EngineError, match=r"is not an SGLang 0\.5\.23 server: .* no max_req_input_len"):
             SGLangEngine(f"127.0.0.1:{server.server_port}", str(tiny_model_path), tiny_tokenizer, tmp_path)
         server.shutdown()
