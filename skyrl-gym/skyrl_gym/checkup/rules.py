@@ -34,8 +34,8 @@ SLOW_SECONDS = 5.0
 
 INTERFERENCE: Mapping[bool, str] = {
     False: (
-        "interleaved episodes had different results than a single one, because they change shared state. Keep it in the "
-        "instance"
+        "interleaved episodes had different results than a single one, because they change shared state. Keep it in "
+        "the instance"
     ),
     True: (
         "episodes with concurrent calls had different results than a single one, because one call changes state while "
