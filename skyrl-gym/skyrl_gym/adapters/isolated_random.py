@@ -14,8 +14,8 @@ _lock = threading.RLock()
 class IsolatedRandom:
     """The random state of an episode. It depends only on the seed and does not affect other code.
 
-    Only one episode can be active at a time, because there is one global state. So do not wait for anything in the
-    block.
+    Only one episode can be active at a time, because there is one global state, so do not wait for anything while it is
+    active.
     """
 
     def __init__(self, seed: int | None) -> None:

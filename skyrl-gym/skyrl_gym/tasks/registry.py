@@ -86,7 +86,7 @@ def read_task(extra_info: Mapping[str, Any]) -> tuple[TaskFamily, Task]:
     recorded = extra_info.get("fingerprint")
     if recorded is not None and recorded != task.fingerprint:
         raise ValueError(
-            f"task {task.task_id} of {family.env} is another one now than when the row was written "
+            f"task {task.task_id} of {family.env} has changed since the row was written "
             f"(fingerprint {task.fingerprint}, not {recorded}); generate the dataset again"
         )
     return family, task

@@ -23,7 +23,7 @@ class _Hunk:
 
 
 def apply_patch(reply: str, path: str, text: str) -> str:
-    r"""Apply a reply's diff to the file `text`. It is in the last code block, or starts at the first `---` line.
+    r"""Apply a reply's diff to the file `text`. The diff is in the last code block, or starts at the first `---` line.
 
     Raises:
         PatchError: there is no diff, it is empty or for a different file, or it does not apply at exactly one position.

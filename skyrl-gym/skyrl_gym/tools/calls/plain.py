@@ -97,8 +97,7 @@ def _parse_parameters(text: str, position: int, name: str, tags: _Tags) -> Parse
         closing = None if is_cut_off else tags.value_end.search(text, start)
         if closing is None:
             raise MalformedCall(
-                f"The value of {key} in the call to {name} has no {tags.closing}, so the call is cut off. Write it "
-                "again.",
+                f"The value of {key} in the call to {name} has no {tags.closing}, so it is cut off. Write it again.",
                 start,
             )
         value = text[start : closing.start()]

@@ -118,7 +118,7 @@ def test_a_failed_restore_point_is_not_retried_after_every_step(
         step = desk.step(model)
         desk.work()
         assert desk.result(step)
-    assert caplog.text.count("the restore point of model s:train:0 could not be written") == 1
+    assert caplog.text.count("failed to write the restore point of model s:train:0") == 1
     assert caplog.text.count("RuntimeError: the device is out of memory") == 1
 
 
@@ -132,7 +132,7 @@ def test_writes_that_would_fill_the_disk_are_refused(
     desk.work()
     desk.write_points()
     refusal = r"GiB free, and 0\.0 GiB are to be written; 1073741824\.0 GiB must stay free \(--min-free-bytes\)"
-    assert re.search(f"the restore point of model s:train:0 could not be written: .* {refusal}", caplog.text)
+    assert re.search(f"failed to write the restore point of model s:train:0: .* {refusal}", caplog.text)
     assert desk.result(step)
     for one in saves:
         category, message = desk.error(one)

@@ -235,7 +235,7 @@ class Handlers:
     def _save_checkpoint(
         self, request: TxRequest, new: Checkpoint, response: WeightsSaved, *, overwrite: bool = False
     ) -> Write:
-        """Freeze the model. Return the function that writes the checkpoint's files. The outcome adds row and name."""
+        """Capture the model. Return the function that writes the checkpoint's files. The outcome adds row and name."""
         with reading(self._database) as session:
             is_there = session.get(Checkpoint, (new.model_id, new.kind, new.name)) is not None
         if is_there and not overwrite:

@@ -91,13 +91,13 @@ class RestorePoints:
             self._save(model_id, request_id, save)
         except Exception as error:
             is_bug = not isinstance(error, TinkerError | OSError | SQLAlchemyError)
-            logger.error("the restore point of model %s could not be written: %s", model_id, error, exc_info=is_bug)
+            logger.error("failed to write the restore point of model %s: %s", model_id, error, exc_info=is_bug)
         self._written[model_id] = time.monotonic(), time.monotonic() - started
 
     def _save(self, model_id: str, request_id: int, save: Save) -> None:
         folder = self.folder(model_id, request_id)
         write_folder(folder, save)
-        with writing(self._database, is_durable=True) as session:  # the previous one is deleted
+        with writing(self._database, is_durable=True) as session:  # durable, because the previous point is deleted next
             model = session.get_one(Model, model_id)
             model.restored_until = request_id
             session.add(model)
@@ -137,7 +137,7 @@ class RestorePoints:
             try:
                 n_requests = self._restore(model)
             except Exception as error:
-                logger.exception("model %s cannot be restored", model.model_id)
+                logger.exception("failed to restore model %s", model.model_id)
                 self._mark_lost(model, error_text(error))
                 continue
             if model.lost_because is not None:
@@ -214,7 +214,7 @@ def capture(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer
 
 
 def _is_only_unloading() -> ColumnElement[bool]:
-    """Match models with no pending request but the one to unload them."""
+    """Match models whose only pending request is to unload them."""
     has_more = select(TxRequest.request_id).where(
         TxRequest.model_id == Model.model_id,
         TxRequest.status == RequestStatus.PENDING,

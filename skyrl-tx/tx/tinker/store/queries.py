@@ -328,7 +328,7 @@ def waiting_reason(db: Session, model_id: str | None, base_model: str) -> str | 
     if model.base_model != base_model:
         return f"it waits until {model.base_model} is served again; this server has {base_model}"
     if model.lost_because is not None:
-        return f"model {model_id} could not be restored, and waits for the next start: {model.lost_because}"
+        return f"model {model_id} could not be restored, so it waits for the next start: {model.lost_because}"
     return None
 
 

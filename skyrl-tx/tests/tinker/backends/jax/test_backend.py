@@ -192,5 +192,5 @@ def test_several_devices_agree_with_one(
 
 
 def test_more_devices_than_available(models: Path) -> None:
-    with pytest.raises(ModelError, match=r"size=3 × tensor_parallel_size=2 needs 6 devices, and there are 4 \(cpu\)"):
+    with pytest.raises(ModelError, match=r"size=3 × tensor_parallel_size=2 needs 6 devices, but there are 4 \(cpu\)"):
         load("jax", models / "llama", fully_sharded_data_parallel_size=3, tensor_parallel_size=2)
