@@ -221,7 +221,7 @@ def _find_reason(key: str, value: object, options: Mapping[str, object], program
     if _look_up(key, program.refused) is not None or (key == REJECTION and _is_off(value)):
         return "the option is off"
     if (conditional := _look_up(key, program.conditional)) is not None:
-        return f"it has an effect only with {conditional.switch}" if _is_off(options.get(conditional.switch)) else None
+        return f"it applies only with {conditional.switch}" if _is_off(options.get(conditional.switch)) else None
     if (fixed := _look_up(key, program.fixed)) is not None:
         return fixed.reason
     if key == "data.seed" and value is None:
