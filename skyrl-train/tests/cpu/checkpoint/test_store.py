@@ -204,7 +204,7 @@ def test_a_damaged_file_is_named_and_the_newest_complete_checkpoint_offered(
 def test_without_a_complete_checkpoint_a_new_start_is_offered(store: CheckpointStore) -> None:
     save_all(store, 10)
     (store.path / "global_step_10" / FILES[1]).unlink()
-    with pytest.raises(CheckpointError, match=r"is missing\. No checkpoint in .* set trainer\.resume_mode=none"):
+    with pytest.raises(CheckpointError, match=r"is missing\. No checkpoint in .* Set trainer\.resume_mode=none"):
         verify(store, 10)
 
 
