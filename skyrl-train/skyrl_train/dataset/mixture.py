@@ -41,7 +41,7 @@ class MixedPrompts(PromptOrder[PromptRow]):
         Args:
             weights: relative weight of each data source. If empty, the number of rows.
             min_per_batch: minimum number of prompts of each source in every batch.
-            resumes_weights: let `load_state_dict` restore the weights, too, because a curriculum changes them.
+            resumes_weights: let `load_state_dict` also restore the weights, because a curriculum changes them.
 
         Raises:
             DataError: the dataset does not fill one batch.

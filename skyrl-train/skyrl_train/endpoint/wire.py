@@ -40,7 +40,7 @@ NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (None, True),
     "tool_choice": (None, "none", "auto"),
 }
-"""Known fields that are refused, with the values that are accepted because they change nothing."""
+"""Known fields that are rejected, with the values that are accepted because they change nothing."""
 
 
 class RequestError(Exception):

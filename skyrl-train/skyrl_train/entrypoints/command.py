@@ -120,8 +120,8 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
 
     Register your own estimators and losses first, so that the rules apply to them as well.
 
-    In a script with `@hydra.main`, a mistake ends the process with one message instead of Hydra's traceback.
-    Hydra also refuses `--dry-run`. Set `SKYRL_DRY_RUN=1` in the environment to print the plan of the run and exit.
+    In a script with `@hydra.main`, a mistake ends the process with one message instead of Hydra's traceback. Hydra also
+    rejects `--dry-run`, so set `SKYRL_DRY_RUN=1` in the environment to print the plan of the run and exit.
 
     Raises:
         ConfigError: the configuration is invalid. The message lists every problem.

@@ -200,7 +200,7 @@ class ThreadPool:
         for call in self._calls:
             if call.thread is None:
                 waiting_s = now - call.time
-                break  # the calls after it are queued, too
+                break  # the calls after it are also queued
             is_late = self._limit_s is not None and now - call.time >= self._limit_s
             if is_late and not call.future.done() and self._abandon(call, loop):
                 call.future.set_exception(EnvTimeout(f"took longer than {self._limit_s:g} s"))

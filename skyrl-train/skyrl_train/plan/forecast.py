@@ -196,7 +196,7 @@ def forecast_disk(
     n_kept = 1 if trainer.remote_ckpt_url is not None and trainer.max_ckpts_to_keep < 0 else trainer.max_ckpts_to_keep
     trained = [model for model in models if model.role != "reference"]
     checkpoint_bytes = sum(model.checkpoint_bytes for model in trained)
-    if isinstance(trainer, TrainerConfig) and trainer.update_ref_every_epoch:  # the reference changes, too
+    if isinstance(trainer, TrainerConfig) and trainer.update_ref_every_epoch:  # the reference also changes
         checkpoint_bytes += sum(model.weight_bytes for model in models if model.role == "reference")
     return DiskForecast(
         checkpoint_bytes=checkpoint_bytes if is_saved else 0,

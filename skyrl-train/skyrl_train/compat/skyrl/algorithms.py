@@ -4,8 +4,8 @@ Three things differ from SkyRL:
 
 - Policy losses return the loss of each token (B, R), and the trainer reduces it over the whole mini-batch. A custom
   loss may still return a scalar.
-- `ppo_policy_loss` is only the loss `regular`.
-- Registries live in the driver, which passes functions to its workers. There is nothing to synchronize.
+- `ppo_policy_loss` is only the loss `regular`. - Registries live in the driver, which passes functions to its workers,
+so there is nothing to synchronize.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def compute_advantages_and_returns(
     config: AlgorithmConfig,
     **inputs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the advantages and returns (B, R) of a registered estimator. It gets the `inputs` that it declares."""
+    """Return a registered estimator's advantages and returns (B, R). It gets the `inputs` that it declares."""
     rows = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "index": index}
     estimator = AdvantageEstimatorRegistry.get(adv_estimator)
     return estimator(**named_inputs(estimator, {**collect_settings(config), **inputs, **rows}))

@@ -48,7 +48,7 @@ class FillAfterCheckpoint(Callback):
     [
         (
             AtStepEnd(lambda run, step: limit_files(400_000 if step == 2 else None)),
-            "cannot save the checkpoint of step 2 in {0}/ckpts: the policy could not be written: ",
+            "cannot save the checkpoint at step 2 in {0}/ckpts: the policy could not be written: ",
             1,
         ),
         (

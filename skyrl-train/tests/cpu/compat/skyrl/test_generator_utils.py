@@ -47,8 +47,8 @@ def test_logprobs_are_on_the_trained_tokens(tiny_tokenizer: PreTrainedTokenizerB
     ("messages", "logprobs", "message"),
     [
         (REPLIES, [[-0.1, -0.2]], "1 entries for 2 assistant messages"),
-        (REPLIES, [[-0.1, -0.2], None], "message 2 has 2 sampled tokens and 0 log-probs"),
-        (REPLIES, [[-0.1], [-0.3, -0.4]], "message 0 has 2 sampled tokens and 1 log-probs"),
+        (REPLIES, [[-0.1, -0.2], None], "message 2 has 2 sampled tokens but 0 log-probs"),
+        (REPLIES, [[-0.1], [-0.3, -0.4]], "message 0 has 2 sampled tokens but 1 log-probs"),
         ([{"role": "tool", "content": "4"}], None, "message 0 has the role 'tool'"),
     ],
 )
@@ -63,7 +63,7 @@ def test_a_template_without_the_header_of_assistants_is_refused(tiny_tokenizer: 
     template = (
         "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}> {% endif %}"
     )
-    with pytest.raises(ValueError, match="does not begin the messages of an assistant"):
+    with pytest.raises(ValueError, match="does not start assistant messages"):
         get_response_ids_and_loss_mask_from_messages(REPLIES, tiny_tokenizer, chat_template=template)
 
 
