@@ -1,20 +1,22 @@
 """The exceptions of `skyrl_train`: one class for each boundary where something fails, and who raises it.
 
-    SkyRLError                  base class; raised itself only by `skyrl doctor`, when a check fails ├── ConfigError
-            loading and checking the configuration, and components that reject a setting ├── DataError
-    datasets and the readers of run files; requests with invalid messages or parameters │   └── SkippedRow
-    datasets that check rows as they are drawn: a row is too long │       └── InvalidRow      the same datasets: a row
-    is invalid ├── EnvError                generators and entry points: an environment or reward function fails, or
-    every rollout │   ├── EnvTimeout          `generators.env_pool`, `generators.env_processes`: a call takes too long │
-      ├── EnvCrashed          `generators.env_processes`: an environment's process ends │   ├── UnknownReward
-    `generators.gym_generator`: an environment returns None as reward │   └── NoReward
-    `endpoint.agent_generator`: an agent fails, or returns no valid reward ├── EngineError             inference engines
-    and their clients │   └── EngineLostError     clients of an engine in another process, once that process is gone ├──
-    CheckpointError         `checkpoint`, `run` and `workers.worker`, when saving, loading, merging or exporting ├──
-    DivergenceError         `learner` and `run`, when they check the weights ├── StorageError            `run`,
-    `entrypoints.base` and `dataset.jsonl`: a file cannot be written, or has changed ├── WorkerError
-    `workers` and `launch`, when a rank fails or its process ends └── SyncError               `weight_sync`, and both
-    ends of a weight sync
+    SkyRLError                  base class; raised itself only by `skyrl doctor`, when a check fails
+    ├── ConfigError             loading and checking the configuration, and components that reject a setting
+    ├── DataError               datasets and the readers of run files; requests with invalid messages or parameters
+    │   └── SkippedRow          datasets that check rows as they are drawn: a row is too long
+    │       └── InvalidRow      the same datasets: a row is invalid
+    ├── EnvError                generators and entry points: an environment or reward function fails, or every rollout
+    │   ├── EnvTimeout          `generators.env_pool`, `generators.env_processes`: a call takes too long
+    │   ├── EnvCrashed          `generators.env_processes`: an environment's process ends
+    │   ├── UnknownReward       `generators.gym_generator`: an environment returns None as reward
+    │   └── NoReward            `endpoint.agent_generator`: an agent fails, or returns no valid reward
+    ├── EngineError             inference engines and their clients
+    │   └── EngineLostError     clients of an engine in another process, once that process is gone
+    ├── CheckpointError         `checkpoint`, `run` and `workers.worker`, when saving, loading, merging or exporting
+    ├── DivergenceError         `learner` and `run`, when they check the weights
+    ├── StorageError            `run`, `entrypoints.base` and `dataset.jsonl`: a file cannot be written, or has changed
+    ├── WorkerError             `workers` and `launch`, when a rank fails or its process ends
+    └── SyncError               `weight_sync`, and both ends of a weight sync
 
 `skyrl_agent.chat` adds EngineAborted below EngineError. Errors of environments themselves derive from
 `skyrl_gym.error.Error`, and reach the trainer only as invalid trajectories.

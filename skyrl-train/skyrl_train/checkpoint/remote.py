@@ -1,8 +1,8 @@
 """Checkpoints in remote storage: S3, or any file system of fsspec.
 
 <url>/<project>/<model>/<run_name>/
-    latest_ckpt_global_step.txt     the run's latest step. Later folders belong to an abandoned future global_step_N/
-                  the files of a checkpoint. `checksums.json` is written last and makes it complete
+    latest_ckpt_global_step.txt     the run's latest step. Later folders belong to an abandoned future
+    global_step_N/                  the files of a checkpoint. `checksums.json` is written last and makes it complete
 
 Object stores cannot rename folders, so `checksums.json` takes the place of the rename in `store`.
 """

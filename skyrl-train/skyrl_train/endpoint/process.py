@@ -1,7 +1,7 @@
 """The endpoint in a separate process: HTTP, templates and tokenization do not slow down the trainer's event loop.
 
-trainer → endpoint    start, open_session, end_session, serve_others, hold_others endpoint → trainer    calls to the
-engine, because the engine stays in the trainer's process
+trainer → endpoint    start, open_session, end_session, serve_others, hold_others
+endpoint → trainer    calls to the engine, because the engine stays in the trainer's process
 """
 
 from __future__ import annotations
