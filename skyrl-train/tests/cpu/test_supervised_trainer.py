@@ -226,7 +226,7 @@ def test_a_run_with_more_epochs_than_before_follows_their_schedule(
     assert rates[2:] == pytest.approx([3e-3 * share for share in shares])
     assert "Changed since the checkpoint: trainer.epochs: 1 -> 3" in caplog.messages
     jumps = [message for message in caplog.messages if message.startswith("The learning rate of the policy")]
-    rest = "not the 0 of the checkpoint: the schedule has changed"
+    rest = "but the checkpoint's was 0, because the schedule has changed"
     assert jumps == ([f"The learning rate of the policy is {jump}, {rest}"] if jump else [])
 
 

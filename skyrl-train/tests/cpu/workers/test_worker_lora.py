@@ -108,8 +108,8 @@ def test_a_checkpoint_holds_the_adapter_in_the_format_of_peft_and_the_checksum_o
     [
         ({"rank": 8}, "Size mismatch.*lora_A"),
         ({"target_modules": ["q_proj"]}, r"the model lacks 24 of its 28 tensors, among them .*lora_A"),
-        ({"base": True}, "trained on other weights than those of"),
-        ({"saved_full": True}, "holds all weights of a model, and trainer.policy.model.lora trains an adapter"),
+        ({"base": True}, "trained on weights that differ from"),
+        ({"saved_full": True}, "holds a full model, but trainer.policy.model.lora trains an adapter"),
         ({"loaded_full": True}, "Missing key"),
     ],
 )

@@ -50,7 +50,7 @@ def test_models_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
     one, other = (str(save_base(tmp_path / str(seed), seed=seed)) for seed in range(2))
     wide = str(save_base(tmp_path / "wide", hidden_size=64))
     for sources, weights, message in (
-        ([one], None, "two or more models, and 1 was given"),
+        ([one], None, "two or more models, but got 1"),
         ([one, other], [0.5, 0.6], "2 weights with the sum 1.1 for 2 models"),
         ([one, other], [1.0], "1 weights with the sum 1 for 2 models"),
         ([one, wide], None, r"has shape .* in .*, but .* in .*wide; average models of the same architecture"),

@@ -29,7 +29,7 @@ def test_a_checkpoint_is_merged_with_its_head_if_it_was_trained(
     model = load_head(tiny_model_path, role)
     objective = ValueObjective(0.2) if role == "critic" else RewardObjective()
     SingleRankGroup(role, model, config().trainer, objective).save(tmp_path / "step" / role)
-    with pytest.raises(CheckpointError, match="nothing was trained"):
+    with pytest.raises(CheckpointError, match="Nothing was trained"):
         merge_checkpoint(tmp_path / "step", tmp_path / "merged", role=role)
     torch.nn.init.normal_(model.get_parameter("score.weight"))
     SingleRankGroup(role, model, config().trainer, objective).save(tmp_path / "next" / role)
@@ -109,7 +109,7 @@ def test_an_adapter_of_experts_is_merged(tmp_path: Path, tiny_tokenizer: PreTrai
     tensors = load_file(base / "model.safetensors")
     tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight")
     save_file(tensors, base / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"has no model.layers.1.mlp.experts.2.up_proj.weight, which the adapter"):
+    with pytest.raises(ConfigError, match=r"lacks model.layers.1.mlp.experts.2.up_proj.weight, which the adapter"):
         merge_adapter(str(tmp_path / "adapter"), tmp_path / "merged")
 
 
