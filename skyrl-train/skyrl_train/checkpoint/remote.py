@@ -1,10 +1,10 @@
 """Checkpoints in remote storage: S3, or any file system of fsspec.
 
 <url>/<project>/<model>/<run_name>/
-    latest_ckpt_global_step.txt     the newest step of the run. Later folders belong to an abandoned future
+    latest_ckpt_global_step.txt     the run's latest step. Folders of later steps belong to an abandoned future
     global_step_N/                  the files of a checkpoint. `checksums.json` is written last and makes it complete
 
-Object stores cannot rename folders, so `checksums.json` takes the place of the rename in `store`.
+Object stores cannot rename folders, so writing `checksums.json` replaces the rename in `store`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ N_ATTEMPTS = 3
 """Attempts of each remote operation. The client may also retry by itself."""
 
 RETRY_S = 0.5
-"""Seconds before the second attempt, doubled before each further attempt."""
+"""Seconds before the second attempt, doubled before each later attempt."""
 
 S3_SCHEMES = ("s3", "s3a")
 STORAGE_ERRORS = (OSError, RuntimeError, ValueError, ImportError)
@@ -125,7 +125,7 @@ class RemoteFolder:
 
     @_retrying
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of each file below this folder, by relative path."""
+        """Return the size in bytes of each file under this folder, by relative path."""
         system, path = self._opened
         system.invalidate_cache()
         try:
@@ -221,7 +221,7 @@ class RemoteCheckpoints:
         return sorted(int(match[1]) for match in matches if match)
 
     def is_complete(self, step: int, like: Path | None = None) -> bool:
-        """Return True if every file of a checkpoint is there with its size, and its checksums equal those in `like`."""
+        """Return True if every file of a checkpoint is there with its size, and its checksums equal `like`'s."""
         folder = self._folder(step)
         manifest = folder.read(MANIFEST)
         if manifest is None or (like is not None and manifest != (like / MANIFEST).read_bytes()):
@@ -231,7 +231,7 @@ class RemoteCheckpoints:
         return files is not None and all(sizes.get(name) == saved.n_bytes for name, saved in files.items())
 
     def latest_step(self) -> int | None:
-        """Return the newest complete checkpoint up to the pointer's step, or None.
+        """Return the latest complete checkpoint up to the pointer's step, or None.
 
         Later checkpoints are from before the run was resumed at an earlier step.
         """
@@ -241,7 +241,7 @@ class RemoteCheckpoints:
         return next((step for step in steps if self.is_complete(step)), None)
 
     def point_to(self, step: int) -> None:
-        """Make `step` the newest step of the run, so that a resumed run does not continue from a later one."""
+        """Make `step` the run's latest step, so that a resumed run does not continue from a later checkpoint."""
         self.folder.write(POINTER, f"{step}\n".encode())
 
     def upload(self, checkpoint: Path) -> int:
@@ -256,7 +256,7 @@ class RemoteCheckpoints:
         manifest = (checkpoint / MANIFEST).read_bytes()
         files = parse_manifest(manifest)
         if files is None:
-            raise CheckpointError(f"{checkpoint / MANIFEST} is damaged; the checkpoint is not uploaded")
+            raise CheckpointError(f"{checkpoint / MANIFEST} is damaged, so the checkpoint is not uploaded")
         target = self.folder / checkpoint.name
         if self.is_complete(step_of(checkpoint), like=checkpoint):
             return 0
@@ -266,7 +266,7 @@ class RemoteCheckpoints:
             sent = target.upload_file(checkpoint / name, name)
             if sent != saved:
                 raise CheckpointError(
-                    f"the content of {checkpoint / name} has changed since it was saved; the checkpoint is not uploaded"
+                    f"the content of {checkpoint / name} has changed since it was saved, so it is not uploaded"
                 )
         target.check_sizes({name: saved.n_bytes for name, saved in files.items()})
         target.write(MANIFEST, manifest)
@@ -309,7 +309,7 @@ class RemoteCheckpoints:
         if complete is None:
             return f"No other checkpoint in {self.folder.url} is complete: set trainer.resume_mode=none to start again"
         return (
-            f"The newest other one is {self._folder(complete).url}: set trainer.resume_mode=from_path and "
+            f"The latest other checkpoint is {self._folder(complete).url}: set trainer.resume_mode=from_path and "
             f"trainer.resume_path={self._folder(complete).url} to resume from it"
         )
 
@@ -318,7 +318,7 @@ class RemoteCheckpoints:
 
 
 def upload_files(source: Path, target: RemoteFolder) -> int:
-    """Upload the files below a local folder, except files that exist remotely with the same size.
+    """Upload the files under a local folder, except files that exist remotely with the same size.
 
     Returns:
         The number of uploaded bytes.

@@ -1,7 +1,7 @@
 """A folder of checkpoints, each complete or absent.
 
 latest_ckpt_global_step.txt     the pointer: the step to resume from
-global_step_N/                  a complete checkpoint with its `checksums.json`
+global_step_N/                  a complete checkpoint with `checksums.json`
 .global_step_N.partial/         a save in progress, or left by a crash
 .global_step_N.replaced/        the step's earlier checkpoint, while a new one replaces it
 
@@ -12,9 +12,9 @@ The invariant is that a folder named global_step_N is complete. A save of step 4
 2. Rename global_step_40, if it exists, to .global_step_40.replaced. It exists if the run was resumed from step 20 and
    has reached step 40 again. After a crash, the next start renames it back.
 3. Rename .global_step_40.partial to global_step_40, sync the parent folder, and remove .global_step_40.replaced. After
-   a crash, step 40 is complete, but the pointer still names the previous checkpoint.
+   a crash, step 40 is complete, but the pointer still has the previous step.
 4. Replace the pointer: write the new one to another file, sync it, and rename it. Now the run resumes from step 40.
-5. Remove checkpoints beyond the number to keep. Each removal begins with a rename.
+5. Remove checkpoints beyond the number to keep. Each removal starts with a rename.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CheckpointStore:
         resume_mode: Literal["none", "latest", "from_path"] = "latest",
         resume_path: str | None = None,
     ) -> None:
-        """Keep the newest `max_to_keep` checkpoints. -1 keeps as many as the disk has room for."""
+        """Keep the latest `max_to_keep` checkpoints. -1 keeps as many as the disk has room for."""
         self.path = path
         self._max_to_keep = max_to_keep
         self._resume_mode, self._resume_path = resume_mode, resume_path
@@ -79,15 +79,15 @@ class CheckpointStore:
             target = await self.receive(step, write_with_manifest, expected_bytes)
         except OSError as error:
             raise CheckpointError(
-                f"cannot save the checkpoint of step {step} in {self.path}: {error}. Free disk space, or "
-                f"move {self.path} to a larger disk and set trainer.ckpt_path to it; the same command then "
+                f"failed to save the checkpoint at step {step} in {self.path}: {error}. Free disk space, or "
+                f"move {self.path} to a larger disk and set trainer.ckpt_path to it. The same command then "
                 f"{self.describe_rerun()}"
             ) from error
         self._resumed_step = None
         try:
             await asyncio.to_thread(self.remove_superseded)
         except OSError as error:
-            logger.warning("The checkpoint of step %d is saved; an old one could not be removed: %s", step, error)
+            logger.warning("Saved the checkpoint at step %d, but failed to remove an old one: %s", step, error)
         return target
 
     async def receive(self, step: int, write: Write, expected_bytes: int) -> Path:
@@ -122,7 +122,7 @@ class CheckpointStore:
         """Compare the files of a checkpoint with their checksums.
 
         Raises:
-            CheckpointError: a file differs or is missing. The message names it and the newest complete checkpoint.
+            CheckpointError: a file differs or is missing. The message names it and the latest complete checkpoint.
         """
         if damage := await asyncio.to_thread(find_damage, folder):
             complete = None
@@ -131,7 +131,7 @@ class CheckpointStore:
                     complete = self._folder(step)
                     break
             fix = (
-                f"The newest complete checkpoint is {complete}: set trainer.resume_mode=from_path and "
+                f"The latest complete checkpoint is {complete}: set trainer.resume_mode=from_path and "
                 f"trainer.resume_path={complete} to resume from it"
                 if complete
                 else f"No checkpoint in {self.path} is complete: set trainer.resume_mode=none to start again"
@@ -142,7 +142,7 @@ class CheckpointStore:
         """Return the checkpoint to resume from, or None if there is none.
 
         Raises:
-            CheckpointError: the pointer names a checkpoint that does not exist.
+            CheckpointError: the checkpoint in the pointer does not exist.
         """
         self._restore_replaced()
         step = self._pointed_step()
@@ -152,7 +152,7 @@ class CheckpointStore:
         if not folder.is_dir():
             complete = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(
-                f"{self.path / POINTER} names step {step}, but {folder} does not exist (complete steps: {complete}); "
+                f"{self.path / POINTER} has step {step}, but {folder} does not exist (complete steps: {complete}); "
                 "write one of them into the file, or set trainer.resume_mode=none"
             )
         return folder
@@ -240,7 +240,7 @@ class CheckpointStore:
         return sorted(others, key=lambda step: step in self.pinned)
 
     def _pointed_step(self) -> str | None:
-        """Return the pointer's text, or the newest step if there was a crash before the first pointer."""
+        """Return the pointer's text, or the latest step if there was a crash before the first pointer."""
         pointer, steps = self.path / POINTER, self.steps()
         if pointer.exists():
             return pointer.read_text(encoding="utf-8", errors="replace").strip()
@@ -252,12 +252,12 @@ class CheckpointStore:
             for step in self._removable():
                 if shutil.disk_usage(self.path).free >= expected_bytes + SPARE_BYTES:
                     return
-                logger.warning("The disk is short: removing the checkpoint of step %d before saving the next", step)
+                logger.warning("The disk is short: removing the checkpoint at step %d before saving the next", step)
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
         doomed = self.path / f".global_step_{step}.removed.partial"
-        self._folder(step).rename(doomed)  # a crash must not leave half a checkpoint under a complete one's name
+        self._folder(step).rename(doomed)  # a crash must not leave a truncated checkpoint under a complete one's name
         shutil.rmtree(doomed)
 
     def _tidy_up(self) -> None:

@@ -31,7 +31,7 @@ class CheckpointWriter:
         waiting for the disk → copying the state → writing the copy
 
     Training waits for the disk at most `timeout_s` per checkpoint. Then the step is skipped with an alert, unless
-    copying has begun: the state must not change while it is copied.
+    copying has started, because the state must not change while it is copied.
     """
 
     def __init__(self, store: CheckpointStore, timeout_s: float, alert: Callable[[str], Awaitable[None]]) -> None:
@@ -56,7 +56,7 @@ class CheckpointWriter:
         self._saving = asyncio.create_task(self._write_or_alert(snapshot, copying))
         self._remaining_s = self._timeout_s
         is_ready = await self._wait_within_limit(snapshot.step, self._saving, copying.begun)
-        if is_ready or not copying.begun.cancel():  # it may have begun meanwhile
+        if is_ready or not copying.begun.cancel():  # it may have started meanwhile
             await asyncio.wait([self._saving, copying.ended], return_when=asyncio.FIRST_COMPLETED)
             if not copying.ended.done():
                 await self.finish()

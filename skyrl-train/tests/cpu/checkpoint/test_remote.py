@@ -79,7 +79,7 @@ def test_a_changed_byte_in_any_file_is_named(remote: RemoteCheckpoints, tmp_path
         assert content is not None
         position = random.randrange(len(content))
         folder.write(name, content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
-        with pytest.raises(CheckpointError, match=rf"{name}.*The newest other one is .*global_step_5"):
+        with pytest.raises(CheckpointError, match=rf"{name}.*The latest other checkpoint is .*global_step_5"):
             download(remote, 10, tmp_path / f"copy-{name.replace('/', '-')}")
         folder.write(name, content)
 
@@ -122,9 +122,7 @@ def test_a_local_file_that_changed_since_it_was_saved_is_not_uploaded(
     path = save(CheckpointStore(tmp_path / "local"), 10, write_named("ten"))
     content = (path / "driver.pt").read_bytes()
     (path / "driver.pt").write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(
-        CheckpointError, match=r"driver.pt has changed since it was saved; the checkpoint is not uploaded"
-    ):
+    with pytest.raises(CheckpointError, match=r"driver.pt has changed since it was saved, so it is not uploaded"):
         remote.upload(path)
     assert remote.latest_step() is None
 

@@ -196,7 +196,7 @@ def test_a_damaged_file_is_named_and_the_newest_complete_checkpoint_offered(
         verify(store, 40)
     folder, complete = store.path / "global_step_40", store.path / "global_step_20"
     assert str(caught.value) == (
-        f"cannot resume from {folder}: {reason.format(file=folder / file)}. The newest complete checkpoint is "
+        f"cannot resume from {folder}: {reason.format(file=folder / file)}. The latest complete checkpoint is "
         f"{complete}: set trainer.resume_mode=from_path and trainer.resume_path={complete} to resume from it"
     )
 
@@ -228,7 +228,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_stop_the_run(
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(os, "rmdir", busy)
         save_all(store, 20)
-    assert "The checkpoint of step 20 is saved; an old one could not be removed" in caplog.text
+    assert "Saved the checkpoint at step 20, but failed to remove an old one" in caplog.text
     assert (store.steps(), store.latest()) == ([20], tmp_path / "global_step_20")
     save_all(store, 30)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["global_step_30", POINTER]
