@@ -1,7 +1,7 @@
 """The exceptions of `skyrl_train`: one class for each boundary where something fails, and who raises it.
 
     SkyRLError                  base class; raised itself only by `skyrl doctor`, when a check fails
-    ├── ConfigError             loading and checking the configuration, and components that refuse a setting
+    ├── ConfigError             loading and checking the configuration, and components that reject a setting
     ├── DataError               datasets and the readers of run files; requests with invalid messages or parameters
     │   └── SkippedRow          datasets that check rows as they are drawn: a row is too long
     │       └── InvalidRow      the same datasets: a row is invalid
@@ -18,7 +18,7 @@
     ├── WorkerError             `workers` and `launch`, when a rank fails or its process ends
     └── SyncError               `weight_sync`, and both ends of a weight sync
 
-`skyrl_agent.chat` adds EngineAborted below EngineError. Errors of environments themselves derive from
+`skyrl_agent.chat` adds EngineAborted under EngineError. Errors of environments themselves derive from
 `skyrl_gym.error.Error`, and reach the trainer only as invalid trajectories.
 """
 

@@ -196,7 +196,7 @@ def forecast_disk(
     n_kept = 1 if trainer.remote_ckpt_url is not None and trainer.max_ckpts_to_keep < 0 else trainer.max_ckpts_to_keep
     trained = [model for model in models if model.role != "reference"]
     checkpoint_bytes = sum(model.checkpoint_bytes for model in trained)
-    if isinstance(trainer, TrainerConfig) and trainer.update_ref_every_epoch:  # the reference changes, too
+    if isinstance(trainer, TrainerConfig) and trainer.update_ref_every_epoch:  # the reference also changes
         checkpoint_bytes += sum(model.weight_bytes for model in models if model.role == "reference")
     return DiskForecast(
         checkpoint_bytes=checkpoint_bytes if is_saved else 0,
@@ -267,8 +267,8 @@ def forecast_memory(
 def _free_bytes_of_other_processes(n_gpus: int) -> int:
     """Return the free memory of the fullest of the first `n_gpus` visible GPUs, on which ranks will start.
 
-    `torch.cuda.mem_get_info` would create a CUDA context. It takes hundreds of MB until the process ends, on a GPU that
-    this process may not use.
+    `torch.cuda.mem_get_info` would create a CUDA context that takes hundreds of MB until the process ends, on a GPU
+    that this process may not use.
 
     Raises:
         RuntimeError: nvidia-ml-py is not installed, or the driver does not report the memory.

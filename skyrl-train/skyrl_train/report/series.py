@@ -59,7 +59,7 @@ class Series:
 
 
 def read_series(rows: MetricRows, name: str) -> Series:
-    """Return the series of metric `name`. If a step logged it twice, the newest value counts."""
+    """Return the series of metric `name`. If a step logged it twice, the latest value counts."""
     points = {row["step"]: row[name] for row in rows if name in row}
     steps = tuple(sorted(points))
     return Series(name, steps, tuple(points[step] for step in steps))

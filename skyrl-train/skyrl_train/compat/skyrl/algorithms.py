@@ -5,7 +5,7 @@ Three things differ from SkyRL:
 - Policy losses return the loss of each token (B, R), and the trainer reduces it over the whole mini-batch. A custom
   loss may still return a scalar.
 - `ppo_policy_loss` is only the loss `regular`.
-- Registries live in the driver, which passes functions to its workers. There is nothing to synchronize.
+- Registries live in the driver, which passes functions to its workers, so there is nothing to synchronize.
 """
 
 from __future__ import annotations

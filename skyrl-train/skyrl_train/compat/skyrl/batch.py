@@ -39,7 +39,7 @@ class TrainingInputBatch(dict[str, Any]):
     """
 
     def __init__(self, batch: TrainingBatch, **metadata: Any) -> None:
-        """Create the dictionary. It shares the tensors of `batch`. `metadata` extends the class's own."""
+        """Create a dictionary that shares the tensors of `batch`. `metadata` extends the batch's metadata."""
         super().__init__()
         response_mask = batch.attention_mask[:, -batch.response_length :]  # (B, R)
         self["response_mask"], self["is_last_step"] = response_mask, batch.is_last_row

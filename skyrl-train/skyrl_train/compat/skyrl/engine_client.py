@@ -46,7 +46,7 @@ class InferenceEngineClient:
     ) -> None:
         """Wrap an engine. Inputs without sampling parameters use `cfg.sampling_params`.
 
-        A request's randomness is a function of `seed`, the session, and the number of the request in its session.
+        A request's randomness is a function of `seed`, the session, and the request's index in its session.
         """
         self._engine = engine
         self._tokenizer = tokenizer

@@ -128,7 +128,7 @@ class BasePPOExp(RLExperiment):
             return
         if launcher.policy is not None and self.cfg.generator.run_engines_locally:
             raise ConfigError(
-                f"{type(self).__name__}.get_trainer returned a FullyAsyncRayPPOTrainer, and the engine was started for "
+                f"{type(self).__name__}.get_trainer returned a FullyAsyncRayPPOTrainer, but the engine was started for "
                 "synchronous training; set trainer.fully_async.enabled=true"
             )
         known = find_problems(self.cfg, ALGORITHM_WARNINGS)

@@ -1,6 +1,6 @@
 """Functions for generators written for SkyRL.
 
-The functions that take messages tokenize them, and the result can differ from the sampled tokens. Return the sampled
+The functions that take messages tokenize them, so the result can differ from the sampled tokens. Return the sampled
 tokens if your generator knows them.
 """
 
@@ -79,9 +79,7 @@ def get_response_ids_and_loss_mask_from_messages(
         start = end = len(token_ids)
         if message["role"] == "assistant":
             if token_ids[: len(header)] != header:
-                raise ValueError(
-                    "the chat template does not begin the messages of an assistant with its generation prompt"
-                )
+                raise ValueError("the chat template does not start assistant messages with its generation prompt")
             start, eos_id = len(header), tokenizer.eos_token_id
             if eos_id in token_ids:
                 end -= token_ids[::-1].index(eos_id)

@@ -1,4 +1,4 @@
-"""Keys of other versions of SkyRL: aliases, keys without an effect, and keys that are refused."""
+"""Keys of other versions of SkyRL: aliases, keys without an effect, and keys that are rejected."""
 
 from __future__ import annotations
 

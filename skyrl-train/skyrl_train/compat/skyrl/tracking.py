@@ -24,7 +24,7 @@ class Tracking(tracking.Tracking):
         backends: str | Sequence[str] = "console",
         config: SkyRLConfig | DictConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        """Log to `backends`, and to `metrics.jsonl` in the run folder (from `config`, or else below `outputs/`).
+        """Log to `backends`, and to `metrics.jsonl` in the run folder (from `config`, or else under `outputs/`).
 
         Raises:
             ConfigError: a backend is unknown, or cannot start.

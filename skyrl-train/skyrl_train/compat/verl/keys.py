@@ -214,4 +214,4 @@ SFT_ALIASES = {
 """Keys of verl's SFT trainer with the same meaning here."""
 
 TASK_OPTIONS = {"cases", "game_list", "game_configs", "game_types", "max_random_steps", "reward_mode", "task_types"}
-"""Options of the recipes' dataset classes. They are below an open field, so no search over fields finds them."""
+"""Options of the recipes' dataset classes. They are under an open field, so no search over fields finds them."""

@@ -309,7 +309,7 @@ async def test_the_sampling_log_probs_differ_where_sampling_was_restricted(make_
 def test_a_missing_template_is_refused(make_stage: MakeStage, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"'qwen4' is not a template .* qwen3_with_thinking, qwen3_without_thinking"):
         make_stage(chat_template={"name_or_path": "qwen4"})
-    with pytest.raises(ValueError, match="cannot read .*: No such file"):
+    with pytest.raises(ValueError, match=r"cannot read .*: No such file"):
         make_stage(chat_template={"source": "file", "name_or_path": "nowhere.jinja"})
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 

@@ -63,7 +63,7 @@ def test_a_template_without_the_header_of_assistants_is_refused(tiny_tokenizer: 
     template = (
         "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}> {% endif %}"
     )
-    with pytest.raises(ValueError, match="does not begin the messages of an assistant"):
+    with pytest.raises(ValueError, match="does not start assistant messages"):
         get_response_ids_and_loss_mask_from_messages(REPLIES, tiny_tokenizer, chat_template=template)
 
 
