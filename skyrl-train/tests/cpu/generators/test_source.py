@@ -76,7 +76,7 @@ async def test_failed_rollouts_are_reported_and_not_trained() -> None:
     assert uids(step_data.trajectories) == ["2"]
     assert len(step_data.played) == 6
     assert step_data.metrics.numbers()["generate/n_left_alone"] == 1
-    with pytest.raises(EnvError, match=r"6 of 6 rollouts of step 1 failed .*it broke"):
+    with pytest.raises(EnvError, match=r"6 of 6 rollouts at step 1 failed, .*it broke"):
         await sample(config(3), ScriptedGenerator(lambda id: None), SequentialPrompts(8, 3))
 
 
