@@ -90,7 +90,7 @@ class Chat:
             max_response_length: maximum number of tokens after the first prompt of a history.
             renders_history: let the chat template render the whole history before each turn. Turns whose prompt does
                 not start with the tokens of earlier turns get a new row.
-            removes_thoughts: leave the thoughts of earlier turns out of the history. Implies `renders_history`.
+            removes_thoughts: remove earlier turns' thoughts from the history. Implies `renders_history`.
             logs_turns: log each turn.
         """
         self._rollout = rollout

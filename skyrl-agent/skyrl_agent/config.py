@@ -24,13 +24,13 @@ class DataKeys(Section):
     """Columns of a dataset row, as dotted paths such as `extra_info.instance`."""
 
     instance_key: str | None = None
-    """The instance that the task receives. null passes all columns of the row."""
+    """The instance that the task receives. Defaults to all columns of the row."""
 
     instance_id_key: str | None = None
     """Column with the instance's name for messages. Defaults to the row number."""
 
     data_source_key: str | None = "data_source"
-    """The row's dataset. It selects the grader. Rows without this column belong to the source "default"."""
+    """The row's dataset, which selects the grader. Rows without this column belong to the source "default"."""
 
 
 class AgentBackendConfig(Section):
@@ -114,13 +114,13 @@ class AgentGeneration(Section):
     """Seconds after which a tool call is abandoned and ends its trajectory with `cmd_timeout`."""
 
     task_timeout: Annotated[float, Gt(0)] = 3600.0
-    """Seconds after which a method of the task is abandoned. Its trajectory is invalid."""
+    """Seconds after which a method of the task is abandoned, so its trajectory is invalid."""
 
     trajectory_timeout: Annotated[float, Gt(0)] = 14_400.0
     """Maximum seconds that an agent may run, including waits for the engine. After that, the trajectory is invalid."""
 
     n_retries: Annotated[int, Ge(0)] = 1
-    """Further attempts at a failed trajectory."""
+    """Number of retries of a failed trajectory."""
 
     masked_finish_reasons: tuple[str, ...] = MASKED_FINISH_REASONS
     """Trajectories that end for these reasons are not trained on. Their rewards count in the group's baseline."""
@@ -156,7 +156,7 @@ class DispatcherLimits(Section):
     """Maximum number of trajectories that generate concurrently."""
 
     max_eval_parallel_agents: Count | None = None
-    """Maximum number of trajectories that are evaluated concurrently. null uses `max_parallel_agents`."""
+    """Maximum number of trajectories that are evaluated concurrently. Defaults to `max_parallel_agents`."""
 
 
 class DispatcherConfig(DispatcherLimits):
@@ -174,7 +174,7 @@ class DispatcherConfig(DispatcherLimits):
     """Environments for `async_fix_pool`, e.g. addresses. `BaseTask.initialize_runtime` gets one of them as `env`."""
 
     val_config: DispatcherLimits | None = None
-    """Limits for evaluations. null uses the same limits."""
+    """Limits for evaluations. Defaults to the same limits."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -80,7 +80,7 @@ class AgentRunner(RolloutGenerator):
             except DataError as error:
                 reason = describe_error(error.__cause__ or error)
                 raise ConfigError(
-                    f"the chat template refuses the system message that describes the tools: {reason}; use a tokenizer "
+                    f"the chat template rejects the system message that describes the tools: {reason}; use a tokenizer "
                     "whose template has system messages"
                 ) from error
         self._engine = engine

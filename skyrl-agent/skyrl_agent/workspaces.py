@@ -91,7 +91,7 @@ class Workspace(ABC):
         """Create the workspace.
 
         Raises:
-            WorkspaceError: it does not start, or `close` was called meanwhile.
+            WorkspaceError: the workspace does not start, or `close` was called meanwhile.
         """
         self._start()
         if self._is_closed:

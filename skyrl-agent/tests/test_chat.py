@@ -53,7 +53,7 @@ def test_a_template_without_system_messages_is_named() -> None:
         + str(TOKENIZER.chat_template)
     )
     cfg = AgentConfig.model_validate({"task": GENERAL, "tools": ("finish",)})
-    with pytest.raises(ConfigError, match="the chat template refuses the system message that describes the tools"):
+    with pytest.raises(ConfigError, match="the chat template rejects the system message that describes the tools"):
         AutoAgentRunner.from_task(cfg, ScriptedEngine(), strict)
 
 

@@ -56,7 +56,11 @@ def test_mistakes_in_a_task_file_are_named(tmp_path: Path, line: str, change: st
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"agent_cls": "skyrl_agent.agents.react.Agent"}, ValueError, "agents.react:Agent' is not an attribute of"),
+        (
+            {"agent_cls": "skyrl_agent.agents.react.Agent"},
+            ValueError,
+            "agents.react:Agent': module skyrl_agent.agents.react",
+        ),
         ({"agent_cls": "skyrl_agent.nothing.Agent"}, ValueError, "No module named 'skyrl_agent.nothing'"),
         ({"task": "skyrl_agent.agents.react.ReActAgent"}, ValueError, "must be a subclass of skyrl_agent.tasks.base"),
         ({"tools": ("finnish",)}, ConfigError, "there is no tool 'finnish'.*finish"),

@@ -15,7 +15,7 @@ from skyrl_gym.checkup.play import play
 from skyrl_gym.checkup.resources import child_processes, exit_soon
 from skyrl_gym.checkup.rows import read_row
 from skyrl_gym.checkup.rules import RULES, TIMEOUT_SECONDS, Checkup, Finding
-from skyrl_gym.envs.entry_point import load_attribute, suggestion
+from skyrl_gym.envs.entry_point import load_attribute, suggest_name
 from skyrl_gym.envs.registration import EnvSpec, registry, spec
 from skyrl_gym.error import Error
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "skyrl-gym") -> int:
     """Run the command line. Exit status 1 means a broken rule, 2 a wrong command."""
     parser = _parser(prog)
     name = next(iter(sys.argv[1:] if argv is None else argv), "")
-    if name not in COMMANDS and (hint := suggestion(name, list(COMMANDS))):
+    if name not in COMMANDS and (hint := suggest_name(name, list(COMMANDS))):
         parser.error(f"there is no command {name!r}.{hint}")
     options = parser.parse_args(argv)
     try:
@@ -106,7 +106,8 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {"check": _check, 
 
 def _format_counts(findings: Sequence[Finding]) -> str:
     verdicts = [finding.verdict for finding in findings]
-    counts = f"{verdicts.count('passed')} passed, {verdicts.count('failed')} failed, {verdicts.count('advice')} advice"
+    n_passed, n_failed, n_suggestions = (verdicts.count(verdict) for verdict in ("passed", "failed", "advice"))
+    counts = f"{n_passed} passed, {n_failed} failed, {n_suggestions} suggestions"
     n_unchecked = len(RULES) - len(findings)
     return f"{counts}, {n_unchecked} not checked" if n_unchecked else counts
 

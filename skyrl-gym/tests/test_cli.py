@@ -76,7 +76,7 @@ def test_check_reports_violations(folder: Path) -> None:
     message = "step() raised IndexError: list index out of range (my_module.py, line 10)"
     assert f"✗ accepts any reply\n    {message}" in result.stdout
     assert "✗ ends by its last turn\n    as above\n" in result.stdout  # a repeated detail is abbreviated
-    assert result.stdout.endswith("advice\n")
+    assert result.stdout.endswith("suggestions\n")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_check_of_a_hanging_environment_ends_with_its_processes(folder: Path, na
     message = "step() did not return within 0.5 s, for the reply: empty text. It is in"
     assert f"✗ accepts any reply\n    {message}\n      hanging.py, line " in result.stdout
     assert line in result.stdout
-    assert result.stdout.endswith(f"hanging:{name}: 1 passed, 1 failed, 0 advice, 9 not checked\n")
+    assert result.stdout.endswith(f"hanging:{name}: 1 passed, 1 failed, 0 suggestions, 9 not checked\n")
     assert "Traceback" not in result.stderr
     if (folder / "pid").exists():
         with pytest.raises(ProcessLookupError):
@@ -103,7 +103,7 @@ def test_check_of_a_hanging_environment_ends_with_its_processes(folder: Path, na
 def test_check_play_and_list(folder: Path) -> None:
     result = run(folder, "check", "gsm8k", "--data", "rows.parquet", "--set", "grader=flexible", "--timeout", "30")
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.endswith("gsm8k: 11 passed, 0 failed, 0 advice\n")
+    assert result.stdout.endswith("gsm8k: 11 passed, 0 failed, 0 suggestions\n")
     result = run(folder, "play", "my_module:MyEnv", "--data", "rows.jsonl", stdin="42\n.\n")
     assert result.returncode == 0
     assert "Episode finished: reward 1.0 in 1 turns" in result.stdout

@@ -132,8 +132,7 @@ class Callback:
         """Called after each step, once the engines have the new weights."""
 
     async def before_checkpoint(self, run: Run) -> None:
-        """Called before a checkpoint is committed. Flush buffered data, because a resumed run does not produce it
-        again."""
+        """Called before a checkpoint is committed. Flush buffered data, as a resumed run does not produce it again."""
 
     async def on_checkpoint(self, run: Run, path: Path) -> None:
         """Called once the checkpoint at `path` is complete and a resume would load it.

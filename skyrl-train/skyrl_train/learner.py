@@ -54,7 +54,7 @@ class TrainedModels:
             self._probe = _first_tokens(batch)
 
     async def score_reference(self, batch: TrainingBatch) -> TrainingBatch:
-        """Fill in the reference's log-probs (B, R), if there is a reference."""
+        """Fill in the reference's log-probs (B, R), if any."""
         if self.ref is None:
             return batch
         scores = await self.ref.score(batch, adapter=self.ref is not self.policy)

@@ -341,7 +341,7 @@ class BaseTrainer(Run):
             )
 
     async def _fetch_newer(self, remote: RemoteCheckpoints) -> None:
-        """Download the latest complete remote checkpoint if it is later than the local ones."""
+        """Download the latest complete remote checkpoint if it is newer than the local ones."""
         local = self.checkpoints.resumable_step()
         try:
             step = await asyncio.to_thread(remote.latest_step)

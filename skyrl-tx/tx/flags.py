@@ -23,7 +23,7 @@ def flag(name: str) -> str:
 
 
 def add_flag(parser: argparse.ArgumentParser, model: type[BaseModel], name: str, *more: str) -> None:
-    """Add a field's flag and any further names. A boolean field also gets `--no-…`."""
+    """Add a field's flag and its aliases. A boolean field also gets `--no-…`."""
     field = model.model_fields[name]
     default = "" if field.is_required() else f" (default: {field.get_default(call_default_factory=True)})"
     options: dict[str, Any] = {"required": field.is_required()}
@@ -39,7 +39,7 @@ def add_flag(parser: argparse.ArgumentParser, model: type[BaseModel], name: str,
 
 
 def format_errors(error: ValidationError) -> str:
-    """Return one line that names the invalid flags and the reasons."""
+    """Return one line with the invalid flags and the reasons."""
     reasons = []
     for problem in error.errors():
         value = f"{flag(str(problem['loc'][0]))}={problem['input']!r}: " if problem["loc"] else ""
@@ -48,7 +48,7 @@ def format_errors(error: ValidationError) -> str:
 
 
 def format_setting_errors(error: ValidationError) -> str:
-    """Return one line that names the invalid settings of a JSON object and the reasons."""
+    """Return one line with the invalid settings of a JSON object and the reasons."""
     return "; ".join(
         f"{'.'.join(map(str, problem['loc']))}={problem['input']!r}: {problem['msg']}" for problem in error.errors()
     )

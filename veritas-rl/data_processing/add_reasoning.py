@@ -1,8 +1,8 @@
 """Add a model's explanations to the known answers of generated tasks: `python -m data_processing.add_reasoning --input
 …`.
 
-The model is served by any OpenAI-compatible endpoint. An explanation is kept if the task's verifier still accepts the
-answer after it. The new `answer` is the explanation, "Final Answer:" and the original answer.
+The model is served by any OpenAI-compatible endpoint. An explanation is kept if the task's verifier still accepts an
+answer that follows it. The new `answer` is the explanation, "Final Answer:" and the original answer.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from skyrl_gym.envs.openspiel.endpoint import ChatEndpoint, EndpointConfig
 from skyrl_gym.tasks import FAMILIES
 
 FOLDER = Path(__file__).parent
-"""Results are below this folder, by family: `<env>/generated/`, `<env>/reasoned/`, `<env>/results/`."""
+"""Results are under this folder, by family: `<env>/generated/`, `<env>/reasoned/`, `<env>/results/`."""
 
 
 def family_folder(path: Path) -> Path:

@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 
 class ToolError(Exception):
-    """A mistake in the command or its files. The message says how to fix it."""
+    """A mistake in the command or its files, with the fix in the message."""
 
 
 @dataclass(slots=True)

@@ -108,7 +108,7 @@ def _log_to_wandb(args: argparse.Namespace, env: str, played: list[Record], resu
 
 
 def _report(args: argparse.Namespace, env: str, played: list[Record], n_failed: int) -> Record:
-    """Write the summary beside the rollouts, print it and return it. Failed requests are counted, not scored as 0."""
+    """Write the summary next to the rollouts, print it and return it. Failed requests are counted, not scored as 0."""
     types = sorted({record["task_type"] for record in played})
     scores = {name: [record["score"] for record in played if record["task_type"] == name] for name in types}
     everything = [record["score"] for record in played]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from skyrl_agent.agents.react import ReActAgent
 from skyrl_agent.tools.base import BaseTool
-from skyrl_gym.envs.entry_point import suggestion
+from skyrl_gym.envs.entry_point import suggest_name
 from skyrl_train.errors import ConfigError
 
 SWITCHES = {
@@ -48,7 +48,7 @@ class CodeActAgent(ReActAgent):
             if switch not in SWITCHES and switch not in UNSUPPORTED:
                 known = [*SWITCHES, *UNSUPPORTED]
                 raise ConfigError(
-                    f"tools: there is no switch {switch!r}.{suggestion(switch, known)} "
+                    f"tools: there is no switch {switch!r}.{suggest_name(switch, known)} "
                     f"The switches are {', '.join(known)}"
                 )
             if is_on and switch in UNSUPPORTED:

@@ -101,8 +101,8 @@ def parse_task(
     Args:
         task: the task file.
         overrides: skyrl-train settings `key=value`. They override the task file.
-        file: a YAML file with further settings. The task file overrides it.
-        rules: further checks of the configuration, e.g. for missing files.
+        file: a YAML file with more settings. The task file overrides it.
+        rules: additional checks of the configuration, e.g. for missing files.
 
     Raises:
         FileNotFoundError: the task file does not exist.
@@ -138,7 +138,7 @@ def check_rows(agent: AgentConfig, rows: Iterable[TaskRow]) -> None:
             problems.append(f"{row.location}: {error if isinstance(error, DataError) else describe_error(error)}")
     if problems:
         raise DataError(
-            f"{task.__name__} refuses {len(problems)} of {n_rows} rows; the first: {'; '.join(problems[:3])}"
+            f"{task.__name__} rejects {len(problems)} of {n_rows} rows; the first: {'; '.join(problems[:3])}"
         )
 
 

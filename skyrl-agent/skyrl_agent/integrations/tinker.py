@@ -52,7 +52,7 @@ class AgentTinkerOptions(TinkerOptions):
         n_context, n_reply = settings.backend_config.model_max_len, settings.sampling(is_training=True).max_new_tokens
         if n_reply >= n_context:
             raise ConfigError(
-                f"{self.task}: backend_config.model_max_len={n_context} leaves no room for a prompt beside a reply of "
+                f"{self.task}: backend_config.model_max_len={n_context} leaves no room for a prompt next to a reply of "
                 f"{n_reply} tokens; set sampling_params.max_tokens"
             )
         vars(self).update(

@@ -79,7 +79,7 @@ task file's limits hold for all of them."""
 class SkyRLAgentLoop(AgentLoopBase):
     """An agent loop that plays one trajectory of a task file for each of verl's samples.
 
-    The task computes the reward. verl's reward functions are not called. Invalid trajectories, and trajectories that
+    The task computes the reward, so verl's reward functions are not called. Invalid trajectories, and trajectories that
     end for a masked reason, have a response mask of 0. verl cannot represent a trajectory whose history was rewritten.
     """
 

@@ -80,7 +80,7 @@ def split_sections(
     """Split a text into sections of at most `max_chars` characters and `max_tokens` tokens.
 
     A section ends before a document, "Document 2: …". If a document is longer than a section, the section ends inside
-    it, after a space if there is one. `token_starts` are the positions of the text's tokens in ascending order.
+    it, after a space if any. `token_starts` are the positions of the text's tokens in ascending order.
 
     Example: documents of 300, 500 and 1500 characters with `max_chars` 1000. Documents 1 and 2 form the first section,
     since 2300 characters do not fit. Document 3 is cut after the last space before its 1000th character, and its rest

@@ -36,7 +36,7 @@ PROTECTED = (
 )
 """Files that control how tests run. Patches cannot change them: they are reset before the tests.
 
-SWE-bench puts all changes below a `tests` folder into the test patch, so no reference solution has any.
+SWE-bench puts all changes under a `tests` folder into the test patch, so no reference solution has any.
 """
 
 DOES_NOT_APPLY = 71  # exit status
@@ -153,7 +153,7 @@ def apply_patch(
 
     Args:
         test_paths: the paths of test files. They are reset, or removed if they are new.
-        protected: glob patterns of further files to reset.
+        protected: glob patterns of more files to reset.
 
     Raises:
         WorkspaceError: the repository cannot be patched, whatever the patch.

@@ -56,8 +56,8 @@ class RepositoryTask(BaseTask):
         test_files: the tests as {path: text}, or JSON of it. The agent does not see them
         expected_output: text that the test command's output must contain, e.g. "12 passed" (optional)
 
-    Code under test runs in the tests' process. It can end that process with status 0 before the tests have run:
-    `expected_output` catches this. Code that also forges the output is not detected.
+    Code under test runs in the tests' process, so it can end that process with status 0 before the tests have run.
+    `expected_output` catches this, but not code that also forges the output.
     """
 
     cwd: ClassVar[str] = "/workspace"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import jsonschema
 
 from skyrl_agent.loading import load_class
-from skyrl_gym.envs.entry_point import suggestion
+from skyrl_gym.envs.entry_point import suggest_name
 from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.core import ToolGroup
@@ -39,7 +39,7 @@ of several lines
 class BaseTool(ABC):
     """A function that a model may call. Subclasses set `name`, `description` and `parameters`, and implement `call`.
 
-    Each trajectory has its own instance. It may keep state.
+    Each trajectory has its own instance, so it may keep state.
     """
 
     name: str
@@ -59,7 +59,7 @@ class BaseTool(ABC):
         """Return the result for the model: text, or any JSON-serializable value. May block, or be a coroutine function.
 
         `None` means that the tool has written to `agent.chat` itself. Errors are explained to the model, except
-        `skyrl_gym.error.ToolFailure`. It makes the trajectory invalid, because a service failed and not the model.
+        `skyrl_gym.error.ToolFailure`, which makes the trajectory invalid because a service failed and not the model.
         """
 
     def close(self) -> None:  # noqa: B027, optional
@@ -183,8 +183,8 @@ def _create(name: Any, settings: dict[str, Any]) -> list[BaseTool]:
     if cls is None:
         if not isinstance(name, str) or "." not in name:
             raise ConfigError(
-                f"tools: there is no tool {name!r}{suggestion(str(name), list(tool_registry))}; registered are "
-                f"{', '.join(sorted(tool_registry))}, and dotted paths name further ones"
+                f"tools: there is no tool {name!r}{suggest_name(str(name), list(tool_registry))}; registered are "
+                f"{', '.join(sorted(tool_registry))}, and dotted paths select others"
             )
         try:
             cls = load_class(name, object)

@@ -51,7 +51,7 @@ async def test_a_call_that_is_cut_off_is_not_carried_out(reply: str) -> None:
         [reply * 3, FINISH], sampling_params={"max_tokens": len(TOKENIZER(FINISH)["input_ids"]) + 1}
     )
     assert (
-        "ERROR: Your reply was cut off at the maximum number of tokens, and no call was carried out"
+        "ERROR: Your reply was cut off at the maximum number of tokens, so no tool calls were executed"
         in engine.prompts()[1]
     )
     assert (trajectory.total_reward, trajectory.stop_reason) == (1.0, "FINISH_TOOL")

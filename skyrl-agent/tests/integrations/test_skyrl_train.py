@@ -87,5 +87,5 @@ def test_a_dry_run_prints_the_plan_and_unusable_data_is_named(tmp_path: Path) ->
     assert "none.jsonl" in missing.output + missing.stderr
     result = skyrl("train", tmp_path, data_source="boxes")
     assert result.exit_code == 1
-    assert "GeneralReactTask refuses 4 of 4 rows; the first: row 0 of" in result.output + result.stderr
+    assert "GeneralReactTask rejects 4 of 4 rows; the first: row 0 of" in result.output + result.stderr
     assert "no grader is known for data_source='boxes'" in result.output + result.stderr

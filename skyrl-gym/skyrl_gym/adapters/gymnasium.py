@@ -93,7 +93,7 @@ class GymnasiumEnv(BaseTextEnv):
         return append_observation(prompt, "\n\n".join(filter(None, parts))), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Take the action that the reply names."""
+        """Take the action in the reply."""
         env = self._get_running()
         self.turns += 1
         try:

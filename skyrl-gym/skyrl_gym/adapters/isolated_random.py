@@ -14,7 +14,7 @@ _lock = threading.RLock()
 class IsolatedRandom:
     """The random state of an episode. It depends only on the seed and does not affect other code.
 
-    Only one episode can be active at a time, since there is one global state. Do not wait for anything while it is
+    Only one episode can be active at a time, because there is one global state, so do not wait for anything while it is
     active.
     """
 

@@ -38,7 +38,7 @@ class MCPEnvConfig:
     def __post_init__(self) -> None:
         if not self.servers:
             raise InvalidSettings(
-                "environment.skyrl_gym.mcp.servers names no server; set for example "
+                "environment.skyrl_gym.mcp.servers is empty; set, for example, "
                 "environment.skyrl_gym.mcp.servers.files.url=http://localhost:8000/mcp"
             )
 

@@ -53,7 +53,9 @@ def format_observation(observation: Any, template: str | None = None) -> str:
     for name in names or [template]:
         if name not in fields:
             known = ", ".join(fields) or "no fields"
-            raise ValueError(f"observation={template!r} names {name!r}; the environment's observation has {known}")
+            raise ValueError(
+                f"observation={template!r} has the field {name!r}, but the environment's observation has {known}"
+            )
     if not names:
         return format_value(fields[template])
     return FIELD.sub(lambda match: format_value(fields[match[1]]), template)

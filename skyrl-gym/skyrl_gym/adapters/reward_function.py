@@ -27,7 +27,7 @@ class RewardFunctionEnv(BaseTextEnv):
     """One reply, scored by ``function(data_source=…, solution_str=…, ground_truth=…, extra_info=…)``.
 
     The function returns a number, or a dict with the number as `score`. All other numbers in the dict become metrics.
-    If the function raises, the rollout is invalid. It never gets a reward of 0.
+    If the function raises, the rollout is invalid instead of getting a reward of 0.
 
     Raises:
         InvalidSettings: the file has no such function.

@@ -13,7 +13,7 @@ from skyrl_gym.error import InvalidSettings
 S = TypeVar("S")
 
 NO_LIMIT = sys.maxsize
-"""`max_turns` of an episode that does not set it. This happens only outside of training."""
+"""Default `max_turns` outside training. In training, it is always set."""
 
 
 def read_settings(kind: type[S], env_class: str, env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> S:

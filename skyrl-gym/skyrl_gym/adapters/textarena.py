@@ -34,8 +34,8 @@ Opponent = Callable[["View"], str]
 """A function from a player's view of the game to a move."""
 
 MAX_MOVE_CHARS = 4000
-"""Maximum length of a move. Only the end of a longer reply counts. Some games search moves in quadratic time, and `int`
-raises for numbers of more than 4300 digits."""
+"""Maximum length of a move. Only the end of a longer reply counts, because some games search moves in quadratic time
+and `int` raises for numbers of more than 4300 digits."""
 
 OFFERED = re.compile(r"'(\[[^\[\]\n]{1,40}\])'")
 MAX_MOVES_IN_A_ROW = 10_000
@@ -307,7 +307,7 @@ class _RandomOpponent:
 
 
 def _parse_move(reply: str) -> str:
-    """Return the move in a reply. An empty move is passed on too: the game decides its penalty."""
+    """Return the move in a reply. An empty move is also passed on, because the game decides its penalty."""
     try:
         return extract_action(reply)[-MAX_MOVE_CHARS:]
     except ActionError:

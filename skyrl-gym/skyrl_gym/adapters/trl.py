@@ -67,8 +67,7 @@ class TrlEnv(BaseTextEnv):
     `get_reward()`, or the attribute `reward`.
 
     The model reads the errors that tools raise, as in TRL, except connection errors and timeouts, which fail the
-    rollout. Methods may be `async`: an episode runs them all in one event loop. `close`, if there is one, is called at
-    the end.
+    rollout. Methods may be `async`: an episode runs them all in one event loop. `close`, if any, is called at the end.
     """
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
@@ -92,7 +91,7 @@ class TrlEnv(BaseTextEnv):
         """Reset the environment. Add the tools to the system prompt, and the result of `reset` to the prompt."""
         first = self._call(self._env.reset, select_arguments(self._env.reset, {"prompt": prompt, **self._row}))
         if first is not None and not isinstance(first, str):
-            raise ValueError(f"reset of {self.settings.factory} returned {first!r}; it must be a text or None")
+            raise ValueError(f"reset of {self.settings.factory} returned {first!r}; it must be a string or None")
         if self.settings.describe_tools:
             prompt = append_to_system(prompt, format_tools_prompt([tool.schema for tool in self._tools.values()]))
         return append_observation(prompt, first or ""), {}

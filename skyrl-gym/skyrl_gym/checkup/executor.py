@@ -213,11 +213,10 @@ async def _async_result(function: Callable[[], Coroutine[Any, Any, Any]]) -> Cal
 def _call_slowly(function: Callable[[], Any], seed: int) -> Any:
     """Call a function with a pause before each of its first lines, so that concurrent calls overlap.
 
-    Python switches threads every 5 ms, when most calls are already over. In weeks of training, some overlap all the
-    same.
+    Python switches threads every 5 ms, when most calls are already over. In weeks of training, some still overlap.
     """
     n_left = MAX_SLOW_LINES
-    own_random = random.Random(seed)  # with equal pauses, threads would run in step and never interfere
+    own_random = random.Random(seed)  # with equal pauses, threads would run in lockstep and never interfere
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal n_left

@@ -34,12 +34,12 @@ SLOW_SECONDS = 5.0
 
 INTERFERENCE: Mapping[bool, str] = {
     False: (
-        "interleaved episodes had other results than a single one: they change state that they share; keep it in the "
-        "instance"
+        "interleaved episodes had different results than a single one, because they change shared state. Keep it in "
+        "the instance"
     ),
     True: (
-        "episodes with concurrent calls had other results than a single one: one call changes state while another uses "
-        "it; keep the state in the instance, or hold a lock"
+        "episodes with concurrent calls had different results than a single one, because one call changes state while "
+        "another uses it. Keep the state in the instance, or hold a lock"
     ),
 }
 """Problem of episodes that interfere with each other. The key is True if only concurrent calls interfere."""
@@ -156,7 +156,7 @@ class Checkup:
             again = _trained_values([self._play(name) for name in REPLIES])
             if again == alone and self._play_together(concurrent) != alone:  # rules out a random environment
                 raise RuleViolation(problem)
-            return "episodes had other results together than alone: they are random, or they share state"
+            return "episodes had different results together than alone: they are random, or they share state"
         return None
 
     def is_deterministic(self) -> str | None:

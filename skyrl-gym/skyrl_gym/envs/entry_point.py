@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from textwrap import shorten
+from types import ModuleType
 from typing import Any
 
 from skyrl_gym import error
@@ -21,7 +23,7 @@ def load_attribute(name: str) -> Any:
     """Import the object at ``"module:attribute"``.
 
     Raises:
-        InvalidSpec: the name is malformed, or the module has no such attribute.
+        InvalidSpec: the entry point is malformed, or the module has no such attribute.
         ImportError: the module cannot be imported.
     """
     module_name, attribute = split_entry_point(name)
@@ -30,13 +32,7 @@ def load_attribute(name: str) -> Any:
     except ImportError as problem:
         problem.add_note(f"while importing the entry point {name!r}")
         raise
-    try:
-        return getattr(module, attribute)
-    except AttributeError as problem:
-        hint = suggestion(attribute, [name for name in vars(module) if not name.startswith("_")])
-        raise error.InvalidSpec(
-            f"the entry point {name!r} is not an attribute of {module_name} ({module.__file__}).{hint}"
-        ) from problem
+    return _attribute(module, attribute, f"entry point {name!r}: module {module_name} ({module.__file__})")
 
 
 def load_from_file(path: str, attribute: str) -> Any:
@@ -61,12 +57,16 @@ def load_from_file(path: str, attribute: str) -> Any:
             del sys.modules[name]
             problem.add_note(f"while loading {file}")
             raise
+    return _attribute(sys.modules[name], attribute, f"the file {path!r}")
+
+
+def _attribute(module: ModuleType, attribute: str, source: str) -> Any:
     try:
-        return getattr(sys.modules[name], attribute)
-    except AttributeError:
-        names = [known for known in vars(sys.modules[name]) if not known.startswith("_")]
-        hint = suggestion(attribute, names) or f" It has {', '.join(names) or 'nothing'}."
-        raise error.InvalidSpec(f"the file {path!r} has no {attribute!r}.{hint}") from None
+        return getattr(module, attribute)
+    except AttributeError as problem:
+        names = [name for name in vars(module) if not name.startswith("_")]
+        hint = suggest_name(attribute, names) or f" It has {shorten(', '.join(names) or 'nothing', 200)}."
+        raise error.InvalidSpec(f"{source} has no attribute {attribute!r}.{hint}") from problem
 
 
 def split_entry_point(name: str) -> tuple[str, str]:
@@ -91,7 +91,7 @@ def select_arguments(method: Any, arguments: Mapping[str, Any]) -> dict[str, Any
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def suggestion(name: str, known: Sequence[str]) -> str:
+def suggest_name(name: str, known: Sequence[str]) -> str:
     """Return a sentence that suggests the closest known name, or an empty string if none is close."""
     nearest = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""

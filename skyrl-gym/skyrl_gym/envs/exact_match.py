@@ -136,5 +136,5 @@ def parse_targets(ground_truth: Any) -> list[str]:
     target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     targets = [target] if isinstance(target, str) else target
     if not isinstance(targets, Sequence) or not targets or not all(isinstance(text, str) for text in targets):
-        raise ValueError(f"ground_truth={ground_truth!r} must be {{'target': text or a list of texts}}")
+        raise ValueError(f"ground_truth={ground_truth!r} must be {{'target': a string or a list of strings}}")
     return list(targets)

@@ -11,7 +11,7 @@ from skyrl_gym.envs.row import read_extra_info, to_python
 
 
 def set_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Drop options that are None: parquet and YAML store missing options that way."""
+    """Drop options that are None, because parquet and YAML store missing options that way."""
     return {name: value for name, value in to_python(options or {}).items() if value is not None}
 
 

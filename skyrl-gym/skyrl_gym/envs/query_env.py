@@ -11,8 +11,8 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Con
 class QueryEnv(BaseTextEnv):
     """An environment that executes one query per turn, and scores all replies after an answer or the last turn.
 
-    A subclass may override `_is_done`, `_get_reward` and `_parse_action`, as in SkyRL. `_parse_action` takes a reply
-    and returns the call in it.
+    A subclass may override `_is_done`, `_get_reward` and `_parse_action`, as in SkyRL. `_parse_action` returns the call
+    in a reply.
     """
 
     answer_tags: ClassVar[tuple[str, str]]
@@ -32,7 +32,7 @@ class QueryEnv(BaseTextEnv):
 
     @abstractmethod
     def score(self, replies: list[str]) -> float:
-        """Return the reward for the model's replies, one text per turn, without the observations."""
+        """Return the reward for the model's replies, one string per turn, without the observations."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Execute the query, or score the replies."""

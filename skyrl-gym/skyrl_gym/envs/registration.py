@@ -1,6 +1,6 @@
 """The registry: maps the `env_class` of a dataset row to an environment.
 
-It is a plain dict in this process. Worker processes start with only what their imports register, so register your
+It is a plain dict in this process. Worker processes start with only what their imports register, so register
 environments in code that the workers import, not only in the launch script.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from skyrl_gym import error
 from skyrl_gym.core import Env
-from skyrl_gym.envs.entry_point import load_attribute, split_entry_point, suggestion
+from skyrl_gym.envs.entry_point import load_attribute, split_entry_point, suggest_name
 
 EnvCreator = Callable[..., Env[Any, Any]]
 
@@ -48,7 +48,7 @@ class EnvSpec:
 
     @property
     def name(self) -> str:
-        """The id."""
+        """The environment's id."""
         return self.id
 
     def load(self) -> EnvCreator:
@@ -141,7 +141,7 @@ def spec(env_id: str) -> EnvSpec:
         return EnvSpec(env_id, env_id)  # "my_module:MyEnv" needs no registration
     known = ", ".join(sorted(registry)) or "none"
     message = (
-        f"No registered env with id: {env_id!r}.{suggestion(str(env_id), list(registry))} Registered here: {known}. "
+        f"No registered env with id: {env_id!r}.{suggest_name(str(env_id), list(registry))} Registered here: {known}. "
         "The registry belongs to one process: import or register the environment in the process that makes it."
     )
     raise error.UnregisteredEnv(message)
@@ -150,7 +150,7 @@ def spec(env_id: str) -> EnvSpec:
 def make(id: str | EnvSpec, **kwargs: Any) -> Env[Any, Any]:
     r"""Make a new environment with the registered arguments. `kwargs` override them.
 
-    Registered arguments are deep-copied, so environments do not share them. `kwargs` are not copied. The environment's
+    Registered arguments are deep-copied, so environments do not share them, but `kwargs` are not. The environment's
     `spec` holds the merged arguments.
 
     Raises:

@@ -26,18 +26,18 @@ class ToolEnv(BaseTextEnv):
             def score(self, answer):
                 return float(answer.strip() == self.truth)
 
-    The system message describes the tools in the format that Qwen and Hermes models were trained on. The model may
+    The system message describes the tools in the format that Qwen and Hermes models were trained on, but the model may
     write calls in any format of `skyrl_gym.tools.calls`. They are executed in order. If a call is wrong or a tool
     raises, the model reads the error as the observation. If one call of a reply cannot be parsed, e.g. because it is
-    cut off, none is executed. A `ToolFailure`, a connection error or a timeout is not the model's fault and is raised.
-    Long results are cut in the middle.
+    cut off, none is executed. A `ToolFailure`, a connection error or a timeout is not the model's fault, so it is
+    raised. Long results are cut in the middle.
     """
 
     DUPLICATE_FIX = "use skyrl_gym.tools.Prefixed(group, {group!r}) to prefix the tool names of one group"
     """Fix to suggest if two tools have the same name."""
 
     def __init__(self, tool_groups: Sequence[ToolGroup], max_turns: int) -> None:
-        """Take ownership of the groups: they are closed with the environment, even if the constructor raises.
+        """Take ownership of the groups, so that they are closed with the environment, even if the constructor raises.
 
         Raises:
             ValueError: two tools have the same name.

@@ -54,7 +54,7 @@ def n_killed(events: int) -> int:
 
 @cache
 def _parent() -> Path | None:
-    """Return the cgroup below which this process can create cgroups."""
+    """Return the cgroup under which this process can create cgroups."""
     for parent in _candidates():
         with suppress(OSError, subprocess.SubprocessError):
             _remove_abandoned(parent)

@@ -17,9 +17,9 @@ containers with few ids, is enough for the programs that run at the same time.""
 
 
 def throwaway_user() -> int | None:
-    """Return an unused user id for this process's children.
+    """Return an unused user id for this process's children, or None if it may not assign one.
 
-    None if this process may not assign one to a child: it is not root, or a container's root without these rights.
+    It may not if it is not root, or is a container's root without these rights.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         return None

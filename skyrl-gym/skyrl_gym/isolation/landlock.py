@@ -1,6 +1,6 @@
 """Landlock: a process gives up access to files, networks and other processes. This needs no privilege.
 
-Linux has it since 5.13. Each version of its interface (ABI) restricts more. Version 6 (Linux 6.12) adds signals and
+Linux has it since 5.13, and each version of its interface (ABI) restricts more: version 6 (Linux 6.12) adds signals and
 abstract sockets. At every version, a restricted process cannot trace an unrestricted one.
 """
 

@@ -143,10 +143,10 @@ def run_program(
     level: Level | None = None,
     prelude: str = "",
 ) -> Generator[ProgramResult]:
-    """Yield each run's result as soon as it ends. Each run is a separate process. Failures do not stop later runs.
+    """Yield each run's result as soon as it ends. Each run is a separate process, so failures do not stop later runs.
 
     `prelude` is trusted code that runs first and defines names, e.g. imports, for the program. Close the iterator to
-    stop early. At most one program per core runs at a time. More have to wait.
+    stop early. At most one program per core runs at a time, so this may have to wait.
 
     Raises:
         OSError: no process can be started, or `level` is None and this machine supports only `limits`.
@@ -178,7 +178,7 @@ def run_once(
 
 
 def isolation_level() -> Level:
-    """Return the best level of this machine. The first call tries the levels, the result is cached."""
+    """Return the best level of this machine. The first call tries the levels and caches the result."""
     return level_for("limits")
 
 
@@ -289,7 +289,7 @@ def _warden(job: Mapping[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], C
     mark = secrets.token_hex(16)
     home = WORK_DIR if job["level"] == "namespaces" else job["folder"]
     environment = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", MARK: mark}
-    # Threads take address space, and it is limited.
+    # Threads use up address space, and the program's is limited.
     environment |= {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(job).encode("ascii"))
@@ -332,7 +332,7 @@ def _tail(file: IO[bytes]) -> str:
 def _kill_remaining(session: int, mark: str) -> None:
     """Kill the process groups that a dead warden leaves behind, found by its session and its mark.
 
-    The kernel kills a group atomically. Killing single processes would lose against a fork loop.
+    The kernel kills a group atomically, whereas killing single processes would lose against a fork loop.
     """
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:

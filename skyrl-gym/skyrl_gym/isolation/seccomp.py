@@ -169,7 +169,7 @@ UNCOUNTED_MEMORY: tuple[Rule, ...] = (
 """Memory that only a cgroup counts."""
 
 OTHER_PROCESSES: tuple[Rule, ...] = (
-    ("kill", (_is_not(0, 0),)),  # 0 is the own process group, and nothing can leave it
+    ("kill", (_is_not(0, 0),)),  # 0 is the caller's process group, and nothing can leave it
     *((name, ()) for name in ("setsid", "setpgid", "tkill", "tgkill")),
     *((name, ()) for name in ("rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")),
     ("prctl", (_is(0, PR_SET_DUMPABLE),)),  # would hide open files from the warden
@@ -204,8 +204,8 @@ def has_filter() -> bool:
 def forbid_calls(*, is_alone: bool, counts_memory: bool) -> None:
     """Make sockets and access to other processes fail with EPERM from now on.
 
-    Signals and changes of file properties also fail, unless the process `is_alone` in its namespaces. Shared anonymous
-    memory fails unless a cgroup `counts_memory`. Does nothing on machines without a filter.
+    Signals and changes to file properties also fail, unless the process `is_alone` in its namespaces. Shared anonymous
+    memory fails unless a cgroup `counts_memory`. Do nothing on machines without a filter.
     """
     if not has_filter():
         return

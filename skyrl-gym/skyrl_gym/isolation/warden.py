@@ -27,7 +27,7 @@ from skyrl_gym.isolation.namespaces import enter_namespaces, isolate_files, run_
 from skyrl_gym.isolation.processes import GROUP, all_processes, cpu_seconds, members, memory_bytes, n_threads
 
 READY = "ready"  # the first line, once the program can be run
-WATCH_SECONDS = 0.02  # between two looks at processes and memory
+WATCH_SECONDS = 0.02  # between checks of processes and memory
 CHUNK_BYTES = 1 << 16
 
 Json = Mapping[str, Any]
@@ -39,7 +39,7 @@ def main() -> None:
         job = json.load(stdin)
     # The first process of a namespace does not receive signals without a handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # A trainer that ignores SIGCHLD passes that on, and then exit statuses cannot be read.
+    # We inherit SIGCHLD from the trainer. If it is ignored, waitpid() loses exit statuses.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if job["level"] == "namespaces":
         enter_namespaces()
@@ -78,13 +78,13 @@ def _do(job: Json, user: int | None = None) -> None:
 class ProgramRun:
     """A run of the program, in a child of this process.
 
-    Reading until the end of the output is no way to wait for the program: it may leave a process in the background that
-    keeps the pipe open, or close the pipe and run on. So the run has three steps, in this order:
+    EOF on the pipe does not mean that the program has exited: a background process can hold the pipe open, and a
+    program can close its pipe and keep running. So the run has three steps, in this order:
 
     1. Watch: every `WATCH_SECONDS`, read the output so far and check the limits, until the child exits or exceeds one.
-    2. Kill and reap the child and all its descendants. A process could fork between a look and a kill, so the kill goes
-       to the whole group, and is repeated until there are no children to wait for.
-    3. Drain: read what is left in the pipes. No process can write to them any more, so an empty pipe is complete.
+    2. Kill and reap the child and all its descendants. A process could fork between a check and a kill, so the kill
+       goes to the whole group, and is repeated until there are no children to wait for.
+    3. Drain: read what is left in the pipes. All writers are dead, so EAGAIN or EOF means that a pipe is empty.
 
     For example, a program prints "3", starts `sleep 1000` in the background and exits. Its exit ends the watch, the
     `sleep` is killed, and the "3" is still in the pipe and is read.
@@ -97,35 +97,38 @@ class ProgramRun:
         self._confinement = confinement
         self._pid = 0
         self._status: int | None = None
-        self._end = ""
+        self._end_reason = ""
         self._streams: dict[int, tuple[str, bytearray]] = {}  # by descriptor
         self._cpu_seconds_before = _children_cpu_seconds()
         self._n_killed_before = self._n_killed()
 
     def execute(self) -> dict[str, Any]:
-        """Start the child, wait until it ends or hits a limit, and return the fields of a `ProgramResult`."""
+        """Start the child and wait until it ends or hits a limit.
+
+        Return the fields of a `ProgramResult`, or `{"failure": …}` if the program cannot be isolated.
+        """
         started = time.monotonic()
         with selectors.DefaultSelector() as selector:
             self._start(selector)
             deadline = started + self._limits["seconds"]
-            while not self._end:
+            while not self._end_reason:
                 for key, _ in selector.select(min(WATCH_SECONDS, max(0.0, deadline - time.monotonic()))):
                     self._read(key.fd, selector)
-                if not self._end:
-                    self._end = self._find_end(deadline)
+                if not self._end_reason:
+                    self._end_reason = self._check_limits(deadline)
             self._kill_and_reap_all()
-            for fd in self._streams:  # every process that writes to the pipes has ended
+            for fd in self._streams:  # all writers are dead, so EAGAIN or EOF means empty
                 while fd in selector.get_map() and self._read(fd, selector):
                     pass
         if self._n_killed() > self._n_killed_before:
-            self._end = "memory"
+            self._end_reason = "memory"
         for fd in self._streams:
             os.close(fd)
-        texts = {name: read.decode("utf-8", "replace") for name, read in self._streams.values()}
+        texts = {name: buffer.decode("utf-8", "replace") for name, buffer in self._streams.values()}
         if failure := texts.pop("failure"):
             return {"failure": failure}
         return {
-            "end": self._end,
+            "end": self._end_reason,
             "status": self._status,
             "seconds": time.monotonic() - started,
             "cpu_seconds": _children_cpu_seconds() - self._cpu_seconds_before,
@@ -139,7 +142,7 @@ class ProgramRun:
             write_ends = {name: write_end for name, (_, write_end) in pipes.items()}
             run_and_exit(self._program, self._run, self._limits, write_ends, self._confinement)
         if not self._confinement.is_alone:
-            signal.signal(signal.SIGTERM, self._stop)  # in a namespace, the program could send it too
+            signal.signal(signal.SIGTERM, self._stop)  # in a namespace, the program could also send it
             with suppress(OSError):  # the child has done it already, and may have ended
                 os.setpgid(self._pid, self._pid)
         for name, (read_end, write_end) in pipes.items():
@@ -148,7 +151,8 @@ class ProgramRun:
             self._streams[read_end] = (name, bytearray())
             selector.register(read_end, selectors.EVENT_READ)
 
-    def _find_end(self, deadline: float) -> str:
+    def _check_limits(self, deadline: float) -> str:
+        """Return why the run is over, or an empty string if it is not."""
         if self._has_exited():
             return "exit"
         if time.monotonic() >= deadline:
@@ -183,7 +187,7 @@ class ProgramRun:
 
     def _read(self, fd: int, selector: selectors.BaseSelector) -> bool:
         """Read a chunk of a stream. Return True if there may be more. Too much output ends the run."""
-        _, read = self._streams[fd]
+        _, buffer = self._streams[fd]
         try:
             chunk = os.read(fd, CHUNK_BYTES)
         except BlockingIOError:
@@ -191,10 +195,10 @@ class ProgramRun:
         if not chunk:
             selector.unregister(fd)
             return False
-        room = self._limits["output_bytes"] - len(read)
-        read += chunk[:room]
-        if len(chunk) > room and self._end in ("", "exit"):
-            self._end = "output"
+        room = self._limits["output_bytes"] - len(buffer)
+        buffer += chunk[:room]
+        if len(chunk) > room and self._end_reason in ("", "exit"):
+            self._end_reason = "output"
         return len(chunk) <= room
 
     def _has_exited(self) -> bool:

@@ -58,16 +58,16 @@ Grader = Callable[[str, str], Grade]
 def choose_grader(
     env_class: str, env_config: Mapping[str, Any] | None, graders: Mapping[str, Grader], default: str
 ) -> Grader:
-    """Return the grader that ``env_config["grader"]`` names.
+    """Return the grader named by ``env_config["grader"]``, or `default` if unset.
 
     Raises:
-        InvalidSettings: the grader is unknown, or the section has any other key.
+        InvalidSettings: the grader is unknown, or another key is set.
         ModuleNotFoundError: the grader needs math-verify, but it is not installed.
     """
     if unknown := sorted(map(str, set(env_config or {}) - {"grader", "env_class"})):  # SkyRL adds `env_class`
         raise InvalidSettings(f"environment.skyrl_gym.{env_class}.{unknown[0]} is unknown; the only key is grader")
-    name = (env_config or {}).get("grader")
-    name = default if name is None else name
+    if (name := (env_config or {}).get("grader")) is None:
+        name = default
     key = f"environment.skyrl_gym.{env_class}.grader={name}"
     if not isinstance(name, str) or name not in graders:
         raise InvalidSettings(f"{key} is unknown; use one of {', '.join(graders)}")
@@ -106,9 +106,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the last marked answer of a text, or None if it marks none.
+    r"""Return the last marked answer in `text`, or None if there is none.
 
-    A mark is ``\boxed{…}``, ``#### …`` or ``Answer: …``. If a text has none of these, the last ``answer is …`` counts.
+    A mark is ``\boxed{…}``, ``#### …`` or ``Answer: …``. Without any of these, the last ``answer is …`` counts.
     An answer without braces ends with the line or the sentence.
 
     >>> final_answer("So the answer is 42.")

@@ -1,6 +1,6 @@
 """Untrusted queries on a SQLite database, read-only and without access to anything else.
 
-SQLite checks the time only between the steps of a query, and a single step may take forever or use all memory. So
+SQLite checks the time only between the steps of a query, but a single step may take forever or use all memory. So
 queries run in worker processes with limits. POSIX only.
 """
 

@@ -29,8 +29,7 @@ STEPS_PER_TIME_CHECK = 1000  # instructions of SQLite's virtual machine
 
 WAL_VERSION_OFFSET, WAL_VERSION = 18, 2  # in the header of a database
 URI_OPTIONS = {"regular": "", "log": "&vfs=unix-none", "no log": "&immutable=1"}
-"""URI options by log mode. WAL databases are read without locks: the locks are in a file that only a writer can create.
-"""
+"""URI options by log mode. WAL databases are read without locks, because only a writer can create the lock file."""
 
 READ_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE, sqlite3.SQLITE_TRANSACTION}
 PRAGMAS = {

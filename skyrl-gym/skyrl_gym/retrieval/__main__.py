@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--topk", type=int, default=3, help="default number of documents per query")
-    parser.add_argument("--encoder", help="a model of sentence-transformers, e.g. intfloat/e5-base-v2")
+    parser.add_argument("--encoder", help="a sentence-transformers model, e.g. intfloat/e5-base-v2")
     parser.add_argument("--query_prefix", default="", help='the encoder\'s prefix of queries, e.g. "query: "')
     parser.add_argument("--document_prefix", default="", help='the encoder\'s prefix of documents, e.g. "passage: "')
     options = parser.parse_args(argv)

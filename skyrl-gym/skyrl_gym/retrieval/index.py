@@ -22,8 +22,8 @@ _ACCENTS = re.compile("[\u0300-\u036f]")
 def split_words(text: str) -> Iterator[str]:
     """Split a text into words for `WordIndex`, folding case and accents.
 
-    Scripts without spaces, such as Chinese, Japanese and Thai, are split into characters and pairs of characters. So a
-    word is found inside a sentence.
+    Scripts without spaces, such as Chinese, Japanese and Thai, are split into characters and pairs of characters, so
+    that a word is found inside a sentence.
 
     >>> list(split_words("Café Fuji, 富士"))
     ['cafe', 'fuji', '富', '士', '富士']

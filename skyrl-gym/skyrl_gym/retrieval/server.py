@@ -1,8 +1,8 @@
 """HTTP interface of the retrieval server.
 
 POST /retrieve {"query": "…", "topk": 3, "return_scores": true} returns {"result": [[{"document": {"id", "contents"},
-"score"}, …]]}. Without `return_scores`, it returns bare documents. With "queries", a list, the result has one list per
-query. GET /health returns the number of documents. Requests run concurrently, in threads. Requests with more than
+"score"}, …]]}. Without `return_scores`, it returns bare documents. With a list of "queries", the result has one list
+per query. GET /health returns the number of documents. Requests run concurrently, in threads. Requests with more than
 `MAX_QUERIES` queries, or a query of more than `MAX_QUERY_CHARS` characters, are rejected.
 """
 

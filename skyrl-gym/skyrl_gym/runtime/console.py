@@ -13,7 +13,7 @@ logger = logging.getLogger("skyrl_gym")
 
 
 def guard_console() -> None:
-    """Make `print`, progress bars and logging drop output that the console refuses.
+    """Make `print`, progress bars and logging drop output that the console rejects.
 
     A closed terminal, a pipe whose reader has ended or a full disk behind `> log` would otherwise raise an OSError in
     whatever prints next: the training loop, an environment or a reward function. A stream that is closed from the
@@ -61,7 +61,7 @@ class _Console(io.FileIO):
         if not self._is_reported:
             self._is_reported = True
             stream = "output" if self.fileno() == 1 else "error"
-            text = f"Standard {stream} cannot be written: {error}. What is printed there is lost; the run continues"
+            text = f"Failed to write to standard {stream}: {error}. The run continues, but output printed there is lost"
             record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, text, (), None)
             for handler in logger.handlers:
                 handler.handle(record)

@@ -1,7 +1,7 @@
 """Calls of environment methods.
 
-Every method may have an asynchronous variant, `step_async` for `step` and so on. If it is a coroutine function, it is
-preferred.
+Every method may have an asynchronous variant, e.g. `step_async` for `step`. The variant is preferred if it is a
+coroutine function.
 """
 
 from __future__ import annotations
@@ -36,6 +36,6 @@ def end_forked_children() -> Iterator[None]:
 
 
 def call_method(env: Any, runner: asyncio.Runner, name: str, *args: Any) -> Any:
-    """Call the method `name`, or its asynchronous variant in the event loop of `runner` if there is one."""
+    """Call the method `name`, or its asynchronous variant in the event loop of `runner` if it has one."""
     native = async_method(env, name)
     return getattr(env, name)(*args) if native is None else runner.run(native(*args))

@@ -17,7 +17,7 @@ TRAINING_READS = ("modified_chat_history", "reward_components")
 """Keys of `metadata` that training reads."""
 
 MAX_REWARD = 1e12
-"""Maximum magnitude of a reward. Sums of squares over a batch must stay finite in float32."""
+"""Maximum magnitude of a reward, so that sums of squares over a batch stay finite in float32."""
 
 
 def is_conversation(value: Any) -> bool:

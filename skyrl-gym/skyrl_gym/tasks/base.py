@@ -37,7 +37,7 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the prompt. A row checks with it that its task is still the same."""
+        """Hash of the prompt, used to check that a row's task is still the same."""
         return hashlib.blake2b(self.prompt.encode(), digest_size=8).hexdigest()
 
 
@@ -72,11 +72,11 @@ class TaskFamily(ABC):
         return self._cached(whole_number(task_id, "task_id", at_least=0))
 
     def identity(self, task_id: int) -> str:
-        """Return a text that is equal for equal tasks. The default is the prompt."""
+        """Return a string that is equal for equal tasks. The default is the prompt."""
         return self.generate(task_id).prompt
 
     def split_of(self, task_id: int) -> Split:
-        """Return a task's split. It depends only on the task's identity."""
+        """Return a task's split, which depends only on the task's identity."""
         digest = hashlib.blake2b(self.identity(task_id).encode(), digest_size=8).digest()
         return "validation" if int.from_bytes(digest, "big") % VALIDATION_SHARE == 0 else "train"
 

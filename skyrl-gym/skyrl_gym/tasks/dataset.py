@@ -116,7 +116,7 @@ class DynamicEnvDataset:
         ids = [task_id for task_id in dict.fromkeys(task_ids) if family.split_of(task_id) == self.split]
         if wanted is not None and wanted > len(ids):
             raise ValueError(
-                f"{wanted} tasks are wanted for the split {self.split!r}, but env={family.env} has {len(ids)} with "
+                f"the split {self.split!r} needs {wanted} tasks, but env={family.env} has {len(ids)} with "
                 "these options; lower num_train_tasks or num_val_tasks, or configure more tasks"
             )
         if wanted is None and self.split == "validation":

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from skyrl_gym.envs.entry_point import load_attribute, suggestion
+from skyrl_gym.envs.entry_point import load_attribute, suggest_name
 from skyrl_gym.envs.row import read_extra_info, to_python, whole_number
 from skyrl_gym.tasks.base import Task, TaskFamily
 
@@ -43,7 +43,7 @@ def task_family(env: str, adapter_config: Mapping[str, Any] | None = None) -> Ta
     name = ALIASES.get(name, name)
     if name not in FAMILIES:
         raise ValueError(
-            f"env={env!r} is not a task family.{suggestion(name, list(FAMILIES))} Known: {', '.join(FAMILIES)}"
+            f"env={env!r} is not a task family.{suggest_name(name, list(FAMILIES))} Known: {', '.join(FAMILIES)}"
         )
     return _family(name, json.dumps(to_python(adapter_config or {}), sort_keys=True))
 
@@ -75,7 +75,7 @@ def read_task(extra_info: Mapping[str, Any]) -> tuple[TaskFamily, Task]:
     """Return a row's family and task.
 
     Raises:
-        ValueError: the row names no family or no task, or its prompt differs from what the id generates today.
+        ValueError: the row has no family or no task, or its prompt differs from the one that the id generates today.
     """
     missing = [name for name in ("env", "task_id") if extra_info.get(name) is None]
     if missing:
@@ -86,7 +86,7 @@ def read_task(extra_info: Mapping[str, Any]) -> tuple[TaskFamily, Task]:
     recorded = extra_info.get("fingerprint")
     if recorded is not None and recorded != task.fingerprint:
         raise ValueError(
-            f"task {task.task_id} of {family.env} is another one now than when the row was written "
+            f"task {task.task_id} of {family.env} has changed since the row was written "
             f"(fingerprint {task.fingerprint}, not {recorded}); generate the dataset again"
         )
     return family, task

@@ -32,7 +32,7 @@ class TraceTasks(TaskFamily):
         return {}
 
     def identity(self, task_id: int) -> str:
-        """Return the program. It need not run to identify the task."""
+        """Return the program, because it need not run to identify the task."""
         return generate_program(task_id)
 
     def _generate(self, task_id: int) -> Task:

@@ -53,7 +53,7 @@ def _convert(value: Any, schema: Any, root: Mapping[str, Any]) -> Any:
 def _accepts(schema: Any, value: Any, root: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> bool:
     """Return True if a schema allows the value's type, and the value itself if the schema lists its values.
 
-    Other keywords, such as `pattern`, are ignored: they do not tell which type a text was meant as.
+    Other keywords, such as `pattern`, are ignored: they do not show the intended type.
     """
     if not isinstance(schema, Mapping):
         return schema is not False

@@ -1,7 +1,7 @@
 """Tools of Model Context Protocol servers, with the package mcp.
 
 Each group is a separate session and shares no server state with other groups. Calls are never retried, because they may
-have side effects. All sessions of a process share one thread. It ends with the last session.
+have side effects. All sessions of a process share one thread that ends with the last session.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class PythonCodeExecutorToolGroup(ToolGroup):
         """Limit each program to `timeout` seconds and `memory_bytes` of memory.
 
         Raises:
-            OSError: this machine does not support the level that `isolation` asks for.
+            OSError: this machine does not support the level that `isolation` requires.
         """
         super().__init__(name="PythonCodeExecutorToolGroup")
         self._level = level_for(isolation)

@@ -102,7 +102,7 @@ def _send_request(
         return SearchProblem(f"the server answered with status {response.status}", is_transient=True)
     if response.status >= 400:
         is_refusal = response.status in QUERY_STATUSES
-        subject = "the server refuses the query with" if is_refusal else "the server answered with"
+        subject = "the server rejects the query with" if is_refusal else "the server answered with"
         return SearchProblem(f"{subject} status {response.status}: {response.data[:200]!r}", is_refusal=is_refusal)
     try:
         answer = json.loads(response.data)

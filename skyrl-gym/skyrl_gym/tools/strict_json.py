@@ -23,7 +23,7 @@ class TooDeep(BadJSON):
 
 
 def parse_json(text: str) -> Any:
-    """Parse a text that contains one JSON value and nothing else.
+    """Parse a string that contains one JSON value and nothing else.
 
     Raises:
         BadJSON: the text is not valid JSON.

@@ -33,8 +33,8 @@ def serve(
     """Answer questions until the socket is closed. The last item of a question is its time limit in seconds.
 
     `memory_bytes` limits the address space. A worker that keeps more than `recycle_bytes` after an answer is replaced.
-    On Linux, the code that answers cannot use sockets or signal other processes. With Landlock, it can only open the
-    files and folders in `readable`, for reading.
+    On Linux, the code that answers cannot use sockets or signal other processes. With Landlock, it can only read the
+    files and folders in `readable`.
     """
     end_with_parent()
     with (
@@ -65,7 +65,7 @@ def serve(
 class AddressSpace:
     """The size of this process's address space, from a file opened before the sandbox closes the file system.
 
-    `ru_maxrss` would not do: it includes the parent's.
+    `ru_maxrss` would be wrong, because it includes the parent's.
     """
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ def test_session_is_closed_if_the_constructor_fails(url: str) -> None:
 @pytest.mark.parametrize(
     ("env_config", "error", "message"),
     [
-        (None, ValueError, r"environment\.skyrl_gym\.mcp\.servers names no server"),
+        (None, ValueError, r"environment\.skyrl_gym\.mcp\.servers is empty"),
         ({"servers": {"a": {"cmd": "x"}}}, ValueError, r"mcp\.servers\.a\.cmd is unknown"),
         ({"servers": {"a": "http://h"}}, ValueError, r"mcp\.servers\.a='http://h' should be a valid dictionary"),
         ({"servers": "http://h/mcp"}, ValueError, r"mcp\.servers='http://h/mcp' must be a section"),

@@ -54,7 +54,7 @@ def test_templates(observation: Any, template: str, text: str) -> None:
 
 @pytest.mark.parametrize(("observation", "fields"), [({"n": 2}, "has n"), ({}, "no fields"), ((1, 2), "has 0, 1")])
 def test_template_with_a_missing_field_raises(observation: Any, fields: str) -> None:
-    with pytest.raises(ValueError, match=f"names 'board'.*{fields}"):
+    with pytest.raises(ValueError, match=f"has the field 'board'.*{fields}"):
         format_observation(observation, "{board}")
 
 

@@ -21,5 +21,5 @@ def test_answers_and_targets_are_normalized() -> None:
     for targets in ("x", ["x"], {"target": "x"}, {"target": ["x"]}):
         assert parse_targets(targets) == ["x"]
     for wrong in ({}, {"target": []}, {"target": [3]}, 3, []):
-        with pytest.raises(ValueError, match=r"must be \{'target': text or a list of texts\}"):
+        with pytest.raises(ValueError, match=r"must be \{'target': a string or a list of strings\}"):
             parse_targets(wrong)

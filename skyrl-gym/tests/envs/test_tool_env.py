@@ -87,7 +87,7 @@ def raw_call(name: str, arguments: str) -> str:
         (call("take", n=5) + "<tool_call>{</tool_call>", "The tool call is not valid JSON"),
         (call("take", n=1) * 33, "more than 32 tool calls"),
         (call("split", n=0), "division by zero"),
-        ("<function=take><parameter=n>5", "n in the call of take has no </parameter>: the call is cut off"),
+        ("<function=take><parameter=n>5", "n in the call to take has no </parameter>, so it is cut off"),
         ('<tool_call>{"name": "take", "arguments": {"n": 5', "The tool call is not valid JSON"),
         (raw_call("take", '{"\\ud83d": 1}'), ""),
         (raw_call("\\ud83d", "3"), ""),

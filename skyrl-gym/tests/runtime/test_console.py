@@ -79,8 +79,8 @@ def test_a_console_that_is_lost_does_not_end_the_program(kind: str, flags: list[
     lines = log.read_text().splitlines()
     assert lines[-1] == "done"
     assert sorted(line.split(": ")[0] for line in lines[:-1]) == [
-        "Standard error cannot be written",
-        "Standard output cannot be written",
+        "Failed to write to standard error",
+        "Failed to write to standard output",
     ]
 
 

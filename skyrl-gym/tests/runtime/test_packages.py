@@ -37,7 +37,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("my_env:Complete", None),
         ("my_env:function", None),
         ("my_env:Incomplete", "ModuleNotFoundError: No module named 'nowhere'"),
-        ("my_env:Missing", "is not an attribute of my_env"),
+        ("my_env:Missing", "entry point 'my_env:Missing': module my_env "),
         ("other_env:Complete", "No module named 'other_env'"),
     ],
 )

@@ -53,7 +53,7 @@ def test_retries_are_limited_and_malformed_answers_are_not_retried(
 def test_model_reads_that_its_query_is_refused(status: int) -> None:
     with run_scripted_server(reply(f"{status} No", "")) as server:
         group = SearchToolGroup(f"{server.url}/retrieve", raise_failures=True)
-        assert f"the server refuses the query with status {status}" in group.search("x")
+        assert f"the server rejects the query with status {status}" in group.search("x")
         assert server.n_requests == 1
 
 

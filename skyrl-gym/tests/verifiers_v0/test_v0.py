@@ -33,7 +33,7 @@ class TestPackages:
             rows("textarena")
         assert len(list(rows("arithmetic-v0", split="train"))) == 3
         assert len(list(rows("arithmetic-v0", split="eval"))) == 1
-        with pytest.raises(ValueError, match="is for v1, and arithmetic-v0 is v0; use args"):
+        with pytest.raises(ValueError, match="is for v1, but arithmetic-v0 is v0; use args"):
             rows("arithmetic-v0", env={"timeout": 1})
 
     async def test_group_plays_the_member_of_the_row(self) -> None:

@@ -34,8 +34,7 @@ class GroupCollector:
     """
 
     def __init__(self, config: DynamicSamplingConfig, tolerance: float, n_prompts: int, random: Random) -> None:
-        """Start a step. Rewards with a standard deviation of at most `tolerance` are equal. `random` selects the
-        copies."""
+        """Start a step. Rewards with a standard deviation up to `tolerance` are equal. `random` selects copies."""
         self._config = config
         self._tolerance = tolerance
         self._n_prompts = n_prompts

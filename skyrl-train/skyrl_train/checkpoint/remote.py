@@ -1,7 +1,7 @@
 """Checkpoints in remote storage: S3, or any file system of fsspec.
 
 <url>/<project>/<model>/<run_name>/
-    latest_ckpt_global_step.txt     the run's latest step. Folders of later steps belong to an abandoned future
+    latest_ckpt_global_step.txt     the run's latest step. Later folders belong to an abandoned future
     global_step_N/                  the files of a checkpoint. `checksums.json` is written last and makes it complete
 
 Object stores cannot rename folders, so writing `checksums.json` replaces the rename in `store`.
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 CHUNK_BYTES = 8 * 2**20
 N_ATTEMPTS = 3
-"""Attempts of each remote operation. The client may also retry by itself."""
+"""Attempts per remote operation. The client may also retry by itself."""
 
 RETRY_S = 0.5
-"""Seconds before the second attempt, doubled before each later attempt."""
+"""Seconds before the second attempt, doubled before each later one."""
 
 S3_SCHEMES = ("s3", "s3a")
 STORAGE_ERRORS = (OSError, RuntimeError, ValueError, ImportError)
@@ -89,7 +89,7 @@ class RemoteFolder:
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
-        """Return the file system of the URL, and the path in it.
+        """Return the URL's file system and the path in it.
 
         S3 uses pyarrow's client, because pyarrow is always installed. $AWS_ENDPOINT_URL sets another server.
         """
@@ -114,7 +114,7 @@ class RemoteFolder:
 
     @_retrying
     def names(self) -> list[str]:
-        """Return the names of the files and folders in this folder, an empty list if it does not exist."""
+        """Return the names of the files and folders in this folder, or an empty list if it does not exist."""
         system, path = self._opened
         system.invalidate_cache()
         try:
@@ -221,7 +221,7 @@ class RemoteCheckpoints:
         return sorted(int(match[1]) for match in matches if match)
 
     def is_complete(self, step: int, like: Path | None = None) -> bool:
-        """Return True if every file of a checkpoint is there with its size, and its checksums equal `like`'s."""
+        """Return True if every file of a checkpoint exists with the right size, and its checksums are as in `like`."""
         folder = self._folder(step)
         manifest = folder.read(MANIFEST)
         if manifest is None or (like is not None and manifest != (like / MANIFEST).read_bytes()):
@@ -241,7 +241,7 @@ class RemoteCheckpoints:
         return next((step for step in steps if self.is_complete(step)), None)
 
     def point_to(self, step: int) -> None:
-        """Make `step` the run's latest step, so that a resumed run does not continue from a later checkpoint."""
+        """Make `step` the run's latest step, so that a resumed run does not continue from a later one."""
         self.folder.write(POINTER, f"{step}\n".encode())
 
     def upload(self, checkpoint: Path) -> int:
@@ -277,10 +277,10 @@ class RemoteCheckpoints:
         return sum(self._folder(step).sizes().values())
 
     def download(self, step: int, folder: Path) -> None:
-        """Copy a checkpoint into an existing local folder, and compare each file with its checksum.
+        """Copy a checkpoint into an existing local folder and compare each file with its checksum.
 
         Raises:
-            CheckpointError: a file is missing or has changed. The message names it.
+            CheckpointError: a file is missing or has changed. The message says which.
         """
         source = self._folder(step)
         manifest = source.read(MANIFEST)
@@ -307,9 +307,9 @@ class RemoteCheckpoints:
         earlier = (step for step in reversed(self.steps()) if step != damaged_step)
         complete = next((step for step in earlier if self.is_complete(step)), None)
         if complete is None:
-            return f"No other checkpoint in {self.folder.url} is complete: set trainer.resume_mode=none to start again"
+            return f"No other checkpoint in {self.folder.url} is complete. Set trainer.resume_mode=none to start over"
         return (
-            f"The latest other checkpoint is {self._folder(complete).url}: set trainer.resume_mode=from_path and "
+            f"The latest other one is {self._folder(complete).url}. Set trainer.resume_mode=from_path and "
             f"trainer.resume_path={self._folder(complete).url} to resume from it"
         )
 

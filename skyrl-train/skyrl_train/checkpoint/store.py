@@ -52,14 +52,14 @@ class CheckpointStore:
         resume_mode: Literal["none", "latest", "from_path"] = "latest",
         resume_path: str | None = None,
     ) -> None:
-        """Keep the latest `max_to_keep` checkpoints. -1 keeps as many as the disk has room for."""
+        """Keep the latest `max_to_keep` checkpoints, or with -1 as many as the disk has room for."""
         self.path = path
         self._max_to_keep = max_to_keep
         self._resume_mode, self._resume_path = resume_mode, resume_path
         self.pinned: set[int] = set()
-        """Steps that are kept in any case, e.g. until they are uploaded."""
+        """Steps that are always kept, e.g. until they are uploaded."""
         self._removing = threading.Lock()  # removals run in threads
-        self._resumed_step: int | None = None  # kept until the next save, even if the pointer names another step
+        self._resumed_step: int | None = None  # kept until the next save, even if the pointer has another step
 
     async def save(self, step: int, write: Write, expected_bytes: int = 0) -> Path:
         """Have `write` fill an empty folder, make it the checkpoint of `step`, and point to it.
@@ -79,8 +79,8 @@ class CheckpointStore:
             target = await self.receive(step, write_with_manifest, expected_bytes)
         except OSError as error:
             raise CheckpointError(
-                f"failed to save the checkpoint at step {step} in {self.path}: {error}. Free disk space, or "
-                f"move {self.path} to a larger disk and set trainer.ckpt_path to it. The same command then "
+                f"cannot save the checkpoint at step {step} in {self.path}: {error}. Free disk space, or move "
+                f"{self.path} to a larger disk and set trainer.ckpt_path to it; the same command then "
                 f"{self.describe_rerun()}"
             ) from error
         self._resumed_step = None
@@ -103,7 +103,7 @@ class CheckpointStore:
         `downloaded` is the local copy of a `trainer.resume_path` in remote storage.
 
         Raises:
-            CheckpointError: the checkpoint or the step in the pointer does not exist, or the folder's name has no step.
+            CheckpointError: the checkpoint or the pointer's step does not exist, or the folder's name has no step.
         """
         if self._resume_mode == "latest":
             return self.latest()
@@ -119,10 +119,10 @@ class CheckpointStore:
         return folder
 
     async def verify(self, folder: Path) -> None:
-        """Compare the files of a checkpoint with their checksums.
+        """Compare a checkpoint's files with their checksums.
 
         Raises:
-            CheckpointError: a file differs or is missing. The message names it and the latest complete checkpoint.
+            CheckpointError: a file differs or is missing. The message gives it and the latest complete checkpoint.
         """
         if damage := await asyncio.to_thread(find_damage, folder):
             complete = None
@@ -131,18 +131,18 @@ class CheckpointStore:
                     complete = self._folder(step)
                     break
             fix = (
-                f"The latest complete checkpoint is {complete}: set trainer.resume_mode=from_path and "
+                f"The latest complete checkpoint is {complete}. Set trainer.resume_mode=from_path and "
                 f"trainer.resume_path={complete} to resume from it"
                 if complete
-                else f"No checkpoint in {self.path} is complete: set trainer.resume_mode=none to start again"
+                else f"No checkpoint in {self.path} is complete. Set trainer.resume_mode=none to start over"
             )
             raise CheckpointError(f"cannot resume from {folder}: {', '.join(damage)}. {fix}")
 
     def latest(self) -> Path | None:
-        """Return the checkpoint to resume from, or None if there is none.
+        """Return the checkpoint to resume from, if any.
 
         Raises:
-            CheckpointError: the checkpoint in the pointer does not exist.
+            CheckpointError: the pointer's checkpoint does not exist.
         """
         self._restore_replaced()
         step = self._pointed_step()
@@ -152,13 +152,13 @@ class CheckpointStore:
         if not folder.is_dir():
             complete = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(
-                f"{self.path / POINTER} has step {step}, but {folder} does not exist (complete steps: {complete}); "
-                "write one of them into the file, or set trainer.resume_mode=none"
+                f"{self.path / POINTER} contains step {step}, but {folder} does not exist (complete steps: "
+                f"{complete}); write one of them into the file, or set trainer.resume_mode=none"
             )
         return folder
 
     def resumable_step(self) -> int | None:
-        """Return the step of the checkpoint to resume from, or None if there is none."""
+        """Return the step of the checkpoint to resume from, if any."""
         pointed = self._pointed_step()
         if pointed is None or not pointed.isdecimal():
             return None
@@ -191,8 +191,8 @@ class CheckpointStore:
     def find_shortage(self, checkpoint_bytes: int) -> str | None:
         """Return why the disk cannot hold the last complete checkpoint and a new one, or None if it can.
 
-        Checkpoints that `save` would remove to make room count as free. Nothing changes on disk, and the folder need
-        not exist.
+        Checkpoints that `save` would remove to make room count as free space. Nothing changes on disk, and the folder
+        need not exist.
         """
         needed = checkpoint_bytes * (1 if self.steps() else 2) + SPARE_BYTES
         files = (path for step in self._removable() for path in self._folder(step).rglob("*") if path.is_file())
@@ -201,9 +201,9 @@ class CheckpointStore:
         if free >= needed:
             return None
         return (
-            f"{self.path} has {free:,} bytes free and needs {needed:,}: a checkpoint takes {checkpoint_bytes:,}, and "
-            "the next one is written before the last is removed; set trainer.ckpt_path to a larger disk, or "
-            "trainer.ckpt_interval=-1 to run without checkpoints"
+            f"{self.path} has {free:,} bytes free but needs {needed:,}, because a checkpoint takes "
+            f"{checkpoint_bytes:,} and the next one is written before the last is removed; set trainer.ckpt_path to a "
+            "larger disk, or trainer.ckpt_interval=-1 to run without checkpoints"
         )
 
     def remove_superseded(self) -> None:
@@ -222,18 +222,18 @@ class CheckpointStore:
     def _folder(self, step: int | str) -> Path:
         return self.path / f"global_step_{step}"
 
-    def _other_steps(self, newest: int) -> list[int]:
-        """Return all steps but `newest`, least useful first: steps of an abandoned future, then from the oldest on.
+    def _other_steps(self, latest: int) -> list[int]:
+        """Return all steps but `latest`, least useful first: steps of an abandoned future, then from the oldest on.
 
-        With steps 10, 20, 40 and newest 20, that is 40, 10. Step 40 is from before the run was resumed at an earlier
-        step.
+        With steps 10, 20, 40 and latest 20, that is 40, 10, because step 40 is from before the run was resumed at an
+        earlier step.
         """
-        return sorted((step for step in self.steps() if step != newest), key=lambda step: (step < newest, step))
+        return sorted((step for step in self.steps() if step != latest), key=lambda step: (step < latest, step))
 
     def _removable(self) -> list[int]:
         """Return the steps that may be removed for room, pinned steps last.
 
-        The steps to resume from are never among them. While the pointer names a missing step, no step is removed.
+        The steps to resume from are never among them. While the pointer's step is missing, no step is removed.
         """
         pointed = self.resumable_step()
         others = [] if pointed is None else [step for step in self._other_steps(pointed) if step != self._resumed_step]
@@ -276,7 +276,7 @@ class CheckpointStore:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return N for a folder `global_step_N`."""
+    """Return N for a folder named `global_step_N`."""
     return int(checkpoint.name.removeprefix("global_step_"))
 
 

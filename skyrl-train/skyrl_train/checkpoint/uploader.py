@@ -40,7 +40,7 @@ class UploadResult:
 
 @dataclass(slots=True)
 class Uploader:
-    """A background thread that uploads one folder at a time and retries until it succeeds.
+    """A background thread that uploads one folder at a time, with retries until it succeeds.
 
     The thread is a daemon, so a hanging upload does not keep the process alive.
     """

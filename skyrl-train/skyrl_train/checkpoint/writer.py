@@ -39,7 +39,7 @@ class CheckpointWriter:
         self._timeout_s = timeout_s
         self._alert = alert
         self._saving: asyncio.Task[None] | None = None
-        self._remaining_s = 0.0  # that training may still wait for the checkpoint in progress
+        self._remaining_s = 0.0  # seconds that training may still wait for the checkpoint in progress
 
     @property
     def is_saving(self) -> bool:
@@ -47,7 +47,7 @@ class CheckpointWriter:
         return self._saving is not None and not self._saving.done()
 
     async def save(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint. The one in progress must be finished. CheckpointError if the write fails."""
+        """Write a checkpoint, after the one in progress has finished. Raise CheckpointError if the write fails."""
         await self._write(snapshot, _CopyPhase())
 
     async def begin(self, snapshot: Snapshot) -> None:
@@ -55,8 +55,8 @@ class CheckpointWriter:
         copying = _CopyPhase()
         self._saving = asyncio.create_task(self._write_or_alert(snapshot, copying))
         self._remaining_s = self._timeout_s
-        is_ready = await self._wait_within_limit(snapshot.step, self._saving, copying.begun)
-        if is_ready or not copying.begun.cancel():  # it may have started meanwhile
+        is_ready = await self._wait_within_limit(snapshot.step, self._saving, copying.started)
+        if is_ready or not copying.started.cancel():  # it may have started meanwhile
             await asyncio.wait([self._saving, copying.ended], return_when=asyncio.FIRST_COMPLETED)
             if not copying.ended.done():
                 await self.finish()
@@ -97,9 +97,9 @@ class CheckpointWriter:
 
     async def _write(self, snapshot: Snapshot, copying: _CopyPhase) -> None:
         async def fill(folder: Path) -> None:
-            if copying.begun.cancelled():
+            if copying.started.cancelled():
                 raise CheckpointError(f"step {snapshot.step} is not saved, because {folder.parent} responded too late")
-            copying.begun.set_result(None)
+            copying.started.set_result(None)
             writing = await snapshot.copy(folder)
             copying.ended.set_result(None)
             await writing
@@ -108,9 +108,9 @@ class CheckpointWriter:
 
 
 class _CopyPhase:
-    """The copy of the state for a checkpoint. The state must not change between `begun` and `ended`."""
+    """The copy of the state for a checkpoint. The state must not change between `started` and `ended`."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.begun: asyncio.Future[None] = loop.create_future()  # cancelled if the copy must no longer start
+        self.started: asyncio.Future[None] = loop.create_future()  # cancelled if the copy must no longer start
         self.ended: asyncio.Future[None] = loop.create_future()

@@ -1,1 +1,1 @@
-"""Adapters for the names, files and command lines of other frameworks. The rest of the package never imports them."""
+"""Adapters for other frameworks' names, files and command lines. The rest of the package never imports them."""

@@ -54,7 +54,7 @@ class KLControllerConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Resample or replace groups whose rewards are all equal. Their advantages are 0, so they teach nothing."""
+    """Resample or replace groups of equal rewards, because their advantages are 0 and they teach nothing."""
 
     type: Literal["filter", "replace"] | None = None
     """`filter` keeps sampling prompts until `trainer.train_batch_size` of them have groups with unequal rewards (DAPO).
@@ -86,7 +86,7 @@ class AlgorithmConfig(Section):
     """Advantages, policy loss, KL and entropy terms."""
 
     advantage_estimator: Text = "grpo"
-    """Name of a registered advantage estimator: built-in or your own."""
+    """Name of a registered advantage estimator, built-in or custom."""
 
     gamma: Discount = 1.0
     """Discount factor per sampled token (per turn in per-turn estimators)."""
@@ -103,7 +103,7 @@ class AlgorithmConfig(Section):
     """Normalize advantages over all sampled tokens of a batch to mean 0 and variance 1."""
 
     policy_loss_type: Text = "regular"
-    """Name of a registered policy loss: built-in or your own. `regular` is PPO's clipped loss."""
+    """Name of a registered policy loss, built-in or custom. `regular` is PPO's clipped loss."""
 
     loss_reduction: LossReduction = "token_mean"
     """How token losses are reduced over a mini-batch. `token_mean` averages over all tokens. `sequence_mean` and
@@ -147,7 +147,7 @@ class AlgorithmConfig(Section):
 
     kl_estimator_type: KLEstimator = "k3"
     """KL estimator, computed from the log-probs of sampled tokens. Estimators with a `+` keep the value but use k2's
-    gradient: unbiased on policy."""
+    gradient, which is unbiased on policy."""
 
     use_bias_correction_kl: bool = False
     """Weight each token's KL loss by its probability ratio, to keep the gradient unbiased off policy."""
@@ -175,7 +175,7 @@ class AlgorithmConfig(Section):
     """Exclude groups of equal rewards from the loss and from its divisor."""
 
     zero_variance_filter_tol: Annotated[float, Ge(0), Lt(1)] = 1e-6
-    """Rewards of a group count as equal if their standard deviation is at most this. Also used by dynamic sampling."""
+    """A group's rewards count as equal if their standard deviation is at most this. Also used by dynamic sampling."""
 
     overlong_buffer_len: OptionalCount = None
     """DAPO's soft overlong penalty, in tokens. Responses that reach the last `overlong_buffer_len` tokens before
@@ -189,8 +189,8 @@ class AlgorithmConfig(Section):
     """Temperature for the log-probs of policy and reference. Defaults to `generator.sampling_params.temperature`, so
     that trainer and engine agree. Must be set if rollouts are greedy."""
 
-    custom: Annotated[dict[str, FreeValue], Allowed("a section of keys of your own")] = Field(default={})
-    """Settings for your own estimators and losses. They read `trainer.algorithm.custom.tau=0.3` as
+    custom: Annotated[dict[str, FreeValue], Allowed("a section of custom keys")] = Field(default={})
+    """Settings for custom estimators and losses. They read `trainer.algorithm.custom.tau=0.3` as
     `config.custom["tau"]`."""
 
     @property

@@ -21,10 +21,10 @@ class EngineTraits:
     """`module:function` that creates an engine from an `inference_engines.setup.EngineSetup`."""
 
     connect: str | None = None
-    """`module:function` that connects to a running server at an address; None if it does not run as a server."""
+    """`module:function` that connects to a running server at an address, or None if it does not run as a server."""
 
     package: str | None = None
-    """Package that an engine on this machine needs; None for the embedded engine."""
+    """Package that an engine on this machine needs, or None for the embedded engine."""
 
     reads_files: bool = False
     """It loads new weights from files, even if the run has started it. Other engines receive tensors."""
@@ -36,7 +36,7 @@ class EngineTraits:
 
     @property
     def is_embedded(self) -> bool:
-        """It generates with a model that is loaded with transformers, such as the policy itself, in this process."""
+        """It generates in this process with a model loaded by transformers, such as the policy itself."""
         return self.package is None
 
 
@@ -74,7 +74,7 @@ ENGINES = {
 def check_engine(name: str) -> str:
     """Return `name` if it is an engine or `auto`. Raise ValueError otherwise."""
     if name != "auto" and name not in ENGINES:
-        raise ValueError(f"{name} is no engine")
+        raise ValueError(f"{name} is not an engine")
     return name
 
 

@@ -1,8 +1,8 @@
-"""Base class of all config sections (frozen, strict, no unknown keys), and helpers that describe their fields.
+"""Base class for all config sections (frozen, strict, no unknown keys), and helpers that describe their fields.
 
-A default is written once, on the field. The docstring below the field is its help text, also for subclasses that change
-only the default. A section takes the docstring of its class. `generate.py` turns defaults and help texts into the YAML
-file that Hydra reads and the reference page.
+A default is written once, on the field. The docstring below the field is its help text, even for subclasses that change
+only the default. A section uses its class's docstring. `generate.py` turns defaults and help texts into the YAML file
+that Hydra reads and the reference page.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Section(BaseModel):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Put each help text on one line.
 
-        A section without one has the docstring of its class. A value inherits the help text of the field that it
-        overrides.
+        A section without one uses its class's docstring. A value inherits the help text of the field that it overrides.
         """
         sections = [base for base in cls.__mro__ if issubclass(base, Section)]
         for name, field in cls.model_fields.items():
@@ -166,7 +165,7 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
 
 
 def value_at(tree: object, key: str) -> Any:
-    """Return the value at a dotted key in nested sections or mappings. KeyError if there is none."""
+    """Return the value at a dotted key in nested sections or mappings. Raise KeyError if there is none."""
     for name in key.split("."):
         if isinstance(tree, Mapping):
             tree = tree[name]

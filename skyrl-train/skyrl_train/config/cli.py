@@ -52,7 +52,7 @@ def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Pat
 def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] = (), file: Path | None = None) -> C:
     """Parse a command line as `parse_cli` does, for any kind of run.
 
-    The file's settings override the defaults, and the overrides are then applied in order.
+    The file's settings override the defaults. Then the overrides are applied in order.
     """
     raise_problems(sentence for text in argv for sentence in _not_one_override(text, schema.fields))
     of_hydra = [text for text in argv if _is_of_hydra(parse_override(text))]
@@ -75,9 +75,9 @@ def _read_yaml(file: Path) -> dict[Any, Any]:
         settings = OmegaConf.to_container(OmegaConf.load(file))
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"--config {file} cannot be read: {reason}; pass a YAML file of settings") from error
+        raise ConfigError(f"cannot read --config {file}: {reason}. Pass a YAML file of settings.") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"--config {file} holds a {type(settings).__name__}; it must be a mapping of sections")
+        raise ConfigError(f"--config {file} holds a {type(settings).__name__}, but it must be a mapping of sections")
     return settings
 
 
@@ -104,18 +104,18 @@ def _apply(override: Override, settings: DictConfig, fields: Fields) -> Iterator
         parent = OmegaConf.select(settings, section) if section else settings
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        yield f"{override.input_line} cannot be applied: {reason}; remove it, or make {section} a section of settings"
+        yield f"cannot apply {override.input_line}: {reason}. Remove it, or make {section} a section of settings."
         return
     if not isinstance(parent, DictConfig) or name not in parent:
         yield f"~{key}: there is no key {key} to delete; {did_you_mean(key, fields)}"
     elif value is not None and value != parent[name]:
-        yield f"~{key}={show(value)} deletes no other value, and {key}={show(parent[name])}; write ~{key}"
+        yield f"~{key}={show(value)} deletes only that value, but {key}={show(parent[name])}; write ~{key}"
     else:
         del parent[name]
 
 
 def changed_keys(override: Override, fields: Fields) -> set[str]:
-    """Return the keys that an override sets or deletes, including all keys below them."""
+    """Return the keys that an override sets or deletes, including all keys under them."""
     key = override.key_or_group
     if override.is_delete():
         return {key, *(known for known in fields if known.startswith(f"{key}."))}
@@ -144,7 +144,7 @@ def compose_config(overrides: Sequence[str], config_name: str = RL.config_name) 
             return compose(config_name=config_name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"these overrides cannot be applied: {' '.join(overrides)} ({reason})") from error
+        raise ConfigError(f"cannot apply these overrides: {' '.join(overrides)} ({reason})") from error
     finally:
         GlobalHydra.instance().hydra = running
 
@@ -194,7 +194,7 @@ def parse_override(text: str) -> Override:
 
 
 def _quote_home(text: str) -> str:
-    """Quote paths such as `~/models`: in Hydra's grammar, `~` deletes a key."""
+    """Quote paths such as `~/models`, because in Hydra's grammar `~` deletes a key."""
     return text if {"'", '"'} & set(text) else re.sub(r"(?<=[=\[,])(~[\w./-]*)", r"'\1'", text)
 
 
@@ -203,7 +203,7 @@ def _is_of_hydra(override: Override) -> bool:
 
 
 def is_override(text: str) -> bool:
-    """Return False for flags such as `--help`, `--config-name other` or `--multirun`. Hydra accepts these, too."""
+    """Return False for flags such as `--help`, `--config-name other` or `--multirun`, which Hydra also accepts."""
     return not text.startswith("-") and ("=" in text or text.startswith("~"))
 
 

@@ -1,4 +1,4 @@
-"""Key aliases of SkyRL and verl. The tables are in `skyrl_train.compat`, and are loaded by name."""
+"""Key aliases of SkyRL and verl. The tables are in `skyrl_train.compat` and are loaded by name."""
 
 from __future__ import annotations
 

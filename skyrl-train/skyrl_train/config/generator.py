@@ -86,7 +86,7 @@ class ChatTemplateConfig(Section):
     """Chat template to use instead of the tokenizer's."""
 
     source: Literal["name", "file"] = "name"
-    """`name` picks a template that ships with SkyRL, `file` a Jinja file of your own."""
+    """`name` picks a built-in template, `file` loads a Jinja file."""
 
     name_or_path: Text | None = None
     """`qwen3_with_thinking`, `qwen3_without_thinking`, or the path of a Jinja file. The conversation is then rendered
@@ -100,8 +100,8 @@ class RewardModelConfig(Section):
     path: Text | None = None
     """Sequence-classification model with one label and the policy's tokenizer, or a LoRA adapter of one, such as an
     export of `skyrl reward`. Its score times `reward_weights.reward_model` is added to the environment's reward. To
-    train on this score alone, use the environment `reply`. The model runs in the generator's process, on its first GPU
-    if it has one. null disables it."""
+    train on this score alone, use the environment `reply`. The model runs in the generator's process, on its first GPU,
+    if any. null disables it."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights."""
@@ -114,7 +114,7 @@ class GeneratorConfig(Section):
     """The inference engine and the agent loop."""
 
     backend: EngineName = "auto"
-    """`hf` is the embedded engine. It generates with the policy's own tensors. `vllm` and `sglang` keep their own copy
+    """`hf` is the embedded engine, which generates with the policy's tensors. `vllm` and `sglang` keep a separate copy
     of the weights, and must be installed unless `run_engines_locally=false`. `auto` currently means the embedded
     engine."""
 
@@ -127,7 +127,7 @@ class GeneratorConfig(Section):
 
     num_inference_engines: Count = 1
     """Number of engines, each with a copy of the weights. All turns of a trajectory stay on the same engine. More than
-    one needs Ray or running servers. With Ray, each engine uses different GPUs of the policy, or separate GPUs with
+    one needs Ray or running servers. With Ray, each engine uses different policy GPUs, or separate GPUs with
     `trainer.placement.colocate_all=false`."""
 
     engine_start_timeout_seconds: Annotated[float, Gt(0), Le(1e6)] = 600.0
@@ -148,7 +148,7 @@ class GeneratorConfig(Section):
     """How new weights reach engines in other processes. On GPUs, `auto` and `nccl` use CUDA IPC for engines on the
     policy's GPUs (`trainer.placement.colocate_all=true`) and NCCL for all other engines. `cuda_ipc` always uses CUDA
     IPC. On CPUs, all three use shared memory on the node of the policy's first rank and gloo elsewhere. `shm` and
-    `gloo` force one transport for all engines. For running servers, `auto` uses shared memory and gloo on GPUs, too. A
+    `gloo` force one transport for all engines. For running servers, `auto` uses shared memory and gloo even on GPUs. A
     run in one process sends weights only to vLLM servers and, with `trainer.fully_async`, to its engine."""
 
     weight_transfer_threshold_cuda_ipc_GB: Annotated[float, Gt(0)] = 1.0
@@ -157,7 +157,7 @@ class GeneratorConfig(Section):
     weight_sync_check: SyncCheck = "auto"
     """Check after each weight sync that ends the run on a mismatch. `checksum` compares all values that were copied to
     another process. `logprobs` also has the engine sample 32 tokens and the policy score them: their difference is
-    `sync/logprob_gap`. `auto` is `logprobs`, or `off` if the engine generates with the policy's own tensors. With
+    `sync/logprob_gap`. `auto` is `logprobs`, or `off` if the engine generates with the policy's tensors. With
     `trainer.fully_async.enabled`, `auto` samples only after the first sync, because later samples would have to wait
     for rollouts in progress."""
 
@@ -165,8 +165,8 @@ class GeneratorConfig(Section):
     """Maximum `sync/logprob_gap`, in nats. Defaults to 0.001 in float32 and 0.1 in bfloat16."""
 
     weight_sync_delta: bool = False
-    """Send only the values that changed since the last weight sync, if that is smaller. Saves network traffic and costs
-    memory: the policy's first rank and vLLM and SGLang engines each keep an extra copy of the weights."""
+    """Send only the values that changed since the last weight sync, if that is smaller. Saves network traffic but costs
+    memory, because the policy's first rank and vLLM and SGLang engines each keep an extra copy of the weights."""
 
     weight_sync_timeout_seconds: Annotated[float, Gt(0)] = 300.0
     """Maximum number of seconds that a weight sync waits for a process. With several policy ranks, it must be at least
@@ -202,11 +202,11 @@ class GeneratorConfig(Section):
     observations between them as plain text."""
 
     append_eos_token_after_stop_str_in_multi_turn: bool = True
-    """Append the template's end-of-turn token to a turn that ended at a stop string. The token is not trained."""
+    """Append the template's end-of-turn token to a turn that ended at a stop string. The token is not trained on."""
 
     chat_template: ChatTemplateConfig = ChatTemplateConfig()
 
-    chat_template_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of variables of the template")] = Field(
+    chat_template_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of template variables")] = Field(
         default={}
     )
     """Arguments of the chat template, e.g. `chat_template_kwargs.enable_thinking=false`."""
@@ -216,7 +216,7 @@ class GeneratorConfig(Section):
     the rows of a trajectory as one. Sequence-level losses and corrections treat each row separately."""
 
     merge_stepwise_output: bool = False
-    """With `step_wise_trajectories`, extend the previous row if a turn's prompt begins with all tokens so far."""
+    """With `step_wise_trajectories`, extend the previous row if a turn's prompt starts with all tokens so far."""
 
     inject_context_status: bool = False
     """Append the number of used context tokens and turns to each observation."""
@@ -235,8 +235,8 @@ class GeneratorConfig(Section):
 
     trajectory_timeout_seconds: Annotated[float, Gt(0)] | None = None
     """Time limit of a rollout in seconds, after which it is invalid (`trajectory_timeout`). Time spent waiting for the
-    engine counts. Time spent waiting for an environment's process does not. null sets no limit, except for agents of
-    the HTTP endpoint."""
+    engine counts, but time spent waiting for an environment's process does not. null sets no limit, except for agents
+    of the HTTP endpoint."""
 
     max_input_length: OptionalCount = None
     """Maximum number of input tokens of a turn. If the next turn's input would be longer, the trajectory ends with stop
@@ -258,21 +258,19 @@ class GeneratorConfig(Section):
     """Maximum number of sequences that the engine decodes at once."""
 
     max_num_batched_tokens: Count = 8192
-    """Maximum number of tokens per engine step. Each running sequence takes one. The rest, but at least 64, goes to new
-    prompts."""
+    """Maximum number of tokens per engine step. Each running sequence takes one, and the rest, but at least 64, goes to
+    new prompts."""
 
     enforce_eager: bool = True
     """Run the model without CUDA graphs."""
 
     enable_prefix_caching: bool = True
-    """Keep keys and values of finished requests, to reuse them in requests that begin with the same tokens."""
+    """Keep keys and values of finished requests, to reuse them in requests that start with the same tokens."""
 
     enable_chunked_prefill: bool = True
     """Split the prefill of long prompts into several steps, alongside the decoding of other requests."""
 
-    engine_init_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of options of the engine")] = Field(
-        default={}
-    )
+    engine_init_kwargs: Annotated[dict[str, FreeValue], Allowed("a section of engine options")] = Field(default={})
     """Extra options for vLLM (fields of `EngineArgs`) or SGLang (fields of `ServerArgs`), e.g.
     `engine_init_kwargs.block_size=32`. They override the keys above. `engine_init_kwargs.chat_template=<file>` replaces
     the tokenizer's chat template."""

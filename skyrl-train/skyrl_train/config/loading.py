@@ -167,7 +167,7 @@ def validate(
     """Check a configuration as `validate_cfg` does, for any kind of run. For `positions`, see `apply_aliases`."""
     rules = schema.rules + extra_rules + schema.machine_rules
     if not isinstance(cfg, schema.root):
-        assert not isinstance(cfg, Section), f"a {type(cfg).__name__} is no {schema.root.__name__}"
+        assert not isinstance(cfg, Section), f"a {type(cfg).__name__} is not a {schema.root.__name__}"
         return _load(cfg, rules, schema, positions)
     cfg = resolve(cfg, schema)
     raise_problems(find_problems(cfg, rules))
@@ -177,7 +177,7 @@ def validate(
 def to_yaml(cfg: Section) -> str:
     """Return the resolved configuration as YAML. `load_config(yaml.safe_load(text))` is the inverse.
 
-    Non-ASCII characters are escaped: PyYAML does not read all of them back as it writes them.
+    Non-ASCII characters are escaped, because PyYAML does not read all of them back as it writes them.
     """
     return str(yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False, width=1000))
 
@@ -220,7 +220,7 @@ def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C], posi
             reduce(getitem, sections, tree).pop(name, None)  # two errors may reject the same value
         cfg = schema.root.model_validate(tree)
     cfg = resolve(cfg, schema)
-    if not refused.keys() <= schema.fields.keys():  # the keys that were meant have their defaults: look nothing up yet
+    if not refused.keys() <= schema.fields.keys():  # the intended keys have their defaults, so look nothing up yet
         rules = schema.rules
     hidden = [key for name in refused for key in (name, *nearest_keys(name, schema.fields))]
     follow = tuple(text for key in hidden for text in (f"{key}=", f"{key}."))
@@ -240,7 +240,7 @@ def _as_tree(source: ConfigSource) -> dict[str, Any]:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{error.full_key}: {reason}; set {error.full_key}=<value>") from None
     if not isinstance(source, Mapping | None):
-        raise ConfigError(f"the configuration is {show(source)}; it must be a mapping of sections")
+        raise ConfigError(f"the configuration is {show(source)}, but it must be a mapping of sections")
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -50,7 +50,7 @@ def config_error(problems: Iterable[str]) -> ConfigError:
 
 
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raise one ConfigError that lists all problems, if there are any."""
+    """Raise one ConfigError that lists all problems, if any."""
     sentences = list(problems)
     if sentences:
         raise config_error(sentences)

@@ -112,8 +112,8 @@ class RunConfig(Section):
         OptionalCount, BeforeValidator(lambda value: None if value == -1 else value), Allowed("an integer >= 1 or null")
     ] = None
     """Maximum number of tokens per rank and pass. A longer row is processed alone. null and -1 mean 16,384 on a GPU and
-    1,024 to 8,192 on a CPU, chosen so that activations take about 1 GiB and the vocabulary's probabilities at most
-    1 GiB more. A prefix shared by several rows counts once, plus a quarter for each further row. With
+    1,024 to 8,192 on a CPU, chosen so that activations take about 1 GiB and the vocabulary's probabilities at most 1
+    GiB more. A prefix shared by several rows counts once, plus a quarter for each additional row. With
     `sequence_parallel_size` or `context_parallel_size`, the limit applies to each rank. Lower it if memory runs out:
     loss and gradient do not change."""
 
@@ -139,7 +139,7 @@ class RunConfig(Section):
     """Checkpoint folder. Defaults to `<output_dir>/<project_name>/<run_name>/ckpts`."""
 
     max_ckpts_to_keep: CountOrMinusOne = -1
-    """Number of newest checkpoints to keep. -1 keeps as many as fit on the disk, or one with `remote_ckpt_url`."""
+    """Number of latest checkpoints to keep. -1 keeps as many as fit on the disk, or one with `remote_ckpt_url`."""
 
     remote_ckpt_url: Text | None = None
     """URL such as `s3://skyrl-checkpoints`, in any scheme fsspec supports. Each checkpoint is uploaded to
@@ -158,8 +158,8 @@ class RunConfig(Section):
     """Export folder. Defaults to `<output_dir>/<project_name>/<run_name>/export`."""
 
     resume_mode: ResumeMode = "latest"
-    """`none` starts from scratch. `latest` resumes from the newest checkpoint in `ckpt_path`, if there is one.
-    `from_path` resumes from `resume_path`."""
+    """`none` starts from scratch. `latest` resumes from the latest checkpoint in `ckpt_path`, if any. `from_path`
+    resumes from `resume_path`."""
 
     resume_path: Text | None = None
     """Checkpoint folder or URL that ends in `global_step_<N>`, for `resume_mode=from_path`."""

@@ -133,7 +133,7 @@ class SFTConfig(SupervisedConfig):
 
 
 def validation_is_held_out(cfg: SupervisedConfig) -> Iterator[str]:
-    """Warn of a source in both the training and the validation data."""
+    """Warn about a source in both the training and the validation data."""
     for source in cfg.data.val_data:
         if source in cfg.data.train_data:
             yield (

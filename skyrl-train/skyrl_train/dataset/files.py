@@ -180,7 +180,7 @@ class JoinedRows:
     """The rows of several sources, joined in order."""
 
     def __init__(self, sources: Sequence[str]) -> None:
-        """Open the sources. DataError if one cannot be read or has no rows."""
+        """Open the sources. Raise DataError if one cannot be read or has no rows."""
         self._sources = [open_source(source) for source in sources]
         self._ends = list(accumulate(map(len, self._sources)))
         for source in self._sources:

@@ -36,7 +36,7 @@ class JSONLines:
     """The values in a file with one JSON value per line. Blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
-        """Open and index the file. OSError if it cannot be read."""
+        """Open and index the file. Raise OSError if it cannot be read."""
         self._path = path
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)

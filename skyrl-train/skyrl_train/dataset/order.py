@@ -206,7 +206,7 @@ class ShuffledPrompts(PromptOrder[R]):
     def _load(self, state: dict[str, Any]) -> None:
         if "epoch" not in state:
             raise DataError(
-                "the checkpoint was made with data.mixture, but this run has none; set it, or start a new run with "
+                "the checkpoint was saved with data.mixture, but this run has none; set it, or start a new run with "
                 "another trainer.run_name"
             )
         self._epoch, self._row = state["epoch"], state["row"]

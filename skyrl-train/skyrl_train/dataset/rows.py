@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import skyrl_gym
-from skyrl_gym.envs.entry_point import suggestion
+from skyrl_gym.envs.entry_point import suggest_name
 from skyrl_gym.envs.registration import registry, validates_rows
 from skyrl_gym.error import InvalidSettings, InvalidSpec, UnregisteredEnv
 from skyrl_gym.runtime.packages import check_packages, find_fault
@@ -169,6 +169,6 @@ def _check_settings(environment: EnvironmentConfig, used: list[str], *, uses_def
             continue
         key = f"environment.skyrl_gym.{section}"
         if section not in registry:
-            hint = suggestion(section, [*registry, *sections]) or f" The rows use {', '.join(sorted(sections))}."
-            raise ConfigError(f"{key} is a section for an environment that does not exist.{hint}")
+            hint = suggest_name(section, [*registry, *sections]) or f" The rows use {', '.join(sorted(sections))}."
+            raise ConfigError(f"{key} is a section of an environment that does not exist.{hint}")
         logger.warning("%s is ignored, because no row has env_class=%s", key, section)

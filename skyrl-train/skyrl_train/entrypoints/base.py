@@ -48,7 +48,7 @@ class Experiment(ABC):
     """True on our own classes. Checks that assume the configured part are skipped if a user's class overrides it."""
 
     def __init__(self, cfg: Any) -> None:
-        """Create the run folder; ConfigError lists every folder that cannot be written."""
+        """Create the run folder. Raise a ConfigError that lists every folder that cannot be written."""
         self.cfg = cfg
         raise_problems(find_unusable_folders(self.cfg.trainer, trains=self.trains))
         self.run_folder = RunFolder.create(

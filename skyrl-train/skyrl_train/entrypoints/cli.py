@@ -82,7 +82,7 @@ PrintConfig = Annotated[
 Help = Annotated[
     bool, typer.Option("--help", "-h", help="Show this message; with a key or a section, its keys and their meaning.")
 ]
-RUN_SETTINGS = {"ignore_unknown_options": True}  # the configuration rejects `--trainer.epochs=3`, with the fix
+RUN_SETTINGS = {"ignore_unknown_options": True}  # `--trainer.epochs=3` is rejected by the configuration, with the fix
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,8 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
 
     Register custom estimators and losses first, so that the rules also apply to them.
 
-    In a script with `@hydra.main`, a mistake ends the process with one message instead of Hydra's traceback.
-    Hydra rejects `--dry-run`, so set `SKYRL_DRY_RUN=1` in the environment to print the run's plan and exit.
+    In a script with `@hydra.main`, a mistake ends the process with one message instead of Hydra's traceback. Hydra also
+    rejects `--dry-run`, so set `SKYRL_DRY_RUN=1` in the environment to print the plan of the run and exit.
 
     Raises:
         ConfigError: the configuration is invalid. The message lists every problem.

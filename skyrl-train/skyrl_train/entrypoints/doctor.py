@@ -34,7 +34,7 @@ Status = Literal["ok", "warning", "failed"]
 
 
 class CheckResult(NamedTuple):
-    """The result of one check, with the fix if there is one."""
+    """The result of one check, with the fix, if any."""
 
     name: str
     status: Status
@@ -224,7 +224,7 @@ def _check_wallets(clouds: Sequence[str]) -> Iterator[CheckResult]:
 
 
 def _read_clouds(task: Path | None) -> list[str]:
-    """Return the clouds that a task names. Return [] if it names none or cannot be read."""
+    """Return the clouds in a task, or [] if it has none or cannot be read."""
     if task is None:
         return []
     try:

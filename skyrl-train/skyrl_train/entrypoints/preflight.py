@@ -169,7 +169,7 @@ def find_unusable_folders(trainer: RunConfig, *, trains: bool) -> Iterator[str]:
 
 
 def find_folder_fault(folder: str) -> str | None:
-    """Return why files cannot be written in a folder, or None if they can.
+    """Return why files cannot be written under a folder, or None if they can.
 
     The folder need not exist, and nothing is created.
     """

@@ -62,7 +62,7 @@ def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
 
     Raises:
         ConfigError: an environment does not exist, or its settings are invalid.
-        DataError: an environment refuses a row.
+        DataError: an environment rejects a row.
     """
     rows = (
         TaskRow(location, row.env_class, row.env_extras)
@@ -79,8 +79,8 @@ def check_prompts(cfg: SkyRLConfig) -> None:
     Does nothing if the tokenizer is not on this machine.
 
     Raises:
-        ConfigError: the tokenizer cannot be loaded or has no chat template, or the custom class refuses its options.
-        DataError: the chat template refuses a prompt, no prompt is short enough, or a row cannot be used.
+        ConfigError: the tokenizer cannot be loaded or has no chat template, or the custom class rejects its options.
+        DataError: the chat template rejects a prompt, no prompt is short enough, or a row cannot be used.
     """
     data = cfg.data
     if not Path(cfg.trainer.policy.model.path).is_dir():

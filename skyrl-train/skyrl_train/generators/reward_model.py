@@ -36,7 +36,7 @@ class RewardModel:
     """
 
     def __init__(self, cfg: RewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Load the model. ConfigError if there is none, or if its tokenizer differs."""
+        """Load the model. Raise ConfigError if there is none, or if its tokenizer differs."""
         assert cfg.path is not None, f"{KEY} is not set"
         check_same_vocabulary(cfg.path, KEY, tokenizer)
         device, lora = default_device(), _find_adapter(cfg.path)

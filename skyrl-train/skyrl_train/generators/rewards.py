@@ -132,7 +132,7 @@ class RewardFunctions:
     """The configured reward functions and their weights."""
 
     def __init__(self, cfg: GeneratorConfig, chat: ChatEncoder) -> None:
-        """Look up the functions. ConfigError if a name is unknown or the reward model cannot be loaded."""
+        """Look up the functions. Raise ConfigError if a name is unknown or the reward model cannot be loaded."""
         self._functions = {name: REWARD_FUNCTIONS[name] for name in cfg.reward_functions if name in REWARD_FUNCTIONS}
         if cfg.reward_model.path is not None:
             self._functions[REWARD_MODEL] = _Registered(RewardModel(cfg.reward_model, chat.tokenizer), "batch")

@@ -76,7 +76,7 @@ class EngineClient:
         self._n_replaced = [0] * len(engines)
         self._is_gone = [False] * len(engines)  # closed and not replaced yet
         self._replacing = [asyncio.Lock() for _ in engines]
-        self._aborted: Counter[str | None] = Counter()  # calls of `abort` by session
+        self._aborted: Counter[str | None] = Counter()  # calls to `abort` by session
         self._version: int | None = None  # of the last weights received
         self._synced = self._engines.copy()  # receivers in the last weight sync, even if it failed
         self._has_current_weights: Callable[[], bool] = lambda: True
@@ -186,7 +186,7 @@ class EngineClient:
         return indices
 
     def _n_aborts(self, request: EngineRequest) -> int:
-        """Return how many calls of `abort` concerned this request so far."""
+        """Return how many calls to `abort` concerned this request so far."""
         return self._aborted[None] + (0 if request.session_id is None else self._aborted[request.session_id])
 
     @contextmanager

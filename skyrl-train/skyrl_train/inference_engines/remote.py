@@ -206,7 +206,7 @@ class RemoteClient:
                 for number, kind, value in messages:
                     self._deliver(number, kind, value)
         except Exception as error:  # the boundary of the connection: all callers get the error
-            logger.exception("The connection to an engine cannot be read")
+            logger.exception("Cannot read the connection to an engine")
             problem = f"the connection to the engine cannot be read: {error}"
         if self._closing is None:
             problem = problem or await asyncio.to_thread(self._describe_end)

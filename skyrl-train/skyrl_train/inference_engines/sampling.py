@@ -45,7 +45,7 @@ class SampledToken(NamedTuple):
 
     token_id: int
     logprob: float
-    sampling_logprob: float | None = None  # after penalties and truncation, if there are any
+    sampling_logprob: float | None = None  # after penalties and truncation, if any
     raw_logprob: float | None = None  # at temperature 1, on request
     top_logprobs: dict[int, float] | None = None  # on request
 

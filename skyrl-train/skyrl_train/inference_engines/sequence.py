@@ -66,7 +66,7 @@ class ActiveSequence:
         self.weight_spans.append(WeightSpan(weight_version, n_before + 1))
 
     def put_chunk(self, result: EngineResult | None = None) -> None:
-        """Put new tokens into the stream, if there is one. The last chunk has the result."""
+        """Put new tokens into the stream, if any. The last chunk has the result."""
         if self.chunks is None or (self.n_streamed == len(self.logprobs) and result is None):
             return
         n_before, self.n_streamed = self.n_streamed, len(self.logprobs)

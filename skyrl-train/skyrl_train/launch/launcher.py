@@ -40,7 +40,7 @@ class ModelLauncher(Protocol):
         ...
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
-        """Load a model on its ranks. ConfigError if there is no model at its path."""
+        """Load a model on its ranks. Raise ConfigError if there is no model at its path."""
         ...
 
     async def close(self) -> None:

@@ -77,7 +77,7 @@ class RankHost:
         return self._strategies[megatron]
 
     def serve(self, connection: Connection) -> None:
-        """Execute the calls of `ConnectedRank`s until they close the connection, then close."""
+        """Execute the calls from `ConnectedRank`s until they close the connection, then close."""
         try:
             while True:
                 role, method, args = pickle.loads(connection.recv_bytes())

@@ -187,7 +187,7 @@ def _accept_ranks(torchrun: Torchrun) -> dict[int, Connection]:
 
 
 def serve_driver(torchrun: Torchrun) -> None:
-    """Execute the calls of rank 0 until it ends. Runs in all other ranks."""
+    """Execute rank 0's calls until it ends. Runs in all other ranks."""
     disable_progress_bar()  # transformers shows one for each file
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and rank 0 ends this one
     store = torchrun.store()

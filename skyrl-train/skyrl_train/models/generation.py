@@ -19,7 +19,7 @@ def save_model(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Te
     """
     dtype = model.dtype if tensors is None else next(iter(tensors.values())).dtype
     if model.can_generate():
-        # Transformers loads some generation settings with a warning and refuses to save them, e.g. a temperature
+        # Transformers loads some generation settings with a warning but rejects them when saving, e.g. a temperature
         # without `do_sample`, so it saves a default.
         generation, model.generation_config = model.generation_config, GenerationConfig()
         try:

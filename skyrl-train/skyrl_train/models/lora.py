@@ -411,7 +411,7 @@ def read_tensors(path: str, source: str) -> dict[str, torch.Tensor]:
 def _check_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: str) -> None:
     """Raise ConfigError if tensors from peft's files differ from the model's adapter in names or shapes."""
     expected = {_name_in_file(name): parameter for name, parameter in trained_parameters(model).items()}
-    # peft saves a copy of the base's matrix beside an adapter of the head
+    # peft saves a copy of the base's matrix next to a head adapter
     copies = {FILE_PREFIX + name: p for name, p in model.named_parameters() if ".base_layer." in name}
     expected |= {name: copies[name] for name in copies.keys() & tensors.keys()}
     for name in sorted(expected.keys() | tensors.keys()):

@@ -127,10 +127,7 @@ class PrefixTree:
     """The U distinct tokens of B rows. The module's docstring has an example."""
 
     def __init__(
-        self,
-        rows: Sequence[np.ndarray],
-        device: torch.device,
-        selected: tuple[torch.Tensor, torch.Tensor] | None = None,
+        self, rows: Sequence[np.ndarray], device: torch.device, selected: tuple[torch.Tensor, ...] | None = None
     ) -> None:
         """Build the tree of rows of token ids.
 

@@ -53,10 +53,8 @@ class ScoringModule(Scorer):
         is_critic: bool = False,
         sequence_group: SequenceGroup | None = None,
     ) -> None:
-        """Wrap a model. Its logits are divided by `temperature`.
-
-        `entropy_grad` makes entropies differentiable, which costs two more values per logit. The ranks of
-        `sequence_group` get the same rows and split their tokens.
+        """Wrap a model whose logits are divided by `temperature`. `entropy_grad` makes entropies differentiable, at a
+        cost of two more values per logit. The ranks of `sequence_group` get the same rows and split their tokens.
         """
         super().__init__()
         self.model = model
@@ -70,10 +68,7 @@ class ScoringModule(Scorer):
         return self.model
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> Scores:
-        """Score the response tokens: values for a critic, otherwise log-probs and entropies.
-
-        Each is (B, R), 0 where `loss_mask` (B, R) is 0. `sequences` and `attention_mask` are (B, L).
-        """
+        """Score tokens: values for a critic, else log-probs and entropies. Each is (B, R), 0 where `loss_mask` is 0."""
         if self.scores_type is ValueScores:
             values = response_values(
                 self.model, sequences, attention_mask, loss_mask, self.shares_prefixes, self._sequence_group

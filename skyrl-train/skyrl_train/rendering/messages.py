@@ -108,7 +108,7 @@ class CallForm:
         """Return prepared messages in this form.
 
         Raises:
-            DataError: a message has content alongside its calls, but the template writes only one of them.
+            DataError: a message has both content and calls, but the template writes only one of them.
         """
         written = []
         for index, message in enumerate(messages):

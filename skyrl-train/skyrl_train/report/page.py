@@ -113,8 +113,7 @@ def write_report(
 
     Args:
         command: the shell command that reproduces the run.
-        baselines: reference values, drawn as dashed lines: metric → label → value, e.g.
-            `{"eval/environment/catch_rate": {"random play": 0.2}}`.
+        baselines: dashed lines: metric → label → value, e.g. `{"eval/environment/catch_rate": {"random play": 0.2}}`.
 
     Raises:
         DataError: the metrics or an evaluation file cannot be read.

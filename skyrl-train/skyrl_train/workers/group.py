@@ -77,9 +77,7 @@ class WorkerGroup:
     """Sizes of the model, set by `load`."""
 
     def __init__(self, spec: ModelSpec, ranks: Sequence[Rank], objective: Objective | None = None) -> None:
-        """Create the group of the ranks that hold one model.
-
-        `objective` is the training loss. It is None for a model that only scores, such as the reference.
+        """Create the group of ranks that hold a model. `objective` is None for scoring only, e.g. the reference.
 
         Raises:
             ConfigError: `spec.layout` cannot divide the ranks.

@@ -85,10 +85,7 @@ class Worker:
     """
 
     def __init__(self, spec: ModelSpec, strategy: DistributedStrategy[Any], objective: Objective | None = None) -> None:
-        """Load the model and, if `spec.optimizer` is set, create its optimizer.
-
-        `objective` is the training loss. It is None for a model that only scores, such as the reference.
-        """
+        """Load the model, and create its optimizer if `spec.optimizer` is set. `objective` is None for scoring only."""
         self._spec = spec
         self._strategy = strategy
         self._objective = objective

@@ -132,7 +132,7 @@ async def test_a_server_that_is_not_ours_is_refused_with_its_command(
     try:
         with pytest.raises(
             EngineError,
-            match=r"cannot control the server .*start it with `VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 vllm serve",
+            match=r"cannot control .*start it with `VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 vllm serve",
         ):
             VLLMServerEngine(server.url, tiny_tokenizer)
     finally:

@@ -28,7 +28,7 @@ def test_commands() -> None:
     ("config", "message"),
     [
         (None, "{} has no config.json; use the folder of a Hugging Face model"),
-        ('{"architectures": ["Qwen3ForCausalLM"]}', "{} cannot be loaded: KeyError('num_attention_heads')"),
+        ('{"architectures": ["Qwen3ForCausalLM"]}', "failed to load {}: KeyError('num_attention_heads')"),
     ],
 )
 def test_a_server_whose_model_is_unusable_exits(tmp_path: Path, config: str | None, message: str) -> None:

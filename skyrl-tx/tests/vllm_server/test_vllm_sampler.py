@@ -98,7 +98,7 @@ def exported(sampler: VllmSampler, backend: Backend, folder: Path, name: str = "
     """Return the current weights of a model."""
     saved = folder / f"export-{len(list(folder.iterdir()))}"
     saved.mkdir()
-    backend.save_weights(name, saved)
+    backend.capture(name, with_optimizer=False)(saved)
     return sampler.load_weights(saved)
 
 
@@ -133,7 +133,7 @@ def test_samples_match_the_backends(backend: Backend, sampler: VllmSampler, tmp_
 
 def test_weights_are_immutable_and_loaded_from_folders(backend: Backend, sampler: VllmSampler, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
-    backend.save_weights("m", tmp_path / "saved")
+    backend.capture("m", with_optimizer=False)(tmp_path / "saved")
     frozen = [exported(sampler, backend, tmp_path), sampler.load_weights(tmp_path / "saved")]
     before = [sample(sampler, (scored(), weights))[0] for weights in frozen]
     train(backend, "m", random_data(9))

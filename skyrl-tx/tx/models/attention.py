@@ -1,7 +1,7 @@
 """Attention: over whole sequences for training, and over a paged cache for sampling.
 
-Letters: S rows · T positions of a row · K heads of keys and values · G query heads for each of them · H size of a head
-· P positions on a page.
+Letters: S rows · T positions of a row · K key-value heads · G query heads for each of them · H head size · P positions
+on a page.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def attend_to_pages(
 ) -> jax.Array:
     """Attend to each row's cache up to its position, page by page, with a running maximum and sum.
 
-    This is the online softmax of Milakov and Gimelshein, 2018, arXiv:1805.02867. A row of 70 tokens beside a row of 500
-    reads 8 pages of 64, although 2 would do. On pages 2 to 7 all its scores are -inf: its maximum stays, every new
+    This is the online softmax of Milakov and Gimelshein, 2018, arXiv:1805.02867. A row of 70 tokens next to a row of
+    500 reads 8 pages of 64, although 2 would do. On pages 2 to 7 all its scores are -inf: its maximum stays, every new
     weight is exp(-inf) = 0, and the old sum is rescaled by exp(0) = 1. So the result is bitwise the same as with 2
     pages, and does not depend on the other rows' lengths.
 

@@ -34,7 +34,7 @@ PlaceWeight = Callable[[str, jax.Array], jax.Array]
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
-    """Return the Hugging Face names of a layer's tensors without prefix. `{expert}` is an expert's number."""
+    """Return the Hugging Face names of a layer's tensors without prefix. `{expert}` is an expert's index."""
     names = ATTENTION | (QK_NORM if config.has_qk_norm else {})
     if config.moe is None:
         return names | {name: f"mlp.{hf_name}.weight" for name, hf_name in MLP.items()}

@@ -24,7 +24,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class ModelError(ValueError):
-    """The model cannot be used. The message says why."""
+    """The model cannot be used, for the reason in the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class ModelConfig:
     def blocks(self) -> tuple[int, ...]:
         """Number of layers in each scanned array.
 
-        Blocks of one layer sample more than twice as fast with 28 layers, since a scan copies each layer's weights. But
-        program size grows with the number of blocks.
+        Blocks of one layer sample more than twice as fast with 28 layers, because a scan copies each layer's weights,
+        but program size grows with the number of blocks.
         """
         return (1,) * self.n_layers if self.n_layers <= MAX_UNROLLED else (self.n_layers,)
 

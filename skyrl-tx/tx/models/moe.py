@@ -4,7 +4,7 @@ For whole sequences, each expert's tokens are gathered in blocks of fixed size, 
 padded with zeros, so shapes are static although the number of tokens per expert is not. The cost is the chosen experts'
 plus less than a block per expert (Gale et al., 2022, arXiv:2211.15841).
 
-When each row has one token, every expert computes every row, and experts that were not chosen have share 0. So a row's
+When each row has one token, every expert computes every row, and experts that were not chosen have share 0, so a row's
 result is bitwise independent of the other rows. For few rows, the cost is dominated by reading the weights anyway.
 
 Letters: S rows · T positions · D hidden size · E experts · N tokens, S × T · B tokens of a block.

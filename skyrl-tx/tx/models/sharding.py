@@ -31,7 +31,7 @@ def mesh_of(n_fsdp: int, n_tp: int) -> Mesh:
     if n_fsdp * n_tp > len(devices):
         raise ModelError(
             f"fully_sharded_data_parallel_size={n_fsdp} × tensor_parallel_size={n_tp} needs {n_fsdp * n_tp} devices, "
-            f"and there are {len(devices)} ({devices[0].platform})"
+            f"but there are {len(devices)} ({devices[0].platform})"
         )
     grid = np.asarray(devices[: n_fsdp * n_tp]).reshape(n_fsdp, n_tp)
     return Mesh(grid, (FSDP, TP), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -57,11 +57,11 @@ def place_heads(mesh: Mesh, cache: jax.Array) -> jax.Array:
     return _place(mesh, cache, [None, None, TP])
 
 
-def place_whole(mesh: Mesh, tree: T) -> T:
+def replicate(mesh: Mesh, tree: T) -> T:
     """Replicate arrays, e.g. an adapter's, on each device.
 
-    The compiler distinguishes explicitly placed arrays from new ones. Without the placement, it would compile programs
-    twice.
+    The compiler distinguishes explicitly placed arrays from new ones, so without the placement it would compile
+    programs twice.
     """
     placed: T = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
     return placed

@@ -75,7 +75,7 @@ class TrainConfig(BaseModel):
     """Learning rate of AdamW."""
 
     optimizer_args: Annotated[JsonObject, AfterValidator(_parse_optimizer_args)] = Field(default_factory=dict)
-    """Further AdamW settings as JSON, e.g. '{"weight_decay": 0.1, "grad_clip_norm": 1.0}'."""
+    """More AdamW settings as JSON, e.g. '{"weight_decay": 0.1, "grad_clip_norm": 1.0}'."""
 
     batch_size: Annotated[int, Ge(1)] = 8
     """Rows per step."""
@@ -142,7 +142,7 @@ class TrainCommand:
             folder = model_folder(config.base_model)
             self._backend = new_backend(config.backend, folder, config.backend_config, config.base_model)
         except (OSError, ValueError) as error:
-            raise UserError(f"--base-model {config.base_model} cannot be loaded: {error}") from error
+            raise UserError(f"failed to load --base-model {config.base_model}: {error}") from error
         max_length = min(config.max_length, self._backend.base_model.max_context - 1)
         examples = ExampleBuilder(self._backend.base_model.folder, max_length)
         self._data = [examples.convert(number, row) for number, row in enumerate(rows, start=1)]
@@ -160,7 +160,7 @@ class TrainCommand:
             step += 1
             self._step(step)
             if step % self._config.save_steps == 0 or step == self._n_steps or self._is_ending:
-                write_folder(self._checkpoints / str(step), lambda folder: self._backend.save_model(MODEL_ID, folder))
+                write_folder(self._checkpoints / str(step), self._backend.capture(MODEL_ID, with_optimizer=True))
                 for earlier in self._saved_steps():
                     if earlier != step:
                         delete_folder(self._checkpoints / str(earlier))
@@ -168,7 +168,7 @@ class TrainCommand:
             logger.info("stopped after step %d of %d; rerun the command to resume", step, self._n_steps)
             return
         adapter = self._config.output_dir / ADAPTER
-        write_folder(adapter, lambda folder: self._backend.save_weights(MODEL_ID, folder))
+        write_folder(adapter, self._backend.capture(MODEL_ID, with_optimizer=False))
         logger.info("the weights are in %s", adapter)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
@@ -235,7 +235,7 @@ class TrainCommand:
         logger.info("step %d of %d: loss %.4f, %.0f tokens/s", number, self._n_steps, result.loss, speed)
 
     def _batch(self, number: int) -> list[Datum]:
-        """Return a step's data. Every epoch has its own order."""
+        """Return a step's data. Every epoch has a different order."""
         epoch, step = divmod(number - 1, self._steps_of_epoch)
         order = np.random.default_rng([self._config.seed, epoch]).permutation(len(self._data))
         chosen = order[step * self._config.batch_size : (step + 1) * self._config.batch_size]

@@ -32,7 +32,7 @@ from tx.tinker.backends.factory import BackendName, settings_of
 
 DATABASE_URL, API_KEYS, EXTERNAL_KEY = "TX_DATABASE_URL", "TX_API_KEYS", "TX_EXTERNAL_INFERENCE_API_KEY"
 NAMED_KEY = re.compile(r"(?!tml-|eyJ)([A-Za-z0-9_.-]{1,64})=(.+)", re.ASCII)
-"""A key with its user's name. Keys themselves may contain "=", but begin with tml- or eyJ."""
+"""A key with its user's name. Keys themselves may contain "=", but start with tml- or eyJ."""
 SECRET_FIELDS = frozenset({"database_url", "api_keys", "external_inference_api_key"})
 
 

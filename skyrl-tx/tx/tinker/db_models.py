@@ -1,7 +1,7 @@
 """Database tables: the queue between server and engine, and the state that both recover after a restart.
 
-A request is accepted when its row is committed. The engine takes a model's pending rows in the order of their numbers.
-The server answers from finished rows, as often as clients ask.
+A request is accepted when its row is committed. The engine takes a model's pending rows in the order of their numbers,
+and the server answers from finished rows, as often as clients ask.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Model(SQLModel, table=True):
     last_request_at: datetime = Field(default_factory=now)
     restored_until: int = Field(
         default=0, sa_column=Column(BigNumber, nullable=False)
-    )  # the last request that its newest restore point includes
+    )  # the last request that its latest restore point includes
     lost_because: str | None = None  # why the engine could not restore it. Its requests wait for an engine that can.
 
 

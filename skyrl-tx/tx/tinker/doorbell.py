@@ -48,7 +48,7 @@ class Doorbell:
         return self._socket.fileno()
 
     def ring(self) -> None:
-        """Wake the other process without blocking. Does nothing if the buffer is full or the process is gone."""
+        """Wake the other process without blocking. Do nothing if the buffer is full or the process is gone."""
         if self._socket is not None:
             with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
                 self._socket.send(b"\0", getattr(socket, "MSG_NOSIGNAL", 0))

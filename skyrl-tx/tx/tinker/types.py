@@ -24,7 +24,7 @@ class UserError(TinkerError):
 
 
 def error_text(error: Exception) -> str:
-    """Return an error as text for the database. The database rejects some characters."""
+    """Return an error as text for the database, without characters that it rejects."""
     text = str(error) if isinstance(error, TinkerError) else f"{type(error).__name__}: {error}"
     return text[:MAX_ERROR_CHARACTERS].replace("\0", "\\0").encode("utf-8", "backslashreplace").decode()
 

@@ -16,7 +16,7 @@ from skyrl_train.entrypoints.cli import main as skyrl
 def main() -> int:
     """Run the command line. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base_model", help="base model; by default the one that the adapter names")
+    parser.add_argument("--base_model", help="base model; defaults to the adapter's base model")
     parser.add_argument("--adapter_model", required=True, help="folder or Hub name of the adapter")
     parser.add_argument("--output_dir", required=True, help="folder to write; it must not exist")
     parser.add_argument("--dtype", default="auto", help="type of the merged weights (default: %(default)s, as stored)")

@@ -6,7 +6,7 @@
             result = await session.step({"message": "hello"})
 
 A session never reconnects, because the server would start a new environment in the middle of an episode. After a lost
-connection, a timeout or a cancelled call, the session is over and every further call raises.
+connection, a timeout or a cancelled call, the session is over, so every later call raises.
 """
 
 from __future__ import annotations

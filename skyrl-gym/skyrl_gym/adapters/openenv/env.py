@@ -38,7 +38,7 @@ NOT_SHOWN = ("reward", "done", "metadata")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEnvSettings(SessionOptions):
-    """The section `environment.skyrl_gym.openenv`, with the keys of `SessionOptions`.
+    """The section `environment.skyrl_gym.openenv`. It also accepts the fields of `SessionOptions`.
 
     url: the server's address, ``http://host:port`` or with https, ws or wss.
     action: the conversion of replies to actions. `text_field` is the field that takes the reply unchanged. Without it,

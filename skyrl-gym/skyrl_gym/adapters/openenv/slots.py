@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 PROBE_S = 10.0
-"""Seconds after a refusal before one more session is tried, since other clients may have left."""
+"""Seconds after a rejection before one more session is tried, since other clients may have left."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,12 +25,12 @@ class _Waiter:
 class SessionSlots:
     """The slots on one server, for all threads and event loops of this process. Waiters are served in order.
 
-    A full server has no queue: it rejects immediately. So we queue here. After the first refusal, this process opens at
-    most as many sessions as have run at the same time before, and every `PROBE_S` one more.
+    A full server rejects new sessions instead of queueing them, so we queue here. After the first rejection, this
+    process opens at most as many sessions as have run at the same time before, and every `PROBE_S` one more.
 
-    Example: 64 episodes start and the server has 8 places. 8 sessions run and 56 are rejected, so `_max_playing` is 8.
-    The rejected ones queue, and each session that ends hands its slot to the next. `PROBE_S` later a ninth is tried: if
-    it is rejected, the limit stays 8, and if another client has left meanwhile, the limit becomes 9.
+    Example: 64 episodes start and the server has 8 slots. 8 sessions run and 56 are rejected, so `_max_playing` is 8.
+    The rejected ones queue, and each session that ends hands its slot to the next. `PROBE_S` later, a ninth is tried.
+    If it is rejected, the limit stays 8. If another client has left meanwhile, the limit becomes 9.
     """
 
     def __init__(self) -> None:

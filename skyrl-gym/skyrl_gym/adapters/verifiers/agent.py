@@ -125,7 +125,7 @@ class TrainerInterception(InterceptionServer):
         self._trainer = TrainerClient(exchange)
 
     def _client(self, config: BaseClientConfig) -> vf.Client:
-        """Return the trainer for every session: verifiers' default client takes 40 ms and uses the network."""
+        """Return the trainer for every session, because verifiers' default client takes 40 ms and uses the network."""
         return self._trainer
 
 

@@ -20,7 +20,7 @@ from skyrl_gym.optional import require
 
 BUILT_IN = "verifiers.v1.tasksets"
 NO_V0 = (
-    "{env_id} is an environment of verifiers' first generation (load_environment), and verifiers {version} supports "
+    "{env_id} is an environment of verifiers' first generation (load_environment), but verifiers {version} supports "
     "only the second. Create a virtual environment with skyrl-gym, 'verifiers<0.3' and the package, and set "
     "environment.skyrl_gym.python to its python"
 )
@@ -76,7 +76,7 @@ def _load(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Packa
         from skyrl_gym.adapters.verifiers.v0 import EnvironmentPackage
 
         if env:
-            raise ValueError(f"environment.skyrl_gym.verifiers.env={env!r} is for v1, and {env_id} is v0; use args")
+            raise ValueError(f"environment.skyrl_gym.verifiers.env={env!r} is for v1, but {env_id} is v0; use args")
         return EnvironmentPackage(name, args)
     if not any(map(_is_taskset, (getattr(module, exported, None) for exported in getattr(module, "__all__", ())))):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Environments of verifiers' first generation: `load_environment`, rollouts with a dict of state, and rubrics.
 
-`MultiTurnEnv.rollout` is a loop around the model. An episode does the same, one reply at a time. It needs verifiers
-before 0.3, imported only when an environment is loaded.
+`MultiTurnEnv.rollout` is a loop around the model. An episode does the same, one reply at a time. This module needs
+verifiers before 0.3, and imports it only when an environment is loaded.
 """
 
 from __future__ import annotations

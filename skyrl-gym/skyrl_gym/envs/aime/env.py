@@ -17,8 +17,8 @@ class AIMEEnv(SingleTurnEnv):
     `extras` is a row of DAPO's dataset: ``reward_model["ground_truth"]`` is the answer. Rows may use `reward_spec`
     instead of `reward_model`. `env_config` may choose a `grader`: ``minerva`` (the default) reads the last ``Answer:
     …``, ``strict_box`` the last ``\boxed{…}`` verbatim, ``math_verify`` the marked answer of the reply, in any
-    notation. `metadata` has `acc`, `pred` and `undecided`. If math-verify cannot decide on an answer, `undecided` gives
-    the reason. The answer then counts as wrong, and the metric `undecided` counts it.
+    notation. `metadata` has `acc`, `pred` and `undecided`. If math-verify cannot decide on an answer, the answer counts
+    as wrong, `undecided` gives the reason, and the metric `undecided` counts it.
 
     Raises:
         AssertionError: the row has no ground truth.

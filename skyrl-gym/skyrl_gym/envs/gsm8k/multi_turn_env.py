@@ -28,7 +28,7 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
     including wrong attempts before the right one. The row and `env_config` are as in `GSM8kEnv`. A subclass may
     override `_parse_action`, `_is_done` and `_get_reward`.
 
-    Raises the errors of `GSM8kEnv`, and ValueError if `max_turns` is not a positive whole number.
+    Raises the same errors as `GSM8kEnv`, and ValueError if `max_turns` is not a positive whole number.
     """
 
     validates_rows = True

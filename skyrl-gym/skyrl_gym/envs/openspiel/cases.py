@@ -201,7 +201,7 @@ def _is_of_type(case: str, game_type: str) -> bool:
 
 
 def _names(value: Sequence[str] | str | None) -> list[str]:
-    """Return names as a list. A string is split at commas outside of parentheses."""
+    """Return names as a list. A string is split at commas outside parentheses."""
     parts = _split(value) if isinstance(value, str) else list(value or ())
     return [part.strip() for part in parts if part.strip()]
 

@@ -33,7 +33,7 @@ class EndpointConfig:
     base_url: the URL before ``/chat/completions``, e.g. ``http://127.0.0.1:8000/v1``.
     model: the model's name at the endpoint.
     api_key_env: the environment variable that holds the key. Empty for none.
-    sampling_params: further fields of the request, e.g. ``{"temperature": 1.0, "max_tokens": 1024}``.
+    sampling_params: more fields of the request, e.g. ``{"temperature": 1.0, "max_tokens": 1024}``.
     timeout_seconds: of one request, from connecting to the last byte.
     n_attempts: maximum number of requests, with pauses between them.
     """
@@ -99,7 +99,7 @@ class ChatEndpoint:
                 pause = _retry_after(headers)
             if attempt + 1 < self.config.n_attempts:
                 time.sleep(max(pause, min(8.0, 0.5 * 2**attempt) * self._jitter.uniform(0.5, 1.0)))
-        raise EndpointError(f"{self._name} gave no reply in {self.config.n_attempts} attempts; the last: {problem}")
+        raise EndpointError(f"{self._name} gave no reply in {self.config.n_attempts} attempts. The last one: {problem}")
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

@@ -37,8 +37,8 @@ class Opponent(Protocol):
 class Match:
     """A game where `play` moves one seat, and opponents play the rest.
 
-    All randomness comes from `rng`, in the order of play: with the same moves, cards, dice and random opponents are the
-    same.
+    All randomness comes from `rng`, in the order of play, so the same moves give the same cards, dice and random
+    opponents.
     """
 
     def __init__(self, state: State, seat: int, opponents: Mapping[int, Opponent], rng: random.Random) -> None:

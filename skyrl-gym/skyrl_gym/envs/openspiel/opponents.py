@@ -19,14 +19,14 @@ from skyrl_gym.envs.row import whole_number
 
 _CAN_SAMPLE_HIDDEN = frozenset({"euchre", "gin_rummy", "kuhn_poker", "leduc_poker", "oh_hell", "universal_poker"})
 """Games whose hidden information OpenSpiel can sample. It rejects most other games. In hearts it samples impossible
-positions, and its search then crashes the process.
+positions, so its search crashes the process.
 """
 
 
 class LanguageModel(Protocol):
     """A function from the messages of a conversation to the reply. It raises if there is no reply.
 
-    Not a coroutine function. It may block, because environments are called in threads.
+    It must not be a coroutine function. It may block, because environments are called in threads.
     """
 
     def __call__(self, messages: ConversationType, /) -> str: ...
@@ -71,8 +71,8 @@ class RandomOpponent:
 class MctsOpponent:
     """An opponent that plays by Monte-Carlo tree search.
 
-    It does not cheat: it samples `n_worlds` states that agree with its player's knowledge, searches each of them, and
-    plays the move found most often.
+    It does not cheat: it samples `n_worlds` states that agree with its player's knowledge, searches each, and plays the
+    move found most often.
 
     Raises:
         ValueError: the game has simultaneous moves, intermediate rewards, or hidden information that OpenSpiel cannot

@@ -83,7 +83,7 @@ def legal_actions(state: State, player: int) -> list[int]:
 
 
 def serialize(game: Game, state: State) -> str:
-    """Return a text that `deserialize` restores the game and the state from."""
+    """Return a string from which `deserialize` restores the game and the state."""
     return str(open_spiel().serialize_game_and_state(game, state))
 
 

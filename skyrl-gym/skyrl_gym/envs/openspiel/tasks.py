@@ -241,7 +241,7 @@ def _row_player(facts: Mapping[str, Any], game: Game, state: State) -> int | Non
 
 
 def _check_legal(task: OpenSpielTask, recorded: Any) -> None:
-    """Raise if the row's legal actions differ from its state's: a different version of the game wrote it."""
+    """Raise if the row's legal actions differ from its state's, because another version of the game wrote it."""
     if recorded is None:
         return
     ids = [entry["id"] if isinstance(entry, Mapping) else entry[0] for entry in recorded]

@@ -1,1 +1,1 @@
-"""A single-reply environment without its own reward."""
+"""A single-reply environment without a reward."""

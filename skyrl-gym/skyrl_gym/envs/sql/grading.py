@@ -94,8 +94,8 @@ def follows_data(db_file: Path, solution: tuple[str, Table], ground_truth: tuple
 
     Example: the prices are 2, 9, 4 and 7, the ground truth is `SELECT max(price) FROM goods`, and a model that guesses
     well answers `SELECT 9 FROM goods LIMIT 1`. On the whole database, both return 9. On the part with the prices 2 and
-    4, the ground truth returns 4, and the guess still returns 9. If the ground truth returns 9 on both parts, nothing
-    can be said, and the solution counts.
+    4, the ground truth returns 4, but the guess still returns 9. If the ground truth returns 9 on both parts, nothing
+    can be said, so the solution counts.
     """
 
     def changes(query: str, result: Table, part: Path) -> bool:

@@ -66,7 +66,7 @@ def _solve_columns(
     """Assign digits column by column from the right, letter by letter. Every column's sum must end with 0.
 
     In SEND + MORE = MONEY, the first column is D + E - Y. With D = 7 and E = 5, only Y = 2 makes it end with 0: 12 - 2
-    = 10, and 1 is carried to the second column, N + R - E + 1. Wrong digits are thus given up after a column, instead
+    = 10, and 1 is carried to the second column, N + R - E + 1. Wrong digits are thus rejected after a column, instead
     of after all eight letters. At the end, nothing may be left to carry.
     """
     while column < len(columns):

@@ -23,7 +23,7 @@ class _Hunk:
 
 
 def apply_patch(reply: str, path: str, text: str) -> str:
-    r"""Apply a reply's diff to the file `text`. It is in the last code block, or starts at the first `---` line.
+    r"""Apply a reply's diff to the file `text`. The diff is in the last code block, or starts at the first `---` line.
 
     Raises:
         PatchError: there is no diff, it is empty or for a different file, or it does not apply at exactly one position.
@@ -77,7 +77,7 @@ def _parse(lines: list[str], path: str) -> list[_Hunk]:
 
 
 def _check_files(lines: list[str], path: str) -> None:
-    """Raise `PatchError` unless the first two lines name the file."""
+    """Raise `PatchError` unless the first two lines contain the file's path."""
     if len(lines) < 2 or not lines[1].startswith("+++ "):
         raise PatchError("the line after '--- a/<file>' must be '+++ b/<file>'")
     for line, prefix in zip(lines, ("a/", "b/"), strict=False):

@@ -13,8 +13,8 @@ value of a parameter is text. These formats have markers that no prose has, and 
                                                                                           `kimi`: K2
     [TOOL_CALLS]search[ARGS]{"query": "Mount Fuji"}                                       `mistral`
 
-A reply may have several calls. The last one may lack the tag that closes the call, which is often the stop string, but
-not the end of a value. Calls inside thoughts are ignored.
+A reply may have several calls. The last one may lack its closing tag, because that tag is often the stop string, but
+not the end of a value. Only calls after the last thought count.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ _TOKEN = re.compile(
     + f"|(?P<header>{HEADER})|(?P<stray>{STRAY})"
 )
 
-CUT_OFF = "Your reply was cut off at the maximum number of tokens, and no call was carried out. Write a shorter reply."
+CUT_OFF = (
+    "Your reply was cut off at the maximum number of tokens, so no tool calls were executed. Write a shorter reply."
+)
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ def strip_thoughts(text: str) -> str:
 
 
 def parse_tool_calls(text: str, *, is_truncated: bool = False) -> list[ToolCall]:
-    """Return the calls in a reply, in order.
+    """Return the calls after the last complete thought, in order.
 
     Args:
         is_truncated: the reply ended at the maximum number of tokens. An unclosed last call is then an error.
@@ -127,16 +129,17 @@ def _scan(text: str) -> _Scan:
     """Find thoughts and calls in one pass from left to right.
 
     The prompt may have opened a thought, so the scan learns only at an end tag that everything before it was a thought.
-    It then drops the text, calls and errors so far and starts over. For example, in the reply
+    It then drops the text, calls and errors so far and continues with an empty result. A complete thought also discards
+    everything before it. For example, in the reply
 
         I could <function=search> first.</think>Let me look.<tool_call>{"name": "search", …}</tool_call>
 
-    `<function=search>` opens a call that cannot be parsed, so the scan records an error. At `</think>` it forgets the
-    error, and one call remains. Without the `</think>`, the error would count.
+    `<function=search>` opens a malformed call, so the scan records an error. At `</think>` it drops the error, and one
+    call remains. Without the `</think>`, the error would count.
 
-    After a malformed call, the scan only looks for thoughts: its arguments may contain anything. A well-formed call is
-    consumed as a whole, so a tag inside an argument is never mistaken for a call. The position only moves forward, and
-    the time is linear in the length of the reply.
+    After a malformed call, the scan only looks for thoughts, because the malformed arguments may contain anything. A
+    well-formed call is consumed as a whole, so a tag inside an argument is never mistaken for a call. The position only
+    moves forward, so the time is linear in the length of the reply.
     """
     scan, start, position = _Scan(), 0, 0
     while token := _TOKEN.search(text, position):
@@ -166,7 +169,7 @@ def _parse_at(text: str, token: re.Match[str], scan: _Scan) -> int:
     if kind == "stray":
         if scan.is_plain:
             scan.error = ToolCallError(
-                f"There is a {token[0]} after a call; the value of a parameter must not contain the end of a call."
+                f"Unexpected {token[0]} after a call. A parameter value must not contain a closing tag of a call."
             )
         return token.end()
     try:
@@ -182,8 +185,8 @@ def _parse_at(text: str, token: re.Match[str], scan: _Scan) -> int:
 def parse_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a chat message with its tool calls' arguments as objects, as chat templates expect them.
 
-    APIs and data sets often hold arguments as JSON text, and no arguments as an empty string or null. Any other text
-    that is not a JSON object is left alone.
+    APIs and data sets often hold arguments as JSON strings, and no arguments as an empty string or null. Any other
+    string that is not a JSON object is left alone.
     """
     copy = dict(message)
     if isinstance(calls := copy.get("tool_calls"), list):

@@ -28,7 +28,7 @@ def _parse(text: str, start: int, end: int) -> Parsed:
     if text.startswith(_END, position):
         return Parsed([call], position + len(_END))
     if position < len(text):
-        raise MalformedCall(f"The call of {name} has text between its arguments and {_END}.", position)
+        raise MalformedCall(f"The call to {name} has text between its arguments and {_END}.", position)
     return Parsed([call], position, is_closed=False)
 
 

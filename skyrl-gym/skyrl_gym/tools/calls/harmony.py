@@ -3,7 +3,7 @@
     <|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "Mount Fuji"}<|call|>
 
 The recipient may also come before the channel: `<|start|>assistant to=functions.search<|channel|>commentary …`. The
-prompt ends with `<|start|>assistant`, so a reply may begin with the recipient.
+prompt ends with `<|start|>assistant`, so a reply may start with the recipient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls of Kimi K2. The name stands between a prefix and the call's number.
+"""Calls of Kimi K2. The name is between a prefix and the call's index.
 
 <|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "Mount Fuji"}<|tool_call_end|>
 """

@@ -12,7 +12,7 @@
     </tool_call>
 
 A value ends with the first closing tag that the next parameter, the end of the call or the end of the reply follows, so
-it may contain tags. What remains ambiguous is an error: half of a value would be a call that the model did not write.
+it may contain tags. What remains ambiguous is an error: a truncated value would be a call that the model did not write.
 """
 
 from __future__ import annotations
@@ -97,17 +97,17 @@ def _parse_parameters(text: str, position: int, name: str, tags: _Tags) -> Parse
         closing = None if is_cut_off else tags.value_end.search(text, start)
         if closing is None:
             raise MalformedCall(
-                f"The value of {key} in the call of {name} has no {tags.closing}: the call is cut off. Write it again.",
+                f"The value of {key} in the call to {name} has no {tags.closing}, so it is cut off. Write it again.",
                 start,
             )
         value = text[start : closing.start()]
         if inner := tags.inner.search(value):
             raise MalformedCall(
-                f"The value of {key} in the call of {name} contains {inner[0]}: close each value with {tags.closing}.",
+                f"The value of {key} in the call to {name} contains {inner[0]}. Close each value with {tags.closing}.",
                 start,
             )
         if key in arguments:
-            raise MalformedCall(f"The call of {name} has the parameter {key} twice.", closing.end())
+            raise MalformedCall(f"The call to {name} has the parameter {key} twice.", closing.end())
         arguments[key] = value
         position = closing.end()
     call = ToolCall(name, clean_strings(arguments))
@@ -115,7 +115,7 @@ def _parse_parameters(text: str, position: int, name: str, tags: _Tags) -> Parse
         return Parsed([call], end.end(), is_plain=True)
     position = skip_space(text, position)
     if position < len(text) and not text.startswith("<|", position):
-        raise MalformedCall(f"The call of {name} has text outside of its parameters.", position)
+        raise MalformedCall(f"The call to {name} has text outside its parameters.", position)
     return Parsed([call], position, is_closed=False, is_plain=True)
 
 

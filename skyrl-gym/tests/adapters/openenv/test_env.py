@@ -49,7 +49,7 @@ class TestObservations:
         row = {"extra_info": {"env_config": {"observation": "You said {echoed_message}!"}}}
         async with episode(server, row) as env:
             assert message_text(await env.step_async("hello")) == "You said hello!"
-        message = r"names 'board'; the environment's observation has echoed_message, seed"
+        message = r"has the field 'board', but the environment's observation has echoed_message, seed"
         with pytest.raises(ValueError, match=message):
             await episode(server, observation="{board}").__aenter__()
         await wait_until_async(lambda: not server.n_open)

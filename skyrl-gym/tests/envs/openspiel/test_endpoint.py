@@ -98,7 +98,7 @@ def test_retry_after_is_respected_within_bounds(
 
 def test_last_problem_is_raised_after_the_last_attempt(model_server: ModelServer, connect: Any) -> None:
     model_server.answer = lambda messages: (503, b"no GPU today")
-    with pytest.raises(EndpointError, match=r"'frozen' at http.* gave no reply in 3 attempts; .*503: no GPU today"):
+    with pytest.raises(EndpointError, match=r"'frozen' at http.* gave no reply in 3 attempts\. .*503: no GPU today"):
         connect(model_server.url, n_attempts=3)(MESSAGES)
     assert len(model_server.requests) == 3
 

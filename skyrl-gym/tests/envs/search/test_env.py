@@ -83,7 +83,7 @@ def test_search_failure_is_raised_unless_tell_failures_is_set(requests: list[dic
 @pytest.mark.parametrize(
     ("env_config", "row", "message"),
     [
-        (None, {"reward_spec": {"ground_truth": {"target": [3]}}}, "must be .'target': text"),
+        (None, {"reward_spec": {"ground_truth": {"target": [3]}}}, "must be .'target': a string"),
         ({"search_url": "x"}, ROW, "must start with http"),
         ({"topk": "3"}, ROW, r"environment\.skyrl_gym\.search\.topk='3' should be a valid integer"),
         ({"topk": 0}, ROW, "topk=0 of a search must be positive"),

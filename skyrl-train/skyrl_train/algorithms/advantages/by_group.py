@@ -136,9 +136,8 @@ def maxrl(
 
     S is the sum of a trajectory's rewards, floor = min(0, min_group(S)). Without negative rewards the floor is 0, and
     this is the paper's estimator: with rewards of 0 and 1, a prompt that is solved with probability p has weight 1/p.
-    With negative rewards, the mean in the paper's denominator may be near 0 or below. Scores therefore count from the
-    floor, so rewards of ±1 give the same advantages as rewards of 0 and 1. In a group of n, they are
-    within [-1, n - 1].
+    With negative rewards, the mean in the paper's denominator may be near 0 or below. So scores count from the floor,
+    and rewards of ±1 give the same advantages as 0 and 1. In a group of n, they are within [-1, n - 1].
 
     >>> rewards = torch.tensor([[1.0], [0.0], [0.0], [0.0]])  # solved by one in four
     >>> maxrl(rewards, torch.ones(4, 1), index=["a"] * 4)[0].squeeze().round(decimals=2)

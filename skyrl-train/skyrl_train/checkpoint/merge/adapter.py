@@ -64,8 +64,7 @@ def merge_adapter(
 
     Raises:
         ConfigError: `target` exists, or the adapter does not fit the base.
-        CheckpointError: the adapter has no effect or a different base, or the result cannot be written or has wrong
-            logits.
+        CheckpointError: the adapter has no effect or another base, or the result cannot be written or has wrong logits.
     """
     config = read_config(adapter, f"the adapter {adapter}")
     base = base or config.base_model_name_or_path

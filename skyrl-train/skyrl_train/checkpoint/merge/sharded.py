@@ -78,10 +78,7 @@ def merge_checkpoint(
     buffers = merged_buffers(model)
     names = [*(name for name, _ in model.named_parameters()), *buffers]
     if missing := [name for name in names if name not in specs]:
-        raise CheckpointError(
-            f"{folder} has no {missing[0]}, but a {type(model).__name__} needs it; the checkpoint is from another "
-            "version"
-        )
+        raise CheckpointError(f"{folder} has no {missing[0]} of a {type(model).__name__}; it is from another version")
     export_dtype = read_dtype(settings)
 
     def rename(name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:

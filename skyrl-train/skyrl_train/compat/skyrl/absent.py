@@ -12,7 +12,7 @@ from skyrl_train.errors import ConfigError
 
 GUIDE = "docs/guides/coming-from-skyrl.md"
 
-_ENGINES = "the experiment starts the engines of `generator`; override get_engine for your own"
+_ENGINES = "the experiment starts the engines of `generator`; override get_engine for a custom one"
 _GPT_OSS = "attention comes from transformers, and mixture-of-experts models cannot be trained"
 _LIMITS = "set trainer.fully_async.num_parallel_generation_workers, or limit the requests in your generator"
 _OWN_LOOP = "keep the training loop; to train asynchronously, return a FullyAsyncRayPPOTrainer from get_trainer"
@@ -23,7 +23,7 @@ _CALLBACKS = "subclass skyrl_train.callbacks.Callback, and return it from the ex
 MODULES = {
     "config.sft_config": _SFT,
     "env_vars": "there are no such variables; trainer.placement has the time limits",
-    "skyrl_gym.envs.rlm": "write the environment, and its calls to the model, as a generator",
+    "skyrl_gym.envs.rlm": "write the environment and its model calls as a generator",
     "fully_async_trainer_sim": "train with FullyAsyncRayPPOTrainer and a tiny model (`skyrl tiny`)",
     "inference_engines.common": _ENGINES,
     "inference_engines.remote_inference_client": _ENGINES,
@@ -37,7 +37,7 @@ MODULES = {
     "workers.worker_dispatch": _WORKERS,
     "workers.worker_utils": _WORKERS,
 }
-"""Modules of SkyRL, relative to `skyrl_train` unless they start with another package."""
+"""SkyRL modules, relative to `skyrl_train` unless they start with another package."""
 
 MISSING_NAMES: dict[str, dict[str, str]] = {
     "config": {"InferenceEngineConfig": "the engine's keys are in `generator`"},
@@ -51,7 +51,7 @@ MISSING_NAMES: dict[str, dict[str, str]] = {
         "TrajectoryOutput": "rollout(requests, sampling, metadata) returns a Trajectory",
     },
     "generators.utils": {
-        "get_metrics_from_generator_output": "the trainer logs the metrics of rewards itself",
+        "get_metrics_from_generator_output": "the trainer itself logs reward metrics",
         "prepare_generator_input": _OWN_LOOP,
     },
     "inference_engines.base": {"InferenceEngineInterface": "use InferenceEngineClient for type annotations"},
@@ -84,7 +84,7 @@ MISSING_NAMES: dict[str, dict[str, str]] = {
         _WORKERS,
     ),
 }
-"""Names of SkyRL by module, relative to `skyrl_train`."""
+"""SkyRL names by module, relative to `skyrl_train`."""
 MISSING_NAMES["utils.utils"] = MISSING_NAMES["utils"]
 
 TRAINER_METHODS = {
@@ -131,7 +131,7 @@ CLIENT_METHODS = {
 
 
 def refuse_overrides(cls: type, base: type, absent: Mapping[str, str]) -> None:
-    """Raise ConfigError if `cls` overrides one of the `absent` methods: nothing would call it."""
+    """Raise ConfigError if `cls` overrides one of the `absent` methods, because nothing would call it."""
     for name, instead in absent.items():
         if getattr(cls, name, None) is not getattr(base, name, None):
             raise ConfigError(f"{cls.__name__}.{name} would never be called; {instead} instead ({GUIDE})")

@@ -70,7 +70,7 @@ def compute_advantages_and_returns(
     config: AlgorithmConfig,
     **inputs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the advantages and returns (B, R) of a registered estimator. It gets the `inputs` that it declares."""
+    """Return a registered estimator's advantages and returns (B, R). It gets the `inputs` that it declares."""
     rows = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "index": index}
     estimator = AdvantageEstimatorRegistry.get(adv_estimator)
     return estimator(**named_inputs(estimator, {**collect_settings(config), **inputs, **rows}))

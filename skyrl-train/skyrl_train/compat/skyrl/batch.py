@@ -39,7 +39,7 @@ class TrainingInputBatch(dict[str, Any]):
     """
 
     def __init__(self, batch: TrainingBatch, **metadata: Any) -> None:
-        """Create a dictionary that shares the tensors of `batch`. `metadata` extends the batch's metadata."""
+        """Create the dictionary. It shares the tensors of `batch`. `metadata` extends the class's metadata."""
         super().__init__()
         response_mask = batch.attention_mask[:, -batch.response_length :]  # (B, R)
         self["response_mask"], self["is_last_step"] = response_mask, batch.is_last_row
@@ -52,7 +52,7 @@ class TrainingInputBatch(dict[str, Any]):
         self.fill(batch)
 
     def fill(self, batch: TrainingBatch) -> None:
-        """Replace the tensors by the tensors of `batch` (with the same rows), and keep other keys."""
+        """Replace the tensors with those in `batch` (with the same rows), and keep other keys."""
         self._batch = batch
         self.update({key: getattr(batch, field) for key, field in FIELDS.items()})
 
@@ -64,7 +64,7 @@ class TrainingInputBatch(dict[str, Any]):
             expected = tuple((self._batch.loss_mask if before is None else before).shape)
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             if value is not None and shape != expected:
-                raise DataError(f"{key!r} of the batch is {shape}; it must be a tensor {expected}")
+                raise DataError(f"the batch's {key!r} is {shape}, but must be a tensor {expected}")
         return replace(self._batch, **fields)
 
 

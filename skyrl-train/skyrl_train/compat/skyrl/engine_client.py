@@ -39,7 +39,7 @@ class InferenceEngineOutput(TypedDict):
 
 
 class InferenceEngineClient:
-    """An engine whose `generate` also accepts SkyRL's input. All other attributes come from the wrapped engine."""
+    """An engine whose `generate` also accepts SkyRL's input. All other attributes are the wrapped engine's."""
 
     def __init__(
         self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase, cfg: GeneratorConfig, seed: int
@@ -90,7 +90,7 @@ class InferenceEngineClient:
     async def _to_requests(self, inputs: InferenceEngineInput) -> list[EngineRequest]:
         prompts, token_ids = inputs.get("prompts"), inputs.get("prompt_token_ids")
         if (prompts is None) == (token_ids is None):
-            raise DataError("the input of generate needs either prompts or prompt_token_ids")
+            raise DataError("the input to generate needs either prompts or prompt_token_ids")
         if token_ids is None:
             texts = [self._template.render(prompt, adds_header=True) for prompt in prompts or ()]
             token_ids = [self._template.encode(text) for text in texts]

@@ -49,7 +49,7 @@ class BasePPOExp(RLExperiment):
     is_stock = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise ConfigError if the subclass overrides a method of SkyRL that nothing calls here."""
+        """Raise ConfigError if the subclass overrides a SkyRL method that nothing calls here."""
         super().__init_subclass__(**kwargs)
         refuse_overrides(cls, BasePPOExp, EXPERIMENT_METHODS)
 
@@ -114,8 +114,8 @@ class BasePPOExp(RLExperiment):
         source_cfg, buffer = self.cfg, self.cfg.trainer.algorithm.overlong_buffer_len
         if trainer.postprocesses and buffer is not None:
             logger.info(
-                "trainer.algorithm.overlong_buffer_len=%d is left to %s.postprocess_generator_output, and not applied "
-                "before it",
+                "trainer.algorithm.overlong_buffer_len=%d is left to %s.postprocess_generator_output, so it is not "
+                "applied before it",
                 *(buffer, type(trainer).__name__),
             )
             source_cfg = with_value(self.cfg, "trainer.algorithm.overlong_buffer_len", None)

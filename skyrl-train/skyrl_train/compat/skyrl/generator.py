@@ -67,7 +67,7 @@ COPIED = ("env_metrics", "reward_components", "timing", "n_attempts")
 
 
 class GeneratorInterface(RolloutGenerator):
-    """Base class of generators that implement SkyRL's `generate` or our `rollout`. Each is implemented by the other.
+    """Base class for generators that implement SkyRL's `generate` or our `rollout`. Each defaults to calling the other.
 
     If both are overridden, the trainer calls the method of the most derived class, or `rollout` if that class has both.
     """
@@ -116,7 +116,7 @@ class GeneratorInterface(RolloutGenerator):
         return to_trajectories(output, requests)
 
     def _check_implemented(self) -> None:
-        """Raise NotImplementedError if neither method is overridden: they would call each other forever."""
+        """Raise NotImplementedError if neither method is overridden, because they would call each other forever."""
         cls = type(self)
         if cls.generate is GeneratorInterface.generate and cls.rollout is GeneratorInterface.rollout:
             raise NotImplementedError(f"{cls.__name__} has neither `generate` nor `rollout`; implement one of them")
@@ -137,11 +137,11 @@ class SkyRLGymGenerator(GymGenerator, GeneratorInterface):
         super().__init__(generator_cfg, skyrl_gym_cfg, inference_engine_client, tokenizer)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise TypeError if the subclass defines SkyRL's `agent_loop`: nothing calls it here."""
+        """Raise TypeError if the subclass defines SkyRL's `agent_loop`, because nothing calls it here."""
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "agent_loop"):
             raise TypeError(
-                f"{cls.__name__}.agent_loop would never be called: this generator has no such method. Override "
+                f"{cls.__name__}.agent_loop would never be called, because this generator has no such method. Override "
                 "generate(input_batch), or rollout(requests, sampling, metadata), and play the episodes there"
             )
 
@@ -149,8 +149,8 @@ class SkyRLGymGenerator(GymGenerator, GeneratorInterface):
 def returns_totals(generator: RolloutGenerator) -> bool:
     """Return True if lists have one reward per response instead of one per token.
 
-    A custom `generate` decides by its last output. Otherwise SkyRL's rule applies: totals with `generator.batched` and
-    a single turn.
+    For a custom `generate`, its last output decides. Otherwise SkyRL's rule applies: totals with `generator.batched`
+    and a single turn.
     """
     if isinstance(generator, GeneratorInterface) and generator._returned_totals is not None:
         return generator._returned_totals
@@ -223,7 +223,7 @@ def edit_as_lists(
     }
     edited: Any = edit(copied)
     if not isinstance(edited, Mapping):
-        raise DataError(f"it returned a {type(edited).__name__}; return the dictionary of the rollouts")
+        raise DataError(f"it returned a {type(edited).__name__}; return the rollouts' dictionary")
     requests = [RolloutRequest(t.id, PromptRow(t.id.instance_id, [], t.env_class, t.env_extras)) for t in trajectories]
     changed = to_trajectories({**lists, **edited}, requests)
     for t in changed:
@@ -282,7 +282,7 @@ def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segmen
     """Convert entry `i` of the lists to a segment."""
     id = _at(output.get("trajectory_ids"), i)
     if id is not None and (id.instance_id, id.repetition_id) != (request.id.instance_id, request.id.repetition_id):
-        raise DataError(f"trajectory_ids[{i}]={id} where {request.id} was requested; keep the order of the prompts")
+        raise DataError(f"trajectory_ids[{i}]={id}, but {request.id} was requested; keep the order of the prompts")
     prompt_ids, response_ids = output["prompt_token_ids"][i], output["response_ids"][i]
     loss_mask, rewards = output["loss_masks"][i], output["rewards"][i]
     logprobs, sampling_logprobs = _at(output.get("rollout_logprobs"), i), _at(output.get("sampling_logprobs"), i)

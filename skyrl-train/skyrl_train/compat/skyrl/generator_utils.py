@@ -1,7 +1,7 @@
 """Functions for generators written for SkyRL.
 
-The functions that take messages tokenize them, so the result can differ from the sampled tokens. Return the sampled
-tokens if your generator knows them.
+The functions that take messages tokenize them, so the result can differ from the sampled tokens. If your generator
+knows the sampled tokens, return those instead.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def get_response_ids_and_loss_mask_from_messages(
             if eos_id in token_ids:
                 end -= token_ids[::-1].index(eos_id)
         elif message["role"] != "user":
-            raise ValueError(f"message {number} has the role {message['role']!r}; it must be user or assistant")
+            raise ValueError(f"message {number} has the role {message['role']!r}, but it must be user or assistant")
         sampled = [0.0] * (end - start)
         if assistant_logprobs is not None and message["role"] == "assistant":
             sampled = next(of_replies)
             if len(sampled) != end - start:
-                raise ValueError(f"message {number} has {end - start} sampled tokens and {len(sampled)} log-probs")
+                raise ValueError(f"message {number} has {end - start} sampled tokens but {len(sampled)} log-probs")
         n_after = len(token_ids) - end
         response_ids += token_ids
         loss_mask += [0] * start + [1] * (end - start) + [0] * n_after
@@ -108,7 +108,7 @@ def apply_overlong_filtering(
 
 
 def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
-    """Join the lists that all outputs have, and average their `rollout_metrics`.
+    """Join the lists that all outputs have and average their `rollout_metrics`.
 
     An output without `is_last_step` has one row per trajectory.
     """

@@ -1,4 +1,4 @@
-"""Keys of other versions of SkyRL: aliases, keys without an effect, and keys that are rejected."""
+"""Keys of other SkyRL versions: aliases, keys without an effect, and rejected keys."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MEMORY_WITHOUT_EFFECT = {
     "trainer.use_sample_packing": "padding is left out wherever the model allows it",
     "trainer.remove_microbatch_padding": "padding is left out wherever the model allows it",
     "trainer.gradient_checkpointing_use_reentrant": "both ways to recompute activations give the same gradients",
-    "trainer.recompute_old_logprobs_per_minibatch": "log-probs do not depend on the micro-batches of a row",
+    "trainer.recompute_old_logprobs_per_minibatch": "log-probs do not depend on a row's micro-batches",
     "trainer.logprobs_chunk_size": "log-probs are computed in blocks that fit into caches",
     **{
         f"trainer.{role}.optimizer_config.offload_after_step": "trainer.placement.offload_idle decides what "
@@ -65,7 +65,7 @@ MEMORY_WITHOUT_EFFECT = {
         for role in ("policy", "critic")
     },
 }
-"""Keys of other versions that only change memory or speed."""
+"""Keys of other versions that change only memory or speed."""
 
 WITHOUT_EFFECT = {
     **MEMORY_WITHOUT_EFFECT,
@@ -78,7 +78,7 @@ WITHOUT_EFFECT = {
             "fully_sharded_loras": "vLLM merges the adapter into its weights",
             "override_existing_update_group": "each weight sync opens new connections",
             "use_cache_salt": "cached keys and values are dropped when the weights change",
-            "model_name": "AgentGenerator(model_name=…) names the model of the HTTP endpoint",
+            "model_name": "AgentGenerator(model_name=…) sets the model name of the HTTP endpoint",
             "http_endpoint_host": "AgentGenerator(host=…) sets the address of the HTTP endpoint",
             "http_endpoint_port": "AgentGenerator(port=…) sets the port of the HTTP endpoint",
         }.items()
@@ -105,7 +105,7 @@ WITHOUT_EFFECT = {
 
 
 _MODEL_CONFIG = (
-    "the engine, exports and later runs read the config.json of the model; copy the model and change the file there"
+    "the engine, exports and later runs read the model's config.json; copy the model and change the file there"
 )
 _TRAJECTORIES = "set trainer.dump_trajectories=true, which writes all training trajectories"
 _MIXTURE = "set data.mixture.min_per_batch, the minimum number of prompts of each data source in a batch"
@@ -163,7 +163,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "generator.inference_engine.expert_parallel_size": _EXPERTS,
     "generator.inference_engine.external_proxy_url": (
         (None,),
-        "name each server in generator.remote_inference_engine_urls",
+        "list each server in generator.remote_inference_engine_urls",
     ),
     "trainer.disable_fast_tokenizer": ((False,), "the fast tokenizer in tokenizer.json is always used"),
     "trainer.policy.use_torch_compile": ((False,), "training runs without torch.compile"),
@@ -171,7 +171,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
         (False,),
         "memory snapshots are not written; `skyrl train --dry-run` prints the memory of each process",
     ),
-    "trainer.policy.track_extra_gradient_metrics": ((False,), "policy/grad_norm is the only metric of gradients"),
+    "trainer.policy.track_extra_gradient_metrics": ((False,), "policy/grad_norm is the only gradient metric"),
     **{f"trainer.{role}.fsdp_config.{name}": entry for role in MODELS for name, entry in _FSDP.items()},
     "trainer.use_expandable_segments": ((False,), "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"),
     "trainer.use_hybrid_env_sampling": ((False,), _MIXTURE),
@@ -184,5 +184,5 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.log_path": ((None,), "the log is train.log in the run folder; set trainer.output_dir"),
     "trainer.enable_ray_gpu_monitor": ((False,), "GPUs are monitored by Weights & Biases and by Ray's dashboard"),
 }
-"""Keys of SkyRL for features that do not exist here: the values that turn the feature off, and the reason or the
-replacement. Keys of a section come before the section itself."""
+"""SkyRL keys for features that do not exist here: the values that turn the feature off, and the reason or the
+replacement. A section's keys come before the section itself."""

@@ -1,7 +1,7 @@
 """SkyRL's names in our own modules, e.g. `skyrl_train.trainer.RayPPOTrainer`.
 
-The modules themselves do not define these names. `skyrl_train` installs an importer that looks up a module's missing
-names here. Modules that exist only for SkyRL's scripts are files of three lines, listed in a test.
+The modules themselves do not define these names. Instead, `skyrl_train` installs an importer that looks up a module's
+missing names here. Modules that exist only for SkyRL's scripts are files of three lines, listed in a test.
 """
 
 from __future__ import annotations

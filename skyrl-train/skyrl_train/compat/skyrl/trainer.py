@@ -22,7 +22,7 @@ from skyrl_train.types import Metrics, TrainingBatch, Trajectory
 class RayPPOTrainer(Trainer):
     """A `Trainer` with SkyRL's constructor, for `BasePPOExp.get_trainer`.
 
-    Subclasses may override the stages of `Trainer`, and these hooks of SkyRL: `postprocess_generator_output`,
+    Subclasses may override the stages of `Trainer`, and these SkyRL hooks: `postprocess_generator_output`,
     `apply_reward_kl_penalty`, `compute_advantages_and_returns` and `eval`. In the first three, `global_step` is the
     current step. Numbers added to `all_metrics` and seconds added to `all_timings` are logged with the step.
 
@@ -56,7 +56,7 @@ class RayPPOTrainer(Trainer):
         self._evaluation: Evaluation | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise ConfigError if the subclass overrides a method of SkyRL that nothing calls here."""
+        """Raise ConfigError if the subclass overrides a SkyRL method that nothing calls here."""
         super().__init_subclass__(**kwargs)
         refuse_overrides(cls, RayPPOTrainer, TRAINER_METHODS)
 
@@ -142,7 +142,7 @@ class RayPPOTrainer(Trainer):
         with self._in_hook(step, "compute_advantages_and_returns"):
             data = _checked(self.compute_advantages_and_returns(data))
             if data["advantages"] is None:
-                raise DataError("data['advantages'] is not set; set it, and data['returns'] if there is a critic")
+                raise DataError("data['advantages'] is not set; set it, and with a critic data['returns']")
         batch, metrics = self.learner.normalize_advantages(data.to_batch())
         step.record(metrics)
         return batch
@@ -169,7 +169,7 @@ class RayPPOTrainer(Trainer):
 def _checked(data: object) -> TrainingInputBatch:
     """Return a hook's result. Raise DataError if it is not a batch, or if the shape of a tensor has changed."""
     if not isinstance(data, TrainingInputBatch):
-        raise DataError(f"it returned a {type(data).__name__}; return the batch that it was given")
+        raise DataError(f"it returned a {type(data).__name__}; return the batch that it received")
     data.to_batch()
     return data
 

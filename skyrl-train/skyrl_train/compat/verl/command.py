@@ -54,11 +54,11 @@ REJECTIONS = {
 def read_command(words: Sequence[str]) -> tuple[VerlProgram, list[str]]:
     """Return the program, and its options as our overrides.
 
-    `words` may be a whole command line: `torchrun --nproc_per_node=1 -m verl.trainer.fsdp_sft_trainer optim.lr=2e-6`.
-    Each translated option is logged, and so is the launcher that the command line starts with.
+    `words` may be a complete command line: `torchrun --nproc_per_node=1 -m verl.trainer.fsdp_sft_trainer
+    optim.lr=2e-6`. Each translated option is logged, as is the launcher that the command line starts with.
 
     Raises:
-        ConfigError: the words name no program, or options cannot be honored. The message lists all of them.
+        ConfigError: the words contain no program, or options cannot be honored. The message lists all of them.
     """
     position = _find_program(words)
     program = PROGRAMS[_last_name(words[position])]
@@ -66,19 +66,19 @@ def read_command(words: Sequence[str]) -> tuple[VerlProgram, list[str]]:
 
 
 def find_torchrun_flags(words: Sequence[str]) -> list[str]:
-    """Return the flags of torchrun in a command line, except the flags for the number of processes."""
+    """Return torchrun's flags in a command line, except those for the number of processes."""
     flags = _split_torchrun_flags(words[: _find_program(words)])
     return [word for flag in flags if _find_count(flag) is None for word in flag]
 
 
 def _find_program(words: Sequence[str]) -> int:
-    """Return the index of the program among the words of a command line."""
+    """Return the program's index among a command line's words."""
     for index, word in enumerate(words):
         if _last_name(word) in PROGRAMS:
             return index
     raise ConfigError(
-        f"skyrl verl {' '.join(words)} names none of verl's programs {', '.join(PROGRAMS)}; write e.g. skyrl verl "
-        "main_ppo algorithm.adv_estimator=grpo, or skyrl verl before a whole command line"
+        f"skyrl verl {' '.join(words)} contains none of verl's programs {', '.join(PROGRAMS)}; write e.g. skyrl verl "
+        "main_ppo algorithm.adv_estimator=grpo, or skyrl verl before a complete command line"
     )
 
 
@@ -90,7 +90,7 @@ def _read_launcher(words: Sequence[str], program: VerlProgram) -> Iterator[str]:
     """Yield overrides for the part of the command line before the program. Log each flag of torchrun."""
     ignored = list(takewhile(lambda word: not _is_torchrun(word), words))
     if not all(word == "-m" or re.fullmatch(r"(.*/)?python[\d.]*", word) for word in ignored):
-        logger.warning("%s has no effect: skyrl runs the program, and starts its processes", " ".join(ignored))
+        logger.warning("%s has no effect, because skyrl runs the program and starts its processes", " ".join(ignored))
     if ignored == list(words):
         return
     starts_ranks = program is FSDP_SFT_TRAINER
@@ -106,7 +106,7 @@ def _read_launcher(words: Sequence[str], program: VerlProgram) -> Iterator[str]:
         elif starts_ranks:
             logger.warning("%s is an option of torchrun, which starts the ranks", text)
         else:
-            logger.warning("%s has no effect: Ray starts the processes of reinforcement learning", text)
+            logger.warning("%s has no effect, because Ray starts the processes for reinforcement learning", text)
 
 
 def _is_torchrun(word: str) -> bool:
@@ -133,7 +133,7 @@ def _find_count(flag: Sequence[str]) -> str | None:
 def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
     """Translate the options of a verl program into our overrides, in order.
 
-    Options that are dropped or changed are logged, and so are verl's defaults. The alias tables log the rest.
+    Options that are dropped or changed are logged, as are verl's defaults. The alias tables log the rest.
 
     Raises:
         ConfigError: options cannot be parsed or honored. The message lists all of them.
@@ -167,7 +167,7 @@ def translate(argv: Sequence[str], program: VerlProgram) -> list[str]:
         if key not in settings
     ]
     if defaults:
-        logger.warning("defaults of verl: %s", " ".join(defaults))
+        logger.warning("verl's defaults: %s", " ".join(defaults))
     return [*defaults, *overrides]
 
 
@@ -221,7 +221,7 @@ def _find_reason(key: str, value: object, options: Mapping[str, object], program
     if _look_up(key, program.refused) is not None or (key == REJECTION and _is_off(value)):
         return "the option is off"
     if (conditional := _look_up(key, program.conditional)) is not None:
-        return f"it is read only with {conditional.switch}" if _is_off(options.get(conditional.switch)) else None
+        return f"it applies only with {conditional.switch}" if _is_off(options.get(conditional.switch)) else None
     if (fixed := _look_up(key, program.fixed)) is not None:
         return fixed.reason
     if key == "data.seed" and value is None:
@@ -237,7 +237,7 @@ def _find_reason(key: str, value: object, options: Mapping[str, object], program
 
 
 def _read_rejection(options: Mapping[str, object]) -> list[str]:
-    """Return the overrides for verl's rejection of tokens or trajectories. It combines three options.
+    """Return the overrides for verl's rejection of tokens or trajectories, which combines three options.
 
     Raises:
         ConfigError: the kind of rejection has no counterpart, or its threshold is missing or invalid.
@@ -245,7 +245,7 @@ def _read_rejection(options: Mapping[str, object]) -> list[str]:
     name, threshold = options[REJECTION], options.get(f"{REJECTION}_threshold")
     if str(name) not in REJECTIONS:
         raise ConfigError(
-            f"{REJECTION}={show(name)} is not supported; use one of {', '.join(REJECTIONS)}, or the keys of "
+            f"{REJECTION}={show(name)} is not supported; use one of {', '.join(REJECTIONS)}, or the keys under "
             f"{CORRECTION}"
         )
     bounds, metric = REJECTIONS[str(name)]
@@ -267,7 +267,7 @@ def _read_rejection(options: Mapping[str, object]) -> list[str]:
 
 
 def _find_problem(key: str, value: object, program: VerlProgram) -> str | None:
-    """Return the problem and its fix if an option of verl cannot be honored, otherwise None."""
+    """Return the problem and its fix if a verl option cannot be honored, otherwise None."""
     option = f"{key}={show(value)}"
     if (fix := _look_up(key, program.refused)) is not None:
         return None if _is_off(value) else f"{option} is not supported; {fix}"

@@ -48,15 +48,15 @@ NAMES = {
     "train/entropy": "policy/policy_entropy",
     "train/learning_rate": "policy/policy_lr",
 }
-"""verl's names, mapped to ours. If a step lacks our metric (e.g. without a critic), verl's is missing too."""
+"""verl's names, mapped to ours. If a step lacks our metric (e.g. without a critic), it also lacks verl's."""
 
 
 def verl_metrics(
     metrics: Mapping[str, float], trajectories: Sequence[Trajectory], step: int, cfg: SkyRLConfig
 ) -> dict[str, float]:
-    """Return the metrics of a step under verl's names, the step number, the speed of rollouts, and `system/`.
+    """Return a step's metrics under verl's names, the step number, the rollout speed, and `system/`.
 
-    A step without trajectories is an evaluation before training. It only has evaluation scores.
+    A step without trajectories is an evaluation before training, so it has only evaluation scores.
     """
     scores = {}
     for name, value in metrics.items():

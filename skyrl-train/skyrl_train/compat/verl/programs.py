@@ -32,7 +32,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Conditional:
-    """An option that has an effect only if the option `switch` is on."""
+    """An option that has an effect only if `switch` is on."""
 
     switch: str
     key: str | None = None
@@ -41,9 +41,9 @@ class Conditional:
 
 @dataclass(frozen=True)
 class VerlProgram:
-    """A program of verl: the configuration that its options become, and the options without a key in it.
+    """A verl program: the configuration that its options become, and the options without a key in it.
 
-    In the tables, the name of a section stands for all options below it.
+    In the tables, a section's name stands for all options under it.
     """
 
     schema: Schema[Any]
@@ -86,19 +86,19 @@ def _count_engines(settings: Settings) -> int:
         *(f"{engine}_{name}_parallel_size" for name in ("tensor", "pipeline", "data")),
     )
     texts = (str(settings.get(key)) for key in keys)
-    # A value that is no positive integer counts as 1 here, because validation rejects it later.
+    # A value that is not a positive integer counts as 1 here, because validation rejects it later.
     n_nodes, n_gpus, *sizes = (int(text) if text.isdecimal() and int(text) else 1 for text in texts)
     return n_nodes * (n_gpus // math.prod(sizes))
 
 
 ALWAYS_PACKED = Fixed("passes are always packed by tokens (trainer.max_tokens_per_microbatch)")
-ALWAYS_DEFAULT_ATTENTION = Fixed("attention is PyTorch's SDPA, and the head computes trained tokens only")
+ALWAYS_DEFAULT_ATTENTION = Fixed("attention is PyTorch's SDPA, and the head computes only trained tokens")
 ALWAYS_COMPLETE = Fixed(
     "checkpoints hold everything that a run needs to resume, and are written while training continues; skyrl merge "
     "converts one to a model"
 )
 OFFLOADED_IF_IDLE = Fixed("trainer.placement.offload_idle decides what leaves its device between the phases of a step")
-NO_REMOTE_CODE = Fixed("models with code of their own are not supported", (False,))
+NO_REMOTE_CODE = Fixed("models with custom code are not supported", (False,))
 NO_OVERRIDES = Fixed("the model is built from its config.json; change the file in a copy of the model", (None, {}))
 NO_PROFILER = Fixed("there is no profiler", (None, [], {}, False))
 OWN_TOKENIZER = Fixed("the tokenizer is the model's", (None,))
@@ -113,7 +113,7 @@ RAY_DEFAULTS = Fixed("Ray uses all resources of the machine; $RAY_ADDRESS select
 FSDP = {
     "wrap_policy": Fixed("every transformer block is sharded"),
     "optimizer_offload": OFFLOADED_IF_IDLE,
-    "forward_prefetch": Fixed("FSDP2 prefetches on its own"),
+    "forward_prefetch": Fixed("FSDP2 prefetches automatically"),
     "use_orig_params": Fixed("FSDP2 always keeps the parameters"),
     "use_torch_compile": Fixed("training runs without torch.compile"),
     "entropy_from_logits_with_chunking": Fixed("the head computes in blocks that fit into memory"),
@@ -126,7 +126,7 @@ FSDP = {
 
 OPTIMIZER = {
     "optimizer": Fixed("the optimizer is AdamW", ("AdamW",)),
-    "optimizer_impl": Fixed("the optimizer is AdamW of torch.optim", ("torch.optim",)),
+    "optimizer_impl": Fixed("the optimizer is torch.optim's AdamW", ("torch.optim",)),
     "override_optimizer_config": Fixed("the optimizer has no other settings", (None, {})),
     "min_lr_ratio": Fixed("schedules decay to 0", (None, 0, 0.0)),
     "num_cycles": Fixed("the cosine schedule is half a period", (0.5,)),
@@ -164,16 +164,16 @@ COMMON = {
     "data.dataloader_num_workers": Fixed("the trainer reads the rows"),
     "data.use_shm": Fixed("rows are read from their files"),
     "data.image_key": Fixed(
-        "rows hold text: media in a column image or images are refused, and plain text there reaches the environment",
+        "rows hold text: media in a column image or images are rejected, and plain text there reaches the environment",
         ("images", "image"),
     ),
     "data.video_key": Fixed(
-        "rows hold text: media in a column video or videos are refused, and plain text there reaches the environment",
+        "rows hold text: media in a column video or videos are rejected, and plain text there reaches the environment",
         ("videos", "video"),
     ),
     "data.image_patch_size": TEXT_ONLY,
     "trainer.default_hdfs_dir": Fixed("checkpoints are written to trainer.default_local_dir", (None,)),
-    "trainer.device": Fixed("a GPU is used if there is one"),
+    "trainer.device": Fixed("a GPU is used if available"),
     "trainer.use_legacy_worker_impl": Fixed("there is one implementation"),
     "trainer.balance_batch": Fixed("ranks always get nearly the same number of tokens"),
     "trainer.profile_steps": NO_PROFILER,
@@ -260,7 +260,7 @@ MAIN_PPO = VerlProgram(
         f"{REF}.fsdp_config.model_dtype": Fixed(f"the reference has {ACTOR}.fsdp_config.model_dtype"),
         f"{REF}.strategy": Fixed("the reference is sharded like the policy"),
         f"{REF}.log_prob_micro_batch_size_per_gpu": Fixed(
-            f"the reference takes {ROLLOUT}.log_prob_micro_batch_size_per_gpu"
+            f"the reference uses {ROLLOUT}.log_prob_micro_batch_size_per_gpu"
         ),
         f"{REF}.log_prob_use_dynamic_bsz": ALWAYS_PACKED,
         f"{REF}.log_prob_max_token_len_per_gpu": ALWAYS_PACKED,
@@ -309,11 +309,11 @@ MAIN_PPO = VerlProgram(
             "the critic's loss is the mean over trajectories of their token means", ("seq-mean-token-mean",)
         ),
         "critic.checkpoint": ALWAYS_COMPLETE,
-        "critic.ppo_epochs": Fixed("the critic takes actor_rollout_ref.actor.ppo_epochs", (1,)),
-        "critic.ppo_micro_batch_size_per_gpu": Fixed(f"the critic takes {ACTOR}.ppo_micro_batch_size_per_gpu"),
-        "critic.ppo_max_token_len_per_gpu": Fixed(f"the critic takes {ACTOR}.ppo_max_token_len_per_gpu"),
+        "critic.ppo_epochs": Fixed("the critic uses actor_rollout_ref.actor.ppo_epochs", (1,)),
+        "critic.ppo_micro_batch_size_per_gpu": Fixed(f"the critic uses {ACTOR}.ppo_micro_batch_size_per_gpu"),
+        "critic.ppo_max_token_len_per_gpu": Fixed(f"the critic uses {ACTOR}.ppo_max_token_len_per_gpu"),
         "critic.forward_micro_batch_size_per_gpu": Fixed(
-            f"the critic takes {ROLLOUT}.log_prob_micro_batch_size_per_gpu"
+            f"the critic uses {ROLLOUT}.log_prob_micro_batch_size_per_gpu"
         ),
         "critic.forward_max_token_len_per_gpu": ALWAYS_PACKED,
         "critic.model.enable_gradient_checkpointing": Fixed(
@@ -357,7 +357,7 @@ MAIN_PPO = VerlProgram(
         "critic.ppo_micro_batch_size": f"use {ACTOR}.ppo_micro_batch_size_per_gpu, the rows of one device",
         "critic.forward_micro_batch_size": f"use {ROLLOUT}.log_prob_micro_batch_size_per_gpu, the rows of one device",
         "reward_model.model": "remove it, and score replies with custom_reward_function or an environment",
-        "custom_reward_function.reward_kwargs": "remove it, and give the arguments of the function default values",
+        "custom_reward_function.reward_kwargs": "remove it, and give the function's arguments default values",
         f"{ROLLOUT}.multi_turn.enable": (
             "remove it; set environment.env_class to an environment, and generator.max_turns"
         ),

@@ -185,7 +185,7 @@ def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def rewards_are_compared(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of groups of one, filters without effect, and truncation that zeroes nearly every reward."""
+    """Warn about groups of one, filters without effect, and truncation that zeroes nearly every reward."""
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     if generator.n_samples_per_prompt == 1 and algorithm.advantage_estimator == "grpo":
         yield (
@@ -210,7 +210,7 @@ def rewards_are_compared(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def loss_learns_from_rewards(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of a loss that ignores rewards and of a KL loss whose gradient is 0 on average."""
+    """Warn about a loss that ignores rewards and a KL loss whose gradient is 0 on average."""
     algorithm = cfg.trainer.algorithm
     if algorithm.policy_loss_type == "cross_entropy":
         yield (
@@ -225,7 +225,7 @@ def loss_learns_from_rewards(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def coefficients_are_unusual(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of coefficients far above usual values."""
+    """Warn about coefficients far above usual values."""
     algorithm = cfg.trainer.algorithm
     coefficients = {
         "trainer.algorithm.kl_loss_coef": algorithm.kl_loss_coef if algorithm.compares_with_reference else 0.0,

@@ -88,6 +88,6 @@ def validation_data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def training_data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of a training source that is listed twice."""
+    """Warn about a training source that is listed twice."""
     for source in _repeated_sources(cfg.data.train_data):
         yield f"data.train_data has {show(source)} twice, so an epoch trains on its rows twice; name it once"

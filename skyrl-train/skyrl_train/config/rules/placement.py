@@ -40,14 +40,14 @@ def asynchronous_engine_has_its_own_devices(cfg: SkyRLConfig) -> Iterator[str]:
     is_shared = placement.uses_ray and placement.colocate_all and cfg.generator.n_local_engines > 0
     if cfg.trainer.fully_async.enabled and is_shared:
         yield (
-            "trainer.fully_async.enabled=true trains and generates at the same time, and "
+            "trainer.fully_async.enabled=true trains and generates at the same time, but "
             "trainer.placement.colocate_all=true places both on the same GPUs; set "
             "trainer.placement.colocate_all=false, or trainer.fully_async.enabled=false"
         )
 
 
 def asynchronous_settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of settings for asynchronous training while it is disabled."""
+    """Warn about settings for asynchronous training while it is disabled."""
     settings = cfg.trainer.fully_async
     if not settings.enabled and (changed := sorted(changed_fields(settings))):
         key = f"trainer.fully_async.{changed[0]}"
@@ -64,7 +64,7 @@ def critic_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def critic_is_placed_if_there_is_one(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of GPUs for a critic in a run without one."""
+    """Warn about GPUs for a critic in a run without one."""
     if cfg.trainer.critic.model.path is None:
         yield from find_unused_size(cfg.trainer.placement, "critic", "the run has no critic")
 
@@ -102,7 +102,7 @@ def _other_counts(placement: PlacementConfig, role: PlacedRole) -> list[tuple[st
 
 
 def colocation_has_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of separate GPUs for the reference if all models share the same GPUs."""
+    """Warn about separate GPUs for the reference if all models share the same GPUs."""
     placement = cfg.trainer.placement
     if placement.colocate_all and not placement.colocate_policy_ref:
         yield (
@@ -223,7 +223,7 @@ def sharding_fits_ranks(cfg: Any) -> Iterator[str]:
 
 
 def megatron_has_ranks(cfg: Any) -> Iterator[str]:
-    """Warn of Megatron-Core with a single rank."""
+    """Warn about Megatron-Core with a single rank."""
     if cfg.trainer.strategy_traits.is_model_parallel and _count_ranks(cfg.trainer.placement, "policy") == 1:
         yield (
             "trainer.strategy=megatron has no effect with a single rank of the policy, which holds the whole model; "

@@ -24,7 +24,7 @@ WITHOUT_EFFECT = {
 
 
 def settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn of settings that have no effect."""
+    """Warn about settings that have no effect."""
     for key, reason in WITHOUT_EFFECT.items():
         if (value := value_at(cfg, key)) != FIELDS[key].get_default():
             yield f"{key}={show(value)} has no effect: {reason}"
@@ -80,7 +80,7 @@ def adapters_are_possible(cfg: Any) -> Iterator[str]:
 
 
 def adapters_are_on(cfg: Any) -> Iterator[str]:
-    """Warn of settings for a disabled adapter."""
+    """Warn about settings for a disabled adapter."""
     for key, lora in _trained_sections(cfg, "model.lora"):
         if not lora.is_used and (changed := sorted(changed_fields(lora))):
             yield (
@@ -144,10 +144,10 @@ def trajectories_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def resume_path_is_read(cfg: Any) -> Iterator[str]:
-    """Warn of a `resume_path` that `resume_mode` ignores."""
+    """Warn about a `resume_path` that `resume_mode` ignores."""
     if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
         yield (
-            f"trainer.resume_path={show(cfg.trainer.resume_path)} is not read when "
+            f"trainer.resume_path={show(cfg.trainer.resume_path)} is ignored when "
             f"trainer.resume_mode={cfg.trainer.resume_mode}; set trainer.resume_mode=from_path"
         )
 

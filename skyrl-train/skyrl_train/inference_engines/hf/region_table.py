@@ -82,7 +82,7 @@ class RegionTable:
         return region
 
     def grow(self, region: Region, n_tokens: int, n_max: int) -> bool:
-        """Make `n_tokens` fit. Return False if there is no space."""
+        """Make room for `n_tokens`. Return False if there is no space."""
         return n_tokens <= region.capacity or self._widen(region, capacity_for(n_tokens, n_max), may_evict=True)
 
     def take_copies(self) -> list[Copy]:

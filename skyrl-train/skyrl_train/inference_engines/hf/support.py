@@ -1,4 +1,4 @@
-"""Check that a model supports packed sequences. Some architectures mix neighboring tokens outside of attention."""
+"""Check that a model supports packed sequences. Some architectures mix neighboring tokens outside attention."""
 
 from __future__ import annotations
 

@@ -138,8 +138,7 @@ class SGLangEngine(HTTPEngine):
         if reason is not None and reason["type"] == "abort":
             message = reason.get("message") or "no reason given"
             raise EngineError(f"the SGLang server at {self._url} aborted a request: {message}")
-        # Events carry all tokens so far (only the new ones with --incremental-streaming-output), but completion_tokens
-        # is always cumulative. So keep the last n_new.
+        # completion_tokens is cumulative, although with --incremental-streaming-output events carry only new tokens
         n_new = meta["completion_tokens"] - sequence.n_received
         sequence.n_received += n_new
         tops = _last(meta.get("output_top_logprobs") or [], n_new) or [None] * n_new
@@ -150,8 +149,7 @@ class SGLangEngine(HTTPEngine):
                 SampledToken(
                     token_id,
                     logprob,
-                    # the temperature is 1 here, because `_new_sequence` rejects any other
-                    raw_logprob=logprob if sequence.sampling.with_raw_logprobs else None,
+                    raw_logprob=logprob if sequence.sampling.with_raw_logprobs else None,  # `_new_sequence`: T = 1
                     top_logprobs=None if top is None else {other_id: value for value, other_id, _ in top},
                 )
             )

@@ -76,7 +76,7 @@ def launch_server(
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
     address = f"127.0.0.1:{free_port()}"
     arguments = list_arguments({**OWN_OPTIONS, "port": int(address.rpartition(":")[2]), **options})
-    process = subprocess.Popen([*command, *arguments], start_new_session=True)  # so `end` can kill its workers, too
+    process = subprocess.Popen([*command, *arguments], start_new_session=True)  # so `end` can also kill its workers
 
     def end() -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):

@@ -47,7 +47,7 @@ class WorkerExtension:
     def skyrl_prepare(self, eos_token_id: int | None, owner_pid: int | None = None) -> dict[str, Any]:
         """Install our sampler. Return the `Facts` as a dict, or {"error": …}.
 
-        `eos_token_id` is the tokenizer's. If the process `owner_pid` ends, this worker ends, too, and vLLM with it.
+        `eos_token_id` is the tokenizer's. If the process `owner_pid` ends, this worker also ends, and vLLM with it.
         """
         if self.vllm_config.scheduler_config.async_scheduling:
             return {"error": "asynchronous scheduling hides sampled tokens from the sampler; use --no-async-scheduling"}
@@ -122,7 +122,7 @@ def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, to
             loaded: set[str] = model.load_weights(weights)
         finally:
             finalize_layerwise_reload(model, config.model_config)
-        for module in model.modules():  # on a CPU, a head tied to the embedding has a packed copy, too
+        for module in model.modules():  # on a CPU, a head tied to the embedding also has a packed copy
             if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
                 module.quant_method.process_weights_after_loading(module)
     if missing := names - loaded:

@@ -57,7 +57,7 @@ def initialize_ray(cfg: SkyRLConfig | DictConfig) -> None:
     """Connect a script to a Ray cluster, as SkyRL scripts do before they run an experiment in a task.
 
     Environments, estimators, losses and reward functions registered so far are also registered in all processes of the
-    cluster. A new cluster has one CPU more than this machine, for the task. `cfg` is not read.
+    cluster. A new cluster has one CPU more than this machine, for the task. `cfg` is ignored.
 
     Raises:
         ConfigError: no cluster answers at `$RAY_ADDRESS`.

@@ -75,6 +75,7 @@ def estimates(name: str, batch: TrainingBatch, **algorithm: Any) -> tuple[torch.
 def test_advantages_do_not_depend_on_how_a_trajectory_is_split_into_rows(name: str) -> None:
     one, several = with_estimator_inputs(in_one_row()), with_estimator_inputs(in_several_rows())
     assert (len(one), len(several)) == (4, 12)
+    assert TrajectoryView(several).join(several.loss_mask).shape == (4, 7)  # five tokens in three rows
     settings = {"gamma": 0.9, "lambd": 0.8}
     for left, right in zip(estimates(name, one, **settings), estimates(name, several, **settings), strict=True):
         assert left.abs().max() > 0.01

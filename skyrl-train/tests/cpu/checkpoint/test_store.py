@@ -177,7 +177,7 @@ def verify(store: CheckpointStore, step: int) -> None:
         (FILES[1], flip_a_bit, "the content of {file} has changed since it was saved"),
         (FILES[1], lambda path: path.write_bytes(b""), f"{{file}} has 0 bytes instead of {N_BYTES:,}"),
         (FILES[1], Path.unlink, "{file} is missing"),
-        (FILES[1], lambda path: (path.unlink(), path.mkdir()), "{file} cannot be read (Is a directory)"),
+        (FILES[1], lambda path: (path.unlink(), path.mkdir()), "cannot read {file} (Is a directory)"),
         (MANIFEST, Path.unlink, f"{MANIFEST} is missing, because the copy is incomplete or an older version wrote it"),
         (MANIFEST, flip_a_bit, f"{MANIFEST} is damaged"),
         (MANIFEST, lambda path: path.write_bytes(b""), f"{MANIFEST} is damaged"),
@@ -197,14 +197,14 @@ def test_a_damaged_file_is_named_and_the_newest_complete_checkpoint_offered(
     folder, complete = store.path / "global_step_40", store.path / "global_step_20"
     assert str(caught.value) == (
         f"cannot resume from {folder}: {reason.format(file=folder / file)}. The latest complete checkpoint is "
-        f"{complete}: set trainer.resume_mode=from_path and trainer.resume_path={complete} to resume from it"
+        f"{complete}. Set trainer.resume_mode=from_path and trainer.resume_path={complete} to resume from it"
     )
 
 
 def test_without_a_complete_checkpoint_a_new_start_is_offered(store: CheckpointStore) -> None:
     save_all(store, 10)
     (store.path / "global_step_10" / FILES[1]).unlink()
-    with pytest.raises(CheckpointError, match=r"is missing\. No checkpoint in .* set trainer\.resume_mode=none"):
+    with pytest.raises(CheckpointError, match=r"is missing\. No checkpoint in .* Set trainer\.resume_mode=none"):
         verify(store, 10)
 
 
@@ -303,7 +303,9 @@ def test_a_first_run_needs_space_for_two_checkpoints(store: CheckpointStore, dis
     store.check_space(SIZE)
     disk.capacity -= 1
     needed = f"{2 * SIZE + SPARE_BYTES:,}"
-    with pytest.raises(CheckpointError, match=f"has {disk.capacity:,} bytes free and needs {needed}: .* {SIZE:,}, and"):
+    with pytest.raises(
+        CheckpointError, match=f"has {disk.capacity:,} bytes free but needs {needed}, because .* {SIZE:,} and"
+    ):
         store.check_space(SIZE)
 
 

@@ -122,7 +122,7 @@ def test_overrides_refer_to_the_settings_of_a_file_and_to_defaults(tmp_path: Pat
     ("text", "expected"),
     [
         (None, "No such file"),
-        ("trainer: {epochs: ", "cannot be read"),
+        ("trainer: {epochs: ", "cannot read --config"),
         ("- trainer", "must be a mapping of sections"),
         ("trainer: {epoch: 3}", "did you mean trainer.epochs"),
         ("trainer: [1]", "trainer=[1] must be a section; set its keys one by one: trainer.<name>=<value>"),

@@ -41,7 +41,7 @@ def test_tuples_and_keys_that_are_no_texts_are_normalized() -> None:
 
 
 def test_a_source_that_is_not_a_mapping_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the configuration is \[1\]; it must be a mapping"):
+    with pytest.raises(ConfigError, match=r"the configuration is \[1\], but it must be a mapping"):
         load_config([1])  # type: ignore[arg-type]
 
 

@@ -161,7 +161,7 @@ def test_errors_of_a_function_are_counted_and_are_no_rewards(catch_run: list[str
     ("change", "words"),
     [
         ("data.custom_cls.name=Summs", ["data.custom_cls.name=Summs", "Did you mean 'Sums'"]),
-        ("custom_reward_function.name=score", ["has no 'score'", "compute_score"]),
+        ("custom_reward_function.name=score", ["has no attribute 'score'", "compute_score"]),
         ("+data.custom_cls.config.columns={env_class: aime}", ["env_class=aime", "custom_reward_function"]),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_setting_that_the_loss_ignores_is_logged_once(catch_run: list[str], ca
     settings = ["trainer.algorithm.policy_loss_type=cispo", "trainer.algorithm.eps_clip_low=0.1"]
     RLExperiment(parse_cli([*catch_run, *settings]))
     assert [record.message.split(";")[0] for record in caplog.records] == [
-        "trainer.algorithm.eps_clip_low=0.1 is not read by trainer.algorithm.policy_loss_type=cispo"
+        "trainer.algorithm.eps_clip_low=0.1 is ignored by trainer.algorithm.policy_loss_type=cispo"
     ]
 
 

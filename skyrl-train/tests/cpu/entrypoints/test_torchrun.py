@@ -136,7 +136,7 @@ def test_a_command_line_of_verl_starts_its_ranks_with_torchrun(
     messages = finished.stdout + finished.stderr
     assert finished.returncode == 0, messages
     read = [f"{option} is read as" for option in ("optim.lr=0.0001", "--nproc_per_node=2")]
-    for line in (*read, "defaults of verl:", "--max-restarts=0"):
+    for line in (*read, "verl's defaults:", "--max-restarts=0"):
         assert messages.count(line) == 1, line
     assert_close_runs(run_of(two), expected, ROUNDING)
     assert (run_of(two).folder / "ckpts/global_step_2/policy/__1_0.distcp").exists()

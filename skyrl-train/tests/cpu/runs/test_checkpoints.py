@@ -197,4 +197,4 @@ def test_a_checkpoint_of_an_older_version_is_refused_by_name(saved_run: Run, sav
     message = expect_error(*saving_run)
     assert f"cannot resume from {checkpoint}: checksums.json is missing" in message
     assert "an older version wrote it" in message
-    assert "set trainer.resume_mode=none to start again" in message
+    assert "Set trainer.resume_mode=none to start over" in message

@@ -81,7 +81,7 @@ def target_logprobs(backend: Backend, model_id: str, data: Sequence[Datum]) -> l
 def saved_tensors(backend: Backend, model_id: str, folder: Path) -> dict[str, np.ndarray]:
     """Save weights and moments to a new folder, and load them."""
     folder.mkdir()
-    backend.save_model(model_id, folder)
+    backend.capture(model_id, with_optimizer=True)(folder)
     return {
         f"{file.name} {name}": one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()
     }

@@ -53,7 +53,7 @@ class SamplingContract:
 
     def test_frozen_weights_do_not_change(self, backend: Backend, model: str, tmp_path: Path) -> None:
         request = sample_request(prompt_of(30), max_tokens=5, seed=2, scores_prompt=True)
-        backend.save_weights(model, tmp_path)
+        backend.capture(model, with_optimizer=False)(tmp_path)
         frozen = [backend.weights_of(model), backend.base_weights(), backend.load_weights(tmp_path)]
         before = sample(backend, *((request, weights) for weights in frozen))
         train(backend, model, random_data(4))

@@ -147,12 +147,12 @@ def serving(
             if not running.is_engine_paused and running.change(
                 lambda db: answer_pending(db, config, running.fails_with)
             ):
-                service._ring_from_thread()
+                service._wake_from_thread()
 
     answering = threading.Thread(target=answer, name="fake engine")
     if engine:
         running.change(lambda db: db.merge(EngineState(**STATE)))
-        service.ring = rung.set  # type: ignore[method-assign]
+        service.wake = rung.set  # type: ignore[method-assign]
         answering.start()
     try:
         yield running

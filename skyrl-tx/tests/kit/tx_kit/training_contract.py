@@ -131,7 +131,7 @@ class TrainingContract:
         assert last < 0.95 * first
         backend.create_model("another", LORA)
         assert train(backend, "another", DATA) == base  # which all models share
-        backend.save_model("m", tmp_path)
+        backend.capture("m", with_optimizer=True)(tmp_path)
         backend.load_model("resumed", tmp_path, with_optimizer=True)
         greedy = sample_request(random_datum(30).tokens.tolist(), temperature=0.0)
         frozen = [backend.weights_of("m"), backend.load_weights(tmp_path)]
@@ -176,20 +176,20 @@ class TrainingContract:
     def test_the_size_of_files_is_known_before_they_are_written(self, backend: Backend, tmp_path: Path) -> None:
         for name, lora in (("adapter", LORA), ("whole", WHOLE)):
             backend.create_model(name, lora)
-            for with_optimizer, save in ((True, backend.save_model), (False, backend.save_weights)):
-                folder = tmp_path / name / save.__name__
+            for with_optimizer in (True, False):
+                folder = tmp_path / name / str(with_optimizer)
                 folder.mkdir(parents=True)
-                save(name, folder)
+                backend.capture(name, with_optimizer=with_optimizer)(folder)
                 n_written = sum(file.stat().st_size for file in folder.iterdir())
                 expected = backend.n_bytes(name, with_optimizer=with_optimizer)
                 assert expected / 3 <= n_written < 1.2 * expected + 50_000  # the ranks of experts may be padded
 
     def test_a_checkpoint_resumes_exactly(self, backend: Backend, model: str, tmp_path: Path) -> None:
         """With its optimizer, which weights alone do not have."""
-        backend.save_weights(model, tmp_path)
+        backend.capture(model, with_optimizer=False)(tmp_path)
         with pytest.raises(UserError, match="no optimizer state"):
             backend.load_model("resumed", tmp_path, with_optimizer=True)
-        backend.save_model(model, tmp_path)
+        backend.capture(model, with_optimizer=True)(tmp_path)
         backend.load_model("resumed", tmp_path, with_optimizer=True)
         backend.load_model("fresh", tmp_path, with_optimizer=False)
         before = target_logprobs(backend, model, DATA)

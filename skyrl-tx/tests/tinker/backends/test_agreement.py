@@ -74,7 +74,7 @@ def both(kind: tuple[str, int], models: Path, tmp_path_factory: pytest.TempPathF
 
 def hand_over(giver: Backend, taker: Backend, folder: Path) -> None:
     """Save the model `m` in one backend, and load it in the other."""
-    giver.save_model("m", folder)
+    giver.capture("m", with_optimizer=True)(folder)
     taker.delete_model("m")
     taker.load_model("m", folder, with_optimizer=True)
     assert_close_arrays(target_logprobs(giver, "m", DATA), target_logprobs(taker, "m", DATA))
@@ -176,11 +176,11 @@ def test_gradients_and_a_step_equal_those_of_peft(
         folder.mkdir()
     backend.create_model("peft", AdapterConfig(rank=rank or 8, seed=4))
     train(backend, "peft", DATA)  # B must not be 0, so that A has a gradient
-    backend.save_weights("peft", before)
+    backend.capture("peft", with_optimizer=False)(before)
     backend.load_model("stepped", before, with_optimizer=False)
     result = run_pass(backend, "stepped", DATA)
     norm = backend.optim_step("stepped", PEFT_STEP)["skyrl.ai/grad_norm"]
-    backend.save_model("stepped", after)
+    backend.capture("stepped", with_optimizer=True)(after)
     for name in ("peft", "stepped"):
         backend.delete_model(name)
     write_gradients(after, gradients)

@@ -29,7 +29,7 @@ def backend(name: BackendName, shallow_model: Path) -> Backend:
 def save_and_load(backend: Backend, model_id: str, folder: Path) -> dict[str, np.ndarray]:
     """Save weights and optimizer state, and load them in float32."""
     folder.mkdir()
-    backend.save_model(model_id, folder)
+    backend.capture(model_id, with_optimizer=True)(folder)
     tensors = load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
     assert {str(one.dtype) for name, one in tensors.items() if name.startswith("model.")} == {"torch.bfloat16"}
     wide = [one for name, one in tensors.items() if name.startswith(("first.", "second.", "wide."))]

@@ -136,7 +136,7 @@ def test_a_partially_loaded_model_is_discarded(desk: Desk, model: str, monkeypat
     def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(desk.backend, "freeze", lambda model_id, *, with_optimizer: full)  # of the restore point
+    monkeypatch.setattr(desk.backend, "capture", lambda model_id, *, with_optimizer: full)  # of the restore point
     other = load(desk, f"tinker://{model}/weights/x")
     assert desk.model_row(other).status is ModelStatus.FAILED
     assert list(desk.backend.models()) == [model]

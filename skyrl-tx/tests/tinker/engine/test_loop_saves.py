@@ -18,13 +18,13 @@ from tx.tinker.db_models import RequestStatus
 def disk(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
     """A slow disk, which writes when the event is set."""
     is_ready = Event()
-    freeze = desk.backend.freeze
+    capture = desk.backend.capture
 
-    def freeze_slowly(model_id: str, *, with_optimizer: bool) -> Save:
-        save = freeze(model_id, with_optimizer=with_optimizer)
+    def capture_slowly(model_id: str, *, with_optimizer: bool) -> Save:
+        save = capture(model_id, with_optimizer=with_optimizer)
         return lambda folder: (is_ready.wait(60), save(folder))[1]
 
-    monkeypatch.setattr(desk.backend, "freeze", freeze_slowly)
+    monkeypatch.setattr(desk.backend, "capture", capture_slowly)
     yield is_ready
     is_ready.set()
 
@@ -35,7 +35,7 @@ def fail_writes(desk: Desk, monkeypatch: pytest.MonkeyPatch, error: Exception) -
     def save(folder: Path) -> None:
         raise error
 
-    monkeypatch.setattr(desk.backend, "freeze", lambda model_id, *, with_optimizer: save)
+    monkeypatch.setattr(desk.backend, "capture", lambda model_id, *, with_optimizer: save)
 
 
 def test_saves_delay_only_their_own_model(desk: Desk, disk: Event) -> None:
@@ -118,7 +118,7 @@ def test_a_failed_restore_point_is_not_retried_after_every_step(
         step = desk.step(model)
         desk.work()
         assert desk.result(step)
-    assert caplog.text.count("the restore point of model s:train:0 could not be written") == 1
+    assert caplog.text.count("failed to write the restore point of model s:train:0") == 1
     assert caplog.text.count("RuntimeError: the device is out of memory") == 1
 
 
@@ -132,7 +132,7 @@ def test_writes_that_would_fill_the_disk_are_refused(
     desk.work()
     desk.write_points()
     refusal = r"GiB free, and 0\.0 GiB are to be written; 1073741824\.0 GiB must stay free \(--min-free-bytes\)"
-    assert re.search(f"the restore point of model s:train:0 could not be written: .* {refusal}", caplog.text)
+    assert re.search(f"failed to write the restore point of model s:train:0: .* {refusal}", caplog.text)
     assert desk.result(step)
     for one in saves:
         category, message = desk.error(one)

@@ -126,7 +126,7 @@ def test_models_are_restored_when_their_base_model_is_served(
     assert other.change(lambda db: queries.engine_state(db, "org/other")) is None
     other.engine.run(lambda: other.row(sample).status is not RequestStatus.PENDING)
     assert dict(other.backend.models()) == {}
-    assert "the weights belong to base model org/tiny, and this server has org/other" in other.error(sample)[1]
+    assert "the weights belong to base model org/tiny, but this server has org/other" in other.error(sample)[1]
     assert other.row(waiting).status is RequestStatus.PENDING
     assert other.change(lambda db: [queries.n_models(db, name) for name in ("org/tiny", "org/other")]) == [2, 0]
     desk.restart()
@@ -152,7 +152,7 @@ def test_a_lost_model_waits_for_the_next_engine(
         patch.setattr(JaxBackend, "create_model", out_of_memory)
         desk.restart()
     assert list(desk.backend.models()) == []
-    assert "model s:train:0 cannot be restored" in caplog.text
+    assert "failed to restore model s:train:0" in caplog.text
     new = desk.model("s", 3)
     desk.engine.serve(lambda: desk.row(waiting + 1).status is not RequestStatus.PENDING)
     assert list(desk.backend.models()) == [new]

@@ -196,7 +196,7 @@ def test_an_unusable_engine(tmp_path: Path) -> None:
         ),
         (
             {"lost_because": "MemoryError: no room"},
-            "model {} could not be restored, and waits for the next start: MemoryError: no room",
+            "model {} could not be restored, so it waits for the next start: MemoryError: no room",
             "model {} could not be restored",
         ),
     ],

@@ -47,7 +47,7 @@ async def test_a_ring_wakes_clients_whose_request_is_done() -> None:
         assert promises.n_waiting == 2
         pending.ids.discard(1)
         pending.recent.add(1)
-        promises.ring()
+        promises.wake()
         await asyncio.wait_for(first, 20)
         assert not second.done()
         second.cancel()
@@ -63,7 +63,7 @@ async def test_results_from_before_the_wait_are_found_without_a_ring() -> None:
 async def test_no_queries_without_waiting_clients() -> None:
     pending = Pending()
     async with watched(pending, poll_sec=0.001) as promises:
-        promises.ring()
+        promises.wake()
         await asyncio.sleep(0.05)
     assert pending.n_queries == 0
 

@@ -62,10 +62,10 @@ async def until(is_so: Callable[[], bool]) -> None:
 async def test_both_sides_can_ring(tmp_path: Path) -> None:
     rung = asyncio.Event()
     supervisor = supervise(ECHO, tmp_path, rung.set)
-    supervisor.ring()  # no engine is running
+    supervisor.wake()  # no engine is running
     async with running(supervisor):
         await until(lambda: supervisor.is_running)
-        supervisor.ring()
+        supervisor.wake()
         await asyncio.wait_for(rung.wait(), 20)
     assert not supervisor.is_running
 

@@ -37,7 +37,7 @@ class Sampler(Protocol):
     """Samples from weights. Called from one thread."""
 
     def load_weights(self, folder: Path) -> Weights:
-        """Load what `save_weights` or `save_model` wrote."""
+        """Load the weights in a folder written by `Backend.capture`."""
 
     def base_weights(self) -> Weights:
         """Return the weights of the base model."""
@@ -50,7 +50,7 @@ class Sampler(Protocol):
 
 
 class Backend(Sampler, Protocol):
-    """Trains and samples, one per process, called from one thread. A call that raises `UserError` has no effect."""
+    """Trains and samples. One per process, called from one thread. A call that raises `UserError` has no effect."""
 
     @property
     def base_model(self) -> BaseModel:
@@ -58,7 +58,7 @@ class Backend(Sampler, Protocol):
 
     @property
     def is_compiling(self) -> bool:
-        """True while a program compiles. This may take minutes. Any thread may read it."""
+        """True while a program compiles, which may take minutes. Any thread may read it."""
 
     def create_model(self, model_id: str, lora: AdapterConfig) -> None:
         """Create a model that starts from the base model."""
@@ -75,8 +75,8 @@ class Backend(Sampler, Protocol):
     def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
         """Compute a pass in slices: yield None after each slice except the last, then the result.
 
-        Passes of different models may interleave. A model's gradients accumulate over passes until `optim_step`. A pass
-        that raises adds none.
+        Passes of different models may interleave. A model's gradients accumulate over passes until `optim_step`, but a
+        pass that raises adds none.
         """
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
@@ -87,22 +87,19 @@ class Backend(Sampler, Protocol):
         """
 
     def drop_gradients(self, model_id: str) -> None:
-        """Reset the accumulated gradients without a step. Does nothing if there is no such model."""
+        """Reset the accumulated gradients without a step. Do nothing if there is no such model."""
 
     def weights_of(self, model_id: str) -> Weights:
         """Freeze a model's current weights, to sample from."""
 
     def n_bytes(self, model_id: str, *, with_optimizer: bool) -> int:
-        """Return the size that `save_model`, or `save_weights` without the optimizer, would write."""
+        """Return the number of bytes that `capture` would write."""
 
-    def freeze(self, model_id: str, *, with_optimizer: bool) -> Save:
-        """Return a function that writes the current state as `save_model` or `save_weights` does, from any thread."""
+    def capture(self, model_id: str, *, with_optimizer: bool) -> Save:
+        """Capture a model's state. Return a function that writes it to an empty folder and may run on any thread.
 
-    def save_model(self, model_id: str, folder: Path) -> None:
-        """Write weights, optimizer and settings into an empty folder."""
+        Weights and settings are always written, in a format that other programs read.
+        """
 
     def load_model(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Create a model from what `save_model` wrote."""
-
-    def save_weights(self, model_id: str, folder: Path) -> None:
-        """Write only the weights, in a format that other programs read."""
+        """Create a model from a folder written by `capture`."""

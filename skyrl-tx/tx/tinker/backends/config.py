@@ -65,7 +65,7 @@ class JaxConfig(BaseBackendConfig):
     sample_lanes: int = Field(16, ge=1)
     """Number of samples in a batch. The batch size is fixed."""
     compile_cache: Path | None = Field(default_factory=user_cache)
-    """Folder of compiled programs for later starts. null disables it."""
+    """Folder where compiled programs are cached for later starts. null disables the cache."""
 
     @model_validator(mode="before")
     @classmethod

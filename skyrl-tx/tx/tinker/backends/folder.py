@@ -40,10 +40,10 @@ def optimizer_file(folder: Path) -> Path:
 
 
 def named_moments(
-    first: Mapping[str, T], second: Mapping[str, T], n_steps: T, wide: Mapping[str, T] | None = None
+    first: Mapping[str, T], second: Mapping[str, T], n_steps: T, master_weights: Mapping[str, T] | None = None
 ) -> dict[str, T]:
     """Merge the optimizer state into one mapping: both moments, step count, and float32 weights of bfloat16 models."""
-    kinds = {"first": first, "second": second, "wide": wide or {}}
+    kinds = {"first": first, "second": second, "wide": master_weights or {}}
     return {f"{kind}.{path}": tensor for kind, tensors in kinds.items() for path, tensor in tensors.items()} | {
         N_STEPS: n_steps
     }
@@ -51,8 +51,8 @@ def named_moments(
 
 def moments_of(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T], T, dict[str, T] | None]:
     """Split a mapping created by `named_moments`."""
-    first, second, wide = (
+    first, second, master_weights = (
         {path.removeprefix(prefix): tensor for path, tensor in tensors.items() if path.startswith(prefix)}
         for prefix in ("first.", "second.", "wide.")
     )
-    return first, second, tensors[N_STEPS], wide or None
+    return first, second, tensors[N_STEPS], master_weights or None

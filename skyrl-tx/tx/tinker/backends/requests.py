@@ -60,7 +60,7 @@ class RequestState(Generic[W]):
 
     @property
     def n_left(self) -> int:
-        """Number of samples that have not begun."""
+        """Number of samples that have not started."""
         return self.spec.n_samples - self.n_begun
 
     @property

@@ -31,7 +31,7 @@ class StopStringMatcher:
         """
         if strings and not self._file.is_file():
             raise UserError(
-                f"stop strings need the model's tokenizer, and {self._file} does not exist; use stop tokens"
+                f"stop strings need the model's tokenizer, but {self._file} does not exist; use stop tokens"
             )
 
     def contains_any(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""`python -m tx.tinker.engine`: started by the server, or separately beside a server with `--no-start-engine`."""
+"""`python -m tx.tinker.engine`: started by the server, or separately, next to a server with `--no-start-engine`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def main() -> None:
         except Exception as error:
             message = str(error)
             if not isinstance(error, ModelError):
-                logger.exception("%s cannot be loaded", config.base_model)
-                message = f"{config.base_model} cannot be loaded: {error!r}"
+                logger.exception("failed to load %s", config.base_model)
+                message = f"failed to load {config.base_model}: {error!r}"
             sys.stderr.write(f"{' '.join(message.split())}\n")
             sys.exit(UNUSABLE)
         engine = Engine(config, database, backend, doorbell)

@@ -83,6 +83,6 @@ def _files(folder: Path) -> list[Path]:
             raise ModelError(f"{folder / INDEX} is not a valid safetensors index: {error!r}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise ModelError(f"{folder} lacks {missing[0]}, which {INDEX} names, and {len(missing) - 1} more")
+            raise ModelError(f"{folder} lacks {missing[0]}, which {INDEX} lists, and {len(missing) - 1} more")
         return [folder / name for name in names]
     return [folder / SINGLE] if (folder / SINGLE).is_file() else []

@@ -16,7 +16,7 @@ from tx.tinker.config import TxConfig
 from tx.tinker.db_models import Checkpoint, CheckpointKind, Kind, Model, ModelStatus, SamplingSession, TxRequest
 from tx.tinker.engine.passes import failed_outcome
 from tx.tinker.engine.queue import Also, RequestOutcome
-from tx.tinker.engine.restore import RestorePoints, freeze
+from tx.tinker.engine.restore import RestorePoints, capture
 from tx.tinker.engine.samplers import Samplers
 from tx.tinker.store.checkpoint_files import (
     TinkerPath,
@@ -197,7 +197,7 @@ class Handlers:
                     f"sampling session {body.sampling_session_id} already exists; increment its number for each new one"
                 )
         folder = snapshot_folder(self._config, body.sampling_session_id)
-        save = freeze(self._config, self._backend, body.model_id, with_optimizer=False)
+        save = capture(self._config, self._backend, body.model_id, with_optimizer=False)
         is_external = self._config.external_inference_url is not None  # that server samples from the folder
         weights = None if is_external else self._backend.weights_of(body.model_id)
         new = SamplingSession(
@@ -235,7 +235,7 @@ class Handlers:
     def _save_checkpoint(
         self, request: TxRequest, new: Checkpoint, response: WeightsSaved, *, overwrite: bool = False
     ) -> Write:
-        """Freeze the model. Return the function that writes the checkpoint's files. The outcome adds row and name."""
+        """Capture the model. Return the function that writes the checkpoint's files. The outcome adds row and name."""
         with reading(self._database) as session:
             is_there = session.get(Checkpoint, (new.model_id, new.kind, new.name)) is not None
         if is_there and not overwrite:
@@ -243,7 +243,7 @@ class Handlers:
             raise UserError(f"checkpoint {new.path} already exists; choose another name{fix}")
         folder = checkpoint_folder(self._config, new.path)
         with_optimizer = new.kind is CheckpointKind.TRAINING
-        save = freeze(self._config, self._backend, new.model_id, with_optimizer=with_optimizer)
+        save = capture(self._config, self._backend, new.model_id, with_optimizer=with_optimizer)
 
         def write() -> RequestOutcome:
             complete = fill_folder(folder, save)

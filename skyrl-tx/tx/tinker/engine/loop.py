@@ -48,7 +48,7 @@ class Engine:
     One turn of `work` begins requests, computes one slice of one pass, samples a few tokens for every running sample,
     and writes the outcomes. A forward-backward of 100 micro-batches therefore takes 100 turns, and a sample that
     arrives in the middle starts after one micro-batch instead of 100. Requests of one model never overlap: the next one
-    begins when the previous outcome is in the database. So a model changes in the order of its client's requests,
+    starts when the previous outcome is in the database. So a model changes in the order of its client's requests,
     whatever other models do in between.
 
     A crash loses no accepted request. A request counts as unfinished until its outcome is committed, and `restore`

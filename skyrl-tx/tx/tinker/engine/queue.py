@@ -22,14 +22,14 @@ from tx.tinker.store.database import reading, writing
 from tx.tinker.types import TinkerError, UserError, error_text
 
 CHECK_INTERVAL_SEC = 0.25  # between checks for cancelled requests
-MAX_SHARED_TRIES, MAX_TRIES = 2, 3  # beside other requests, and in total
+MAX_SHARED_TRIES, MAX_TRIES = 2, 3  # alongside other requests, and in total
 
 T = TypeVar("T")
 Also = Callable[[Session], object]
 
 
 class PendingRequest(NamedTuple):
-    """A request that has not begun."""
+    """A request that has not started."""
 
     request_id: int
     kind: Kind
@@ -52,7 +52,7 @@ class RequestOutcome:
     result: bytes | None = None
     is_protobuf: bool = False
     error: Exception | None = None
-    also: Also | None = None  # further changes to commit together with it
+    also: Also | None = None  # more changes to commit together with it
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ class Queue:
     def find_cancelled(self) -> set[int]:
         """Return running requests that were cancelled. Checked after `fetch`, but not too often."""
         if not self.begun:
-            self._has_news = False  # fetched requests have not begun yet
+            self._has_news = False  # fetched requests have not started yet
         if not self._has_news or time.monotonic() - self._checked_at < CHECK_INTERVAL_SEC:
             return set()
         self._has_news, self._checked_at = False, time.monotonic()

@@ -2,7 +2,7 @@
 
 The database holds every request and its result. A model is restored by repeating its finished passes and steps in
 order, from its creation or last restore point: backends are deterministic to the last bit. A failed step is repeated by
-dropping the gradients before it. Restore points are folders written by `save_model`. They bound the work to repeat.
+dropping the gradients before it. Restore points are checkpoints that bound the work to repeat.
 
 Example: a model was created, then trained for 40 steps of two passes each, with a restore point after step 30. After a
 crash in step 41, the new engine loads the point and repeats 20 passes and 10 steps. A pass of step 41 that had finished
@@ -71,14 +71,14 @@ class RestorePoints:
 
     def write(self, model_id: str, request_id: int) -> None:
         """Write a restore point of a model without gradients. All its requests up to `request_id` are done."""
-        self._save(model_id, request_id, freeze(self._config, self._backend, model_id, with_optimizer=True))
+        self._save(model_id, request_id, capture(self._config, self._backend, model_id, with_optimizer=True))
 
     def begin_write(self, model_id: str, request_id: int, writer: Executor) -> None:
         """Write a restore point like `write`, but in the background.
 
         Errors are only logged: a restart then has more to repeat, but nothing is lost.
         """
-        save = freeze(self._config, self._backend, model_id, with_optimizer=True)
+        save = capture(self._config, self._backend, model_id, with_optimizer=True)
         self._writes[model_id] = writer.submit(self._try_save, model_id, request_id, save)
 
     def wait(self) -> None:
@@ -91,13 +91,13 @@ class RestorePoints:
             self._save(model_id, request_id, save)
         except Exception as error:
             is_bug = not isinstance(error, TinkerError | OSError | SQLAlchemyError)
-            logger.error("the restore point of model %s could not be written: %s", model_id, error, exc_info=is_bug)
+            logger.error("failed to write the restore point of model %s: %s", model_id, error, exc_info=is_bug)
         self._written[model_id] = time.monotonic(), time.monotonic() - started
 
     def _save(self, model_id: str, request_id: int, save: Save) -> None:
         folder = self.folder(model_id, request_id)
         write_folder(folder, save)
-        with writing(self._database, is_durable=True) as session:  # the previous one is deleted
+        with writing(self._database, is_durable=True) as session:  # durable, because the previous point is deleted next
             model = session.get_one(Model, model_id)
             model.restored_until = request_id
             session.add(model)
@@ -137,7 +137,7 @@ class RestorePoints:
             try:
                 n_requests = self._restore(model)
             except Exception as error:
-                logger.exception("model %s cannot be restored", model.model_id)
+                logger.exception("failed to restore model %s", model.model_id)
                 self._mark_lost(model, error_text(error))
                 continue
             if model.lost_because is not None:
@@ -198,13 +198,13 @@ class RestorePoints:
                 pass
 
 
-def freeze(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer: bool) -> Save:
-    """Freeze a model's state like `Backend.freeze`. The returned function raises TinkerError if the state does not fit.
+def capture(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer: bool) -> Save:
+    """Capture a model's state like `Backend.capture`. The returned function raises TinkerError if the disk lacks space.
 
     Space is checked at the time of writing, because other writes may be waiting.
     """
     n_bytes = backend.n_bytes(model_id, with_optimizer=with_optimizer)
-    save = backend.freeze(model_id, with_optimizer=with_optimizer)
+    save = backend.capture(model_id, with_optimizer=with_optimizer)
 
     def check_and_save(folder: Path) -> None:
         check_space(config, n_bytes)
@@ -214,7 +214,7 @@ def freeze(config: TxConfig, backend: Backend, model_id: str, *, with_optimizer:
 
 
 def _is_only_unloading() -> ColumnElement[bool]:
-    """Match models with no pending request but the one to unload them."""
+    """Match models whose only pending request is to unload them."""
     has_more = select(TxRequest.request_id).where(
         TxRequest.model_id == Model.model_id,
         TxRequest.status == RequestStatus.PENDING,

@@ -1,4 +1,4 @@
-"""Frozen weights to sample from, by the names that clients use. Folders hold all, memory the recently used."""
+"""Frozen weights to sample from, by the names that clients use. Folders hold all, memory only the recently used."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Samplers:
             del self._in_memory[folder]
 
     def _cache(self, folder: Path, stamp: int, weights: Weights) -> None:
-        """Cache weights, and evict the least recently used beyond the limits. The newest always stay."""
+        """Cache weights, and evict the least recently used beyond the limits. The latest always stay."""
         n_bytes = sum(file.stat().st_size for file in folder.iterdir())
         self._in_memory[folder] = _CachedWeights(stamp, n_bytes, weights)
         self._in_memory.move_to_end(folder)

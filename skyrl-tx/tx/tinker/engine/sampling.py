@@ -68,7 +68,7 @@ class Sampling:
             job = SampleJob.model_validate_json(request.payload)
             if job.weights.base_model != limits.base_model:
                 theirs, ours = job.weights.base_model, limits.base_model
-                raise UserError(f"the weights belong to base model {theirs}, and this server has {ours}")
+                raise UserError(f"the weights belong to base model {theirs}, but this server has {ours}")
             check_job(job, limits)  # again: the server may have accepted it before it knew the model's limits
             sample_request = job.request(owner=request.owner, eos_ids=limits.eos_ids, max_context=limits.max_context)
             cancel = self._sampler.sample(sample_request, self._samplers.find(job.weights), done)

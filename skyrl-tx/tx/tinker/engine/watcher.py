@@ -1,4 +1,4 @@
-"""A thread beside the engine's loop, since the loop may be in one computation for minutes."""
+"""A thread next to the engine's loop, because the loop may be in one computation for minutes."""
 
 from __future__ import annotations
 

@@ -91,6 +91,6 @@ async def cancel_future(call: Caller, body: wire.CancelFutureRequest) -> Respons
 
     await call.write(cancel)
     call.add_notes(request=request_id)
-    call.service.ring()
-    call.service.promises.ring()
+    call.service.wake()
+    call.service.promises.wake()
     return reply(responses.Empty())

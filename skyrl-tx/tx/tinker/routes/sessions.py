@@ -102,8 +102,8 @@ async def finish_session(call: Caller, session_id: str, body: wire.FinishSession
             queries.end_session(db, session, SessionStatus.FINISHED, reason)
 
     await call.write(finish)
-    call.service.ring()
-    call.service.promises.ring()
+    call.service.wake()
+    call.service.promises.wake()
     await call.service.compute(partial(delete_folder, snapshots_folder(call.service.config, session_id)))
     return reply(responses.Empty())
 

@@ -110,8 +110,8 @@ class Cleaner:
             return
         for session_id in await self._service.write(partial(_end_unseen, seen=stale)):
             logger.info("ended session %s: no request for %g s", session_id, timeout)
-        self._service.ring()
-        self._service.promises.ring()
+        self._service.wake()
+        self._service.promises.wake()
 
     async def _delete_snapshots(self) -> None:
         """Delete unused snapshots, and snapshots of ended sessions: the engine may have just written one."""

@@ -1,4 +1,4 @@
-"""Sampling on an external server. A thread beside the API sends the samples, so that training never delays them."""
+"""Sampling on an external server. A thread of the API server sends the samples, so training never delays them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tx.tinker.store.state_lock import StateLock, StateTakenError
 logger = logging.getLogger(__name__)
 
 POLL_SEC = 0.5
-"""Seconds between fetches without a ring: other servers on the database do not ring."""
+"""Polling interval. Other servers that share the database cannot wake this one."""
 RETRY_SEC = 2.0
 
 
@@ -40,8 +40,8 @@ class SampleDispatcher:
         self._url = url
         self._database = database
         self._on_results = on_results
-        self._rung = threading.Event()
-        self._is_ending = False
+        self._wakeup = threading.Event()
+        self._stopping = False
         self._sampling: Sampling | None = None
 
     @property
@@ -50,9 +50,9 @@ class SampleDispatcher:
         sampling = self._sampling
         return {} if sampling is None else {"tokens_sampled": sampling.n_tokens, "sampling": len(sampling)}
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Signal that there may be new or cancelled samples."""
-        self._rung.set()
+        self._wakeup.set()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -62,47 +62,51 @@ class SampleDispatcher:
         try:
             yield
         finally:
-            self._is_ending = True
-            self.ring()
+            self._stopping = True
+            self.wake()
             await asyncio.to_thread(thread.join)
 
     def _run(self) -> None:
-        while not self._is_ending:
+        while not self._stopping:
             try:
                 with StateLock(self._config, "dispatcher") as lock:
                     lock.take()
                     self._dispatch(lock)
             except StateTakenError:
-                self._rung.wait(RETRY_SEC)  # a different server dispatches
+                self._wakeup.wait(RETRY_SEC)  # another server holds the lock
             except Exception:
-                logger.exception("samples cannot be dispatched; retrying")
-                self._rung.wait(RETRY_SEC)
+                logger.exception("dispatching failed; retrying")
+                self._wakeup.wait(RETRY_SEC)
 
     def _dispatch(self, lock: StateLock) -> None:
-        """Dispatch until the server stops. Unanswered requests stay pending in the database."""
+        """Dispatch samples until the server stops or the lock is lost.
+
+        Unfinished requests stay pending, so the next dispatcher resumes them.
+        """
         config = self._config
-        while (state := self._read_state()) is None:
-            if self._is_ending:
+        while (state := self._read_state()) is None:  # no engine has reported the base model's limits yet
+            if self._stopping:
                 return
-            self._rung.wait(POLL_SEC)
+            self._wakeup.wait(POLL_SEC)
         folder = config.external_inference_lora_base or config.checkpoints_base / "external"
         key = config.external_inference_api_key.get_secret_value()
         with contextlib.closing(VllmSampler(self._url, key, folder, config.external_inference_answer_sec)) as sampler:
             samplers = Samplers(config, sampler)
+            # A single user may run half of the requests (see `Queue.next_samples`), which fills all connections.
             self._sampling = sampling = Sampling(sampler, samplers, state, max_running=2 * MAX_CONNECTIONS)
             queue = Queue(self._database, config.model_name, kinds=(Kind.SAMPLE,), counts_tries=False)
             fetched_at = -math.inf
-            while not self._is_ending and lock.is_held():
-                if self._rung.is_set() or time.monotonic() - fetched_at > POLL_SEC:
-                    self._rung.clear()
+            while not self._stopping and lock.is_held():
+                if self._wakeup.is_set() or time.monotonic() - fetched_at > POLL_SEC:
+                    self._wakeup.clear()  # before the fetch, so that a request that just misses it causes another
                     fetched_at = time.monotonic()
                     queue.fetch()
                     samplers.evict_deleted()
-                if not self._work(queue, sampling):
-                    self._rung.wait(POLL_SEC)
+                if not self._step(queue, sampling):
+                    self._wakeup.wait(POLL_SEC)
 
-    def _work(self, queue: Queue, sampling: Sampling) -> bool:
-        """Begin new samples and write results. Return True if there were any."""
+    def _step(self, queue: Queue, sampling: Sampling) -> bool:
+        """Start queued samples and store finished ones. Return False if there was nothing to do."""
         for request_id in queue.find_cancelled():
             if sampling.cancel(request_id):
                 queue.drop(request_id)

@@ -85,7 +85,7 @@ def _signature(payload: str, key: bytes) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return all files below a folder, sorted."""
+    """Return all files under a folder, sorted."""
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 

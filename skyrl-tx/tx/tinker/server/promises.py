@@ -1,7 +1,7 @@
-"""Clients that wait for results. One task queries the database for all of them when the engine rings.
+"""Clients that wait for results. One task queries the database for all of them when the engine signals new results.
 
 It only queries recently finished requests, so its cost does not depend on the number of pending requests. Every
-`BACKUP_SEC` it queries all pending requests, since rings may get lost and clocks may be wrong.
+`BACKUP_SEC` it queries all pending requests, because signals may get lost and clocks may be wrong.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 Ids = set[int]
 PAUSE_SEC = 0.005
-"""Minimum seconds between two queries, so that a thousand rings do not cause a thousand queries."""
+"""Minimum seconds between two queries, so that a thousand signals do not cause a thousand queries."""
 
 BACKUP_SEC = 1.0
-"""Seconds between queries without a ring: an engine may die between its commit and its ring."""
+"""Seconds between queries without a signal, because an engine may die between its commit and its signal."""
 
 
 class Promises:
@@ -31,7 +31,7 @@ class Promises:
         self._recent_ids = recent_ids
         self._all_checked_at = 0.0
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
-        self._rung = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self.is_released = False
 
     @property
@@ -39,9 +39,9 @@ class Promises:
         """Number of waiting clients."""
         return sum(len(waiting) for waiting in self._waiting.values())
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Signal that there may be new results."""
-        self._rung.set()
+        self._wakeup.set()
 
     def release(self) -> None:
         """Wake all clients and make later waits return immediately: the server is stopping or has no engine."""
@@ -55,7 +55,7 @@ class Promises:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(request_id, set()).add(future)
-        self._rung.set()
+        self._wakeup.set()
         try:
             async with asyncio.timeout(seconds):
                 await future
@@ -68,14 +68,14 @@ class Promises:
                 self._waiting.pop(request_id, None)
 
     async def watch(self, poll_sec: Callable[[], float]) -> None:
-        """Query forever: on a ring, and every `poll_sec()` seconds while clients wait."""
+        """Query forever: after each `wake`, and every `poll_sec()` seconds while clients wait."""
         while True:
             try:
                 async with asyncio.timeout(poll_sec() if self._waiting else None):
-                    await self._rung.wait()
+                    await self._wakeup.wait()
             except TimeoutError:
                 pass
-            self._rung.clear()
+            self._wakeup.clear()
             if self._waiting:
                 await self._query()
                 await asyncio.sleep(PAUSE_SEC)
@@ -90,7 +90,7 @@ class Promises:
                 done = waiting - await self._pending_ids()
                 self._all_checked_at = time.monotonic()
         except SQLAlchemyError:
-            logger.exception("the database could not be queried for results; retrying")
+            logger.exception("failed to query the database for results; retrying")
             await asyncio.sleep(BACKUP_SEC)
             return
         for request_id in done & self._waiting.keys():

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 LOGGED_NOTES = ("session", "model", "request")
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
-"""Methods with their own metrics. Clients could invent any number of further methods."""
+"""Methods with their own metrics. Clients could invent any number of others."""
 
 
 STOPPING = RefusalError(503, "the server is stopping; send the request again", retry_after=10)

@@ -55,11 +55,11 @@ class Service:
         self.admission = Admission.from_config(config)
         self.supervisor = supervisor
         if config.start_engine and supervisor is None:
-            self.supervisor = Supervisor(config, self.promises.ring)
+            self.supervisor = Supervisor(config, self.promises.wake)
         self.dispatcher: SampleDispatcher | None = None
         if config.external_inference_url is not None:
             url = config.external_inference_url
-            self.dispatcher = SampleDispatcher(config, url, self.database, self._ring_from_thread)
+            self.dispatcher = SampleDispatcher(config, url, self.database, self._wake_from_thread)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers = ThreadPoolExecutor(N_READERS, thread_name_prefix="tx-read")
         # a single thread, so that writers never wait for the database lock
@@ -125,9 +125,9 @@ class Service:
     def _poll_sec(self) -> float:
         return BACKUP_SEC if self.supervisor is not None and self.supervisor.is_running else POLL_SEC
 
-    def _ring_from_thread(self) -> None:
+    def _wake_from_thread(self) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self.promises.ring)
+        self._loop.call_soon_threadsafe(self.promises.wake)
 
     async def read(self, query: Callable[[Session], T]) -> T:
         """Run a query in a reader thread."""
@@ -151,15 +151,15 @@ class Service:
         """Run slow work in a reader thread."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
-    def ring(self) -> None:
-        """Wake the engine."""
+    def wake(self) -> None:
+        """Wake the engine and the dispatcher, if any."""
         if self.supervisor is not None:
-            self.supervisor.ring()
+            self.supervisor.wake()
         if self.dispatcher is not None:
-            self.dispatcher.ring()
+            self.dispatcher.wake()
 
     def counts(self, state: EngineState | None) -> dict[str, object]:
-        """Return the counters of the engine and, if there is one, the dispatcher."""
+        """Return the counters of the engine and the dispatcher, if any."""
         counts: dict[str, object] = {} if state is None else dict(state.status)
         return counts if self.dispatcher is None else {**counts, **self.dispatcher.counts}
 
@@ -204,7 +204,7 @@ class Call:
     async def submit(self, accept: Callable[[Submission], T], *, is_durable: bool) -> T:
         """Queue a request and wake the engine. If durable, a power loss undoes neither it nor earlier requests."""
         accepted = await self.service.write(lambda db: accept(self._submission(db)), is_durable=is_durable)
-        self.service.ring()
+        self.service.wake()
         return accepted
 
     def _submission(self, db: Session) -> Submission:

@@ -61,15 +61,16 @@ def pending_by_kind(db: Session) -> dict[Kind, int]:
 
 
 def query_status(db: Session, base_model: str, owner: str | None) -> Status:
-    """Query the current status. Models, sessions and errors are `owner`'s, or all users' if None."""
-    session_is_theirs = true() if owner is None else col(ClientSession.owner) == owner
-    request_is_theirs = true() if owner is None else col(TxRequest.owner) == owner
+    """Query the current status. `owner` restricts models, sessions and errors to one user. Counts cover all users."""
+    owns_session = true() if owner is None else col(ClientSession.owner) == owner
+    owns_request = true() if owner is None else col(TxRequest.owner) == owner
     is_active = col(ClientSession.status) == SessionStatus.ACTIVE
-    sessions = select(ClientSession).where(is_active, session_is_theirs)
+    sessions = select(ClientSession).where(is_active, owns_session)
     is_loaded = col(Model.status).in_((*ACCEPTING, ModelStatus.UNLOADING))
-    models = select(Model).join(ClientSession).where(is_loaded, session_is_theirs)
-    light: Any = (defer(TxRequest.payload), defer(TxRequest.result))  # type: ignore[arg-type]
-    failed = select(TxRequest).options(*light).where(TxRequest.status == RequestStatus.FAILED, request_is_theirs)
+    models = select(Model).join(ClientSession).where(is_loaded, owns_session)
+    without_bodies: Any = (defer(TxRequest.payload), defer(TxRequest.result))  # type: ignore[arg-type]
+    is_failed = col(TxRequest.status) == RequestStatus.FAILED
+    failed = select(TxRequest).options(*without_bodies).where(is_failed, owns_request)
     return Status(
         engine=engine_state(db, base_model),
         n_models=n_models(db, base_model),

@@ -59,7 +59,7 @@ class Supervisor:
         """True if an engine is running, or still loading the model."""
         return self._bell is not None
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the engine."""
         if self._bell is not None:
             self._bell.ring()
@@ -84,7 +84,7 @@ class Supervisor:
             try:
                 reason = await self._run_once()
             except Exception as error:  # e.g. no process or file descriptor is available
-                logger.exception("the engine could not be supervised")
+                logger.exception("failed to supervise the engine")
                 reason = f"it could not be supervised: {error!r}"
             if self.n_starts == 1 and self._code == UNUSABLE:
                 self.unusable = self._last_line

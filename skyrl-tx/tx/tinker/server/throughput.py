@@ -47,7 +47,7 @@ class Throughput:
 
 
 def polyline(values: Sequence[float], width: float, height: float) -> str:
-    """Return the points of an SVG line: newest value on the right, maximum at the top, 0 at the bottom."""
+    """Return the points of an SVG line: latest value on the right, maximum at the top, 0 at the bottom."""
     maximum = max(values, default=0.0) or 1.0
     step = width / max(1, len(values) - 1)
     return " ".join(f"{i * step:.1f},{height - value / maximum * height:.1f}" for i, value in enumerate(values))

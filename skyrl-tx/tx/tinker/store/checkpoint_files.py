@@ -1,6 +1,6 @@
 """Checkpoint files: `tinker://<model>/<kind>/<name>` is a folder under `checkpoints_base`.
 
-A folder is filled under a temporary name and then renamed. So it is complete or absent, even after a kill.
+A folder is filled under a temporary name and then renamed, so it is complete or absent, even after a kill.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check_name(name: str) -> str:
     """Validate a checkpoint name and return it. It is also the name of the checkpoint's folder.
 
     Raises:
-        UserError: the name has invalid characters, begins with a dot, or is too long.
+        UserError: the name has invalid characters, starts with a dot, or is too long.
     """
     if not NAME.fullmatch(name):
         raise UserError(

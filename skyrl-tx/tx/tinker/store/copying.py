@@ -1,4 +1,4 @@
-"""Copy a checkpoint into a separate run. This run is never trained."""
+"""Copy a checkpoint into a separate run that is never trained."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def target_path(owner: str, body: CopyWeightsRequest, idempotency_key: str | None) -> str:
-    """Return the path of the copy. Repeated requests have the same path."""
+    """Return the copy's path, which is the same for repeated requests."""
     source = parse_path(body.source_path)
     if body.session_id is not None and body.model_seq_id is not None:
         model_id = queries.model_id_of(body.session_id, body.model_seq_id)

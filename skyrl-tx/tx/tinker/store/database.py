@@ -1,9 +1,9 @@
 """The database: SQLite in a file, or PostgreSQL. Opening it applies missing migrations.
 
 SQLite uses a write-ahead log: readers and the writer do not block each other, and commits survive the death of a
-process. Writers take the lock at BEGIN. If two transactions read first and then both want to write, one of them fails.
-Two declared writers wait for each other instead. On PostgreSQL, an advisory lock serializes writers in the same way. So
-no decision is based on rows that a concurrent writer is changing, and request numbers become visible in order.
+process. Writers take the lock at BEGIN, because if two transactions read first and then both want to write, one of them
+fails, whereas two declared writers wait for each other. On PostgreSQL, an advisory lock serializes writers in the same
+way. So no decision is based on rows that a concurrent writer is changing, and request numbers become visible in order.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ def request_number(request_id: str) -> int:
 
 def find_request(db: Session, request_id: int, owner: str) -> TxRequest:
     """Return a request without its payload and result. Raise `RefusalError` 404 if there is none."""
-    light = (defer(col(TxRequest.payload)), defer(col(TxRequest.result)))  # type: ignore[arg-type]
-    request = db.get(TxRequest, request_id, options=light)
+    without_bodies = (defer(col(TxRequest.payload)), defer(col(TxRequest.result)))  # type: ignore[arg-type]
+    request = db.get(TxRequest, request_id, options=without_bodies)
     if request is None or request.owner != owner:
         not_found(f"there is no request {request_id}; requests of ended sessions are deleted after a while")
     return request
@@ -328,7 +328,7 @@ def waiting_reason(db: Session, model_id: str | None, base_model: str) -> str | 
     if model.base_model != base_model:
         return f"it waits until {model.base_model} is served again; this server has {base_model}"
     if model.lost_because is not None:
-        return f"model {model_id} could not be restored, and waits for the next start: {model.lost_because}"
+        return f"model {model_id} could not be restored, so it waits for the next start: {model.lost_because}"
     return None
 
 

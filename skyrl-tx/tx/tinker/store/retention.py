@@ -37,7 +37,7 @@ def expired_checkpoints(db: Session) -> list[Checkpoint]:
 def delete_payloads(db: Session) -> int:
     """Delete payloads of finished requests that no restore needs. Return the number of rows.
 
-    Deletes at most `MAX_ROWS` at a time. Call it again for the rest.
+    At most `MAX_ROWS` are deleted at a time, so call this again for the rest.
     """
     is_restored = select(Model.model_id).where(
         Model.model_id == TxRequest.model_id,

@@ -1,7 +1,7 @@
 """Locks on the state: at any time, one server starts engines, one engine runs, and one server dispatches samples.
 
 Two engines would take the same requests, and an old engine could finish a step after a new one has restored its model.
-The locks are kernel locks on files in the folder and beside the database, or PostgreSQL locks. They vanish with the
+The locks are kernel locks on files in the folder and next to the database, or PostgreSQL locks. They vanish with the
 process that holds them, however it ends.
 """
 
@@ -38,7 +38,7 @@ HOLDER = text(
 
 
 class StateTakenError(Exception):
-    """A different process holds the lock. The message says which."""
+    """A different process holds the lock. The message describes it."""
 
 
 class StateLock:
@@ -108,7 +108,7 @@ class StateLock:
         except BlockingIOError:
             raise self._taken_error(file, os.pread(opened, 500, 0).decode("utf-8", "replace")) from None
         except OSError as error:  # e.g. on some network file systems
-            logger.warning("%s cannot be locked (%s): make sure that no other %s uses it", file, error, self._role)
+            logger.warning("cannot lock %s (%s): make sure that no other %s uses it", file, error, self._role)
         os.ftruncate(opened, 0)
         os.pwrite(opened, _name().encode(), 0)
 

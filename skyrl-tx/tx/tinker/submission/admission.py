@@ -79,7 +79,7 @@ class Admission:
     def _backlog(self, db: Session, key: QueueKey, limits: QueueLimits, n_bytes: int) -> _Backlog:
         """Return the backlog of a queue with room for a request. Raise `RefusalError` 429 if it is full.
 
-        Recounts before a refusal, but at most every `RECOUNT_SEC`.
+        Recount before a rejection, but at most every `RECOUNT_SEC`.
         """
         backlog = self._known.pop(key, None)
         is_old = backlog is not None and time.monotonic() - backlog.counted_at > RECOUNT_SEC

@@ -60,7 +60,7 @@ def sample_request(to: Submission, body: AsampleRequest) -> TxRequest:
     if weights.base_model != to.config.model_name:
         refuse(
             f"{body.sampling_session_id} belongs to base model {weights.base_model}, "
-            f"and this server has {to.config.model_name}"
+            f"but this server has {to.config.model_name}"
         )
     if weights.model_path is not None and queries.earlier_request(to.db, request) is None:
         check_sampled_path(to, weights.model_path)

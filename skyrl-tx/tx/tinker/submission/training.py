@@ -33,7 +33,7 @@ from tx.tinker.wire import requests as wire
 
 A = TypeVar("A", bound=wire.RequestBody)
 FIRST_SEQ_ID = 0
-"""Number of the request that creates a model. Clients count all further requests from 1."""
+"""Number of the request that creates a model. Clients count all later requests from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def _load_into(to: Submission, body: wire.LoadWeightsRequest, model_id: str) -> 
         checkpoint = _training_checkpoint(to, body.path)
         _check_loaded(to, body, checkpoint)
         if checkpoint.lora["rank"] != model.rank:
-            refuse(f"{body.path} has rank {checkpoint.lora['rank']}, and model {model_id} has {model.rank}")
+            refuse(f"{body.path} has rank {checkpoint.lora['rank']}, but model {model_id} has {model.rank}")
 
     return to.add(request, check)
 
@@ -207,7 +207,7 @@ def _check_loaded(to: Submission, body: wire.LoadWeightsRequest, checkpoint: Che
     check_no_token(body.weights_access_token)
     _check_optimizer(body.optimizer_config)
     if checkpoint.base_model != to.config.model_name:
-        refuse(f"{body.path} belongs to base model {checkpoint.base_model}, and this server has {to.config.model_name}")
+        refuse(f"{body.path} belongs to base model {checkpoint.base_model}, but this server has {to.config.model_name}")
 
 
 def check_no_token(weights_access_token: str | None) -> None:
@@ -217,7 +217,7 @@ def check_no_token(weights_access_token: str | None) -> None:
 
 
 def forward_backward(to: Submission, body: Pass, seq_id: int | None, payload: bytes) -> int:
-    """Queue a pass. Its data was validated before, since that is slow."""
+    """Queue a pass. Its data was validated earlier, because validation is slow."""
     model = queries.find_model(to.db, body.model_id, to.owner)
     request = _request(Kind.FORWARD_BACKWARD, model, seq_id, payload)
     return to.add(request, lambda: _check_active(to, body.model_id))
@@ -240,7 +240,7 @@ def _check_active(to: Submission, model_id: str) -> None:
     model = queries.active_model(to.db, model_id, to.owner)
     if model.base_model != to.config.model_name:
         refuse(
-            f"model {model_id} needs the base model {model.base_model}, and this server has {to.config.model_name}; "
+            f"model {model_id} needs the base model {model.base_model}, but this server has {to.config.model_name}; "
             "the model is available again when its base model is served"
         )
     if model.lost_because is not None:
@@ -279,7 +279,7 @@ def save_weights_for_sampler(to: Submission, body: wire.SaveWeightsForSamplerReq
     if body.sampling_session_seq_id is None:
         return _save(to, kind, CheckpointKind.SAMPLER, _with_name(body, body.path, body.seq_id))
     if body.path is not None:
-        refuse("save_weights_for_sampler takes either path or sampling_session_seq_id, and not both")
+        refuse("save_weights_for_sampler takes either path or sampling_session_seq_id, not both")
     if body.ttl_seconds is not None or body.user_metadata:
         refuse("ttl_seconds and user_metadata need a named sampler; set path, or remove them")
     model = queries.find_model(to.db, body.model_id, to.owner)
@@ -359,4 +359,4 @@ def check_sampled_path(to: Submission, path: str) -> None:
         refuse(f"{path} is for other programs; sample from weights or sampler_weights")
     checkpoint = queries.find_checkpoint(to.db, path, to.owner)
     if checkpoint.base_model != to.config.model_name:
-        refuse(f"{path} belongs to base model {checkpoint.base_model}, and this server has {to.config.model_name}")
+        refuse(f"{path} belongs to base model {checkpoint.base_model}, but this server has {to.config.model_name}")

@@ -88,7 +88,7 @@ def _check_datum(datum: Datum, name: str, loss_name: str, loss: Loss) -> None:
 def _check_shapes(datum: Datum, name: str, loss_name: str) -> None:
     n_tokens, targets = len(datum.tokens), datum.inputs["target_tokens"].shape
     if len(targets) > 1 and loss_name != MULTI_TARGET:
-        raise UserError(f"{name}: target_tokens has shape {list(targets)}, and {loss_name} takes one target per token")
+        raise UserError(f"{name}: target_tokens has shape {list(targets)}, but {loss_name} takes one target per token")
     for key, value in datum.inputs.items():
         if value.shape[:1] != (n_tokens,):
             raise UserError(f"{name}: {key} has shape {list(value.shape)} for {n_tokens} tokens of model_input")
@@ -135,7 +135,7 @@ def check_job(job: SampleJob, state: EngineState) -> None:
             f"positions; the maximum for this prompt is {maximum}"
         )
     if job.stop_strings and not state.has_tokenizer:
-        raise UserError("stop has strings, and the model's folder has no tokenizer; use tokens")
+        raise UserError("stop has strings, but the model's folder has no tokenizer; use tokens")
     n_top = max(job.n_top_prompt, job.n_top_sampled)
     if n_top > state.vocab_size:
-        raise UserError(f"{n_top} most likely tokens were requested, and the vocabulary has {state.vocab_size}")
+        raise UserError(f"{n_top} most likely tokens were requested, but the vocabulary has {state.vocab_size}")

@@ -221,5 +221,5 @@ def test_components_that_nearly_cancel_keep_their_precision() -> None:
 def test_unknown_and_missing_components_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"gdpo\.weights names anwser,.* the components are: answer, format$"):
         whitened(COMPONENTS, MASK, PAIRS, anwser=1.0)
-    with pytest.raises(ConfigError, match="needs the components of rewards"):
+    with pytest.raises(ConfigError, match="needs reward components"):
         whitened({}, MASK, PAIRS)

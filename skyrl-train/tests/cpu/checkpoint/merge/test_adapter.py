@@ -151,12 +151,12 @@ def truncate_weights(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (break_verification, "the merged model is wrong, and nothing was written: its logits differ from"),
+        (break_verification, "nothing was written, because the merged model's logits differ from"),
         (
             lambda base, adapter, patch: patch.setattr(
                 model_folder.shutil, "disk_usage", lambda _: model_folder.shutil._ntuple_diskusage(10, 10, 0)
             ),
-            "could not be written: [0-9,]+ bytes are needed and 0 are free",
+            "failed to write .*: [0-9,]+ bytes are needed, but only 0 are free",
         ),
         (
             lambda base, adapter, patch: change_settings(adapter, lora_alpha=0),
@@ -169,10 +169,10 @@ def truncate_weights(base: Path, adapter: Path, patch: pytest.MonkeyPatch) -> No
         (change_base, "does not fit"),
         (
             lambda base, adapter, patch: change_settings(adapter, base_model_name_or_path=None),
-            "does not name its base model; name it with --base",
+            "does not say which base model it belongs to; pass it with --base",
         ),
         (lambda base, adapter, patch: (base / "model.safetensors").unlink(), "has no .*safetensors; save the model"),
-        (truncate_weights, "model.safetensors cannot be read"),
+        (truncate_weights, "cannot read .*model.safetensors"),
     ],
     ids=["wrong logits", "full disk", "alpha 0", "B 0", "other base", "no base", "no weights", "cut weights"],
 )

@@ -54,7 +54,7 @@ def test_the_adapter_of_a_mixture_of_experts_is_merged_into_the_base_that_was_tr
     model, _ = train_and_save(tmp_path / "step", base, tiny_tokenizer, **ATTENTION_LORA)
     merge_checkpoint(tmp_path / "step", tmp_path / "merged")
     torch.testing.assert_close(logits_in(tmp_path / "merged"), logits(model), rtol=1e-5, atol=1e-5)
-    with pytest.raises(CheckpointError, match="trained on other weights"):
+    with pytest.raises(CheckpointError, match="trained on weights that differ"):
         merge_checkpoint(tmp_path / "step", tmp_path / "again", base=str(other))
 
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_an_untrained_model_is_refused(
     make_worker(model, tokenizer=tiny_tokenizer, policy={"model": {"path": str(base)}}).save(tmp_path / "step/policy")
     command = ["merge", "checkpoint", str(tmp_path / "step")]
     assert main([*command, str(tmp_path / "merged")]) == 1
-    assert f"has the weights of {base}, which its run started from" in capsys.readouterr().err
+    assert f"has the same weights as {base}, the model its run started from" in capsys.readouterr().err
     assert not list(tmp_path.glob("*merged*"))
     assert main([*command, str(tmp_path / "merged"), "--allow-unchanged"]) == 0
     assert "25 tensors, 0 of them changed" in capsys.readouterr().out
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_an_untrained_model_is_refused(
     assert main([*command, str(tmp_path / "copy")]) == 0
     assert "25 tensors, not compared with the base" in capsys.readouterr().out
     assert main([*command, str(tmp_path / "other"), "--base", str(tmp_path / "moved")]) == 1
-    assert f"has the weights of {tmp_path / 'moved'}" in capsys.readouterr().err
+    assert f"has the same weights as {tmp_path / 'moved'}" in capsys.readouterr().err
 
 
 def test_the_base_of_a_checkpoint_must_be_the_one_that_was_trained(
@@ -99,7 +99,7 @@ def test_the_base_of_a_checkpoint_must_be_the_one_that_was_trained(
 ) -> None:
     base, other = save_base(tmp_path / "base"), save_base(tmp_path / "other", seed=1)
     train_and_save(tmp_path / "step", base, tiny_tokenizer, rank=4)
-    with pytest.raises(CheckpointError, match=r"trained on other weights than those of .*other .*--base"):
+    with pytest.raises(CheckpointError, match=r"trained on weights that differ from .*other .*--base"):
         merge_checkpoint(tmp_path / "step", tmp_path / "merged", base=str(other))
     base.rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match=r"there is no model .*base"):
@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, tiny_tokenizer: PreTrai
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"__0_0.distcp has [\d,]+ bytes instead of"):
         merge_checkpoint(tmp_path / "ckpts", tmp_path / "again")
-    with pytest.raises(CheckpointError, match="has no checkpoint of a critic"):
+    with pytest.raises(CheckpointError, match="has no critic checkpoint"):
         merge_checkpoint(tmp_path / "ckpts", tmp_path / "again", role="critic")
     (step / "checksums.json").unlink()
     with pytest.raises(ConfigError, match="there is no model x"):

@@ -141,7 +141,7 @@ def test_a_single_reward_is_put_on_the_last_trained_token(reward: float) -> None
         ({"env_metrics": []}, "returned 0 env_metrics for 2 prompts"),
         ({"reward_components": [{}]}, "returned 1 reward_components for 2 prompts"),
         ({"turns": [()]}, "returned 1 turns for 2 prompts"),
-        ({"trajectory_ids": [TrajectoryID("b", 0), TrajectoryID("a", 0)]}, r"trajectory_ids\[0\]=.*'b'.* where .*'a'"),
+        ({"trajectory_ids": [TrajectoryID("b", 0), TrajectoryID("a", 0)]}, r"trajectory_ids\[0\]=.*'b'.* but .*'a'"),
         ({"stop_reasons": ["stop"] * 3}, "returned 3 stop_reasons for 2 prompts"),
         ({"stop_reasons": ["stop", None]}, r"stop_reasons\[1\]=None is not text; return one such as 'stop'"),
         ({"loss_masks": [[1, 1], [1, 1]]}, r"loss_masks\[1\] has 2 values for 1 response tokens"),

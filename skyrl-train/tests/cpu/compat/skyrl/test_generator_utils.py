@@ -47,8 +47,8 @@ def test_logprobs_are_on_the_trained_tokens(tiny_tokenizer: PreTrainedTokenizerB
     ("messages", "logprobs", "message"),
     [
         (REPLIES, [[-0.1, -0.2]], "1 entries for 2 assistant messages"),
-        (REPLIES, [[-0.1, -0.2], None], "message 2 has 2 sampled tokens and 0 log-probs"),
-        (REPLIES, [[-0.1], [-0.3, -0.4]], "message 0 has 2 sampled tokens and 1 log-probs"),
+        (REPLIES, [[-0.1, -0.2], None], "message 2 has 2 sampled tokens but 0 log-probs"),
+        (REPLIES, [[-0.1], [-0.3, -0.4]], "message 0 has 2 sampled tokens but 1 log-probs"),
         ([{"role": "tool", "content": "4"}], None, "message 0 has the role 'tool'"),
     ],
 )

@@ -214,13 +214,13 @@ def flatten(data: Any) -> Any:
 @pytest.mark.parametrize(
     ("hook", "change", "message"),
     [
-        ("postprocess_generator_output", lambda _: None, "returned a NoneType; return the dictionary"),
+        ("postprocess_generator_output", lambda _: None, "returned a NoneType; return the rollouts' dictionary"),
         ("postprocess_generator_output", shorten, "returned 15 rewards for 16 prompts"),
         ("postprocess_generator_output", drop_a_reward, r"trajectory \d_3 has no reward; set its loss mask to 0"),
         ("compute_advantages_and_returns", lambda _: None, "returned a NoneType; return the batch"),
         ("compute_advantages_and_returns", lambda data: data, r"data\['advantages'\] is not set"),
         ("compute_advantages_and_returns", lambda data: data | {}, "returned a dict; return the batch"),
-        ("compute_advantages_and_returns", flatten, r"'advantages' of the batch is \(16,\); it must be .* \(16, 4\)"),
+        ("compute_advantages_and_returns", flatten, r"'advantages' is \(16,\), but must be .* \(16, 4\)"),
     ],
 )
 def test_a_hook_that_returns_something_else_is_named(

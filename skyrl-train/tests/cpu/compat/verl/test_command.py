@@ -107,7 +107,7 @@ def test_an_option_that_is_refused_can_be_overridden() -> None:
 
 
 def test_a_command_without_a_program_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names none of verl's programs main_ppo, fsdp_sft_trainer"):
+    with pytest.raises(ConfigError, match="contains none of verl's programs main_ppo, fsdp_sft_trainer"):
         read_command(["main_eval", "data.path=x"])
 
 
@@ -227,7 +227,7 @@ def test_engines_fill_the_gpus_of_the_policy(options: str, n_engines: int, caplo
     _, overrides = read_command(["main_ppo", *options.split()])
     numbers = [text.partition("=")[2] for text in overrides if text.startswith("generator.num_inference_engines=")]
     assert int(numbers[-1] if numbers else 1) == n_engines
-    (line,) = (line for line in caplog.messages if line.startswith("defaults of verl:"))
+    (line,) = (line for line in caplog.messages if line.startswith("verl's defaults:"))
     assert (f"generator.num_inference_engines={n_engines}" in line) == (n_engines > 1)
 
 
@@ -261,7 +261,7 @@ def test_the_log_says_what_becomes_of_the_launcher(
     for command in LAUNCHERS:
         caplog.clear()
         read_command(command.split())
-        printed[command] = [line for line in caplog.messages if not line.startswith("defaults of verl:")]
+        printed[command] = [line for line in caplog.messages if not line.startswith("verl's defaults:")]
     golden.compare("compat/verl_launchers", printed, pytestconfig)
 
 

@@ -84,7 +84,7 @@ def test_no_program_is_compiled_again(backend: Backend, lora: AdapterConfig, tmp
 
     backend.create_model("a", lora)
     n_compiled = work("a", 1, 1.0)
-    backend.save_model("a", tmp_path)
+    backend.capture("a", with_optimizer=True)(tmp_path)
     backend.load_model("resumed", tmp_path, with_optimizer=True)
     backend.load_model("fresh", tmp_path, with_optimizer=False)
     backend.create_model("b", AdapterConfig(rank=5, seed=2) if lora.rank else WHOLE)
@@ -116,7 +116,7 @@ def save_first_step(backend: Backend, lora: AdapterConfig, folder: Path) -> Path
     folder.mkdir()
     backend.create_model("m", lora)
     train(backend, "m", DATA)
-    backend.save_model("m", folder)
+    backend.capture("m", with_optimizer=True)(folder)
     return folder
 
 
@@ -192,5 +192,5 @@ def test_several_devices_agree_with_one(
 
 
 def test_more_devices_than_available(models: Path) -> None:
-    with pytest.raises(ModelError, match=r"size=3 × tensor_parallel_size=2 needs 6 devices, and there are 4 \(cpu\)"):
+    with pytest.raises(ModelError, match=r"size=3 × tensor_parallel_size=2 needs 6 devices, but there are 4 \(cpu\)"):
         load("jax", models / "llama", fully_sharded_data_parallel_size=3, tensor_parallel_size=2)

@@ -28,7 +28,7 @@ def test_unused_programs_are_evicted(
 
     monkeypatch.setattr(Path, "unlink", refuse)
     evict_programs(tmp_path, max_bytes=1)
-    assert "cannot be deleted: [Errno 13] Permission denied" in caplog.text
+    assert f"failed to delete unused programs in {tmp_path}: [Errno 13] Permission denied" in caplog.text
 
 
 def test_other_threads_see_that_a_program_is_compiled() -> None:

@@ -92,7 +92,7 @@ def test_memory_settings_change_no_result(backend: Backend, monkeypatch: pytest.
 
 def test_adapter_config_of_peft(backend: Backend, tmp_path: Path) -> None:
     backend.create_model("m", AdapterConfig(rank=4, train_mlp=False))
-    backend.save_weights("m", tmp_path)
+    backend.capture("m", with_optimizer=False)(tmp_path)
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
     assert saved["target_modules"][:4] == ["q_proj", "k_proj", "v_proj", "o_proj"]
     assert (saved["r"], saved["lora_alpha"], saved["base_model_name_or_path"]) == (4, 32.0, "org/tiny")
@@ -102,7 +102,7 @@ def test_adapter_config_of_peft(backend: Backend, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
 def test_the_head_alone(backend: Backend, tmp_path: Path) -> None:
     backend.create_model("m", AdapterConfig(rank=4, train_attn=False, train_mlp=False))
-    backend.save_weights("m", tmp_path)
+    backend.capture("m", with_optimizer=False)(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["lm_head"]
 
 

@@ -24,7 +24,7 @@ class JaxMoments(NamedTuple):
     first: Tree
     second: Tree
     n_steps: jax.Array  # () int32
-    wide: Tree | None = None  # the parameters in float32, if they are not
+    master_weights: Tree | None = None  # the parameters in float32, if they are not
 
 
 class AdamStep(NamedTuple):
@@ -84,11 +84,13 @@ def adam_step(params: Tree, moments: JaxMoments, gradients: Tree, step: AdamStep
         size = step.learning_rate / correction1
         ratio = first / (jnp.sqrt(second) / correction2 + step.eps)
         kept = param * (1.0 - step.learning_rate * step.weight_decay)
-        return kept - size * jnp.where(first == 0, 0.0, ratio)  # without any gradient, eps may be 0 too
+        return kept - size * jnp.where(first == 0, 0.0, ratio)  # 0 / 0 if there never was a gradient and eps is 0
 
     clipped = jax.tree.map(lambda array: array * shrink, gradients)
     first = jax.tree.map(lambda m, g: step.beta1 * m + step.rest1 * g, moments.first, clipped)
     second = jax.tree.map(lambda v, g: step.beta2 * v + step.rest2 * g * g, moments.second, clipped)
-    wide = jax.tree.map(update_param, params if moments.wide is None else moments.wide, first, second)
-    rounded = jax.tree.map(lambda array, param: array.astype(param.dtype), wide, params)
-    return rounded, JaxMoments(first, second, n_steps, None if moments.wide is None else wide), norm
+    master = jax.tree.map(
+        update_param, params if moments.master_weights is None else moments.master_weights, first, second
+    )
+    rounded = jax.tree.map(lambda array, param: array.astype(param.dtype), master, params)
+    return rounded, JaxMoments(first, second, n_steps, None if moments.master_weights is None else master), norm

@@ -19,7 +19,7 @@ from tx.models.checkpoints import load_params, named_tensors, params_of
 from tx.models.config import AdapterConfig, ModelConfig, read_config
 from tx.models.decoder import Params
 from tx.models.lora import Adapter, covered_names, new_adapter
-from tx.models.sharding import mesh_of, place_rows, place_weight, place_whole
+from tx.models.sharding import mesh_of, place_rows, place_weight, replicate
 from tx.tinker.backends.base import BaseModel, Done, Save
 from tx.tinker.backends.config import JaxConfig
 from tx.tinker.backends.folder import (
@@ -167,7 +167,7 @@ class JaxBackend:
         model.gradients = None
         weights, moments, norm = adam_step(model.weights, model.moments, gradients, step_of(params))
         check_grad_norm(float(norm))
-        if self._mesh.size > 1:  # where the compiler left them, the next step would compile other programs
+        if self._mesh.size > 1:  # otherwise, the next step would compile again for the compiler's placement
             placement = jax.tree.map(lambda array: array.sharding, (model.weights, model.moments))
             weights, moments = jax.device_put((weights, moments), placement)
         model.weights, model.moments = weights, moments
@@ -184,15 +184,10 @@ class JaxBackend:
         saved = (model.weights, model.moments if with_optimizer else None)
         return sum(array.nbytes for array in jax.tree.leaves(saved))
 
-    def save_model(self, model_id: str, folder: Path) -> None:
-        self.freeze(model_id, with_optimizer=True)(folder)
-
-    def save_weights(self, model_id: str, folder: Path) -> None:
-        self.freeze(model_id, with_optimizer=False)(folder)
-
-    def freeze(self, model_id: str, *, with_optimizer: bool) -> Save:
+    def capture(self, model_id: str, *, with_optimizer: bool) -> Save:
         model = self._models[model_id]
-        lora, weights, moments = model.lora, model.weights, model.moments  # later steps do not modify the arrays
+        # JAX arrays are immutable, so later steps leave these alone.
+        lora, weights, moments = model.lora, model.weights, model.moments
 
         def save(folder: Path) -> None:
             if isinstance(weights, Adapter):
@@ -202,8 +197,8 @@ class JaxBackend:
             save_settings(folder, lora)
             if with_optimizer:
                 first, second = (self._name_tensors(lora, tree) for tree in (moments.first, moments.second))
-                wide = None if moments.wide is None else self._name_tensors(lora, moments.wide)
-                save_file(named_moments(first, second, np.asarray(moments.n_steps), wide), folder / OPTIMIZER)
+                master = None if moments.master_weights is None else self._name_tensors(lora, moments.master_weights)
+                save_file(named_moments(first, second, np.asarray(moments.n_steps), master), folder / OPTIMIZER)
 
         return save
 
@@ -216,14 +211,14 @@ class JaxBackend:
     def _model(self, lora: AdapterConfig, weights: Adapter | Params, moments: JaxMoments) -> JaxModel:
         """Place the arrays where a step leaves them. Otherwise, programs would compile again after the first step."""
         if isinstance(weights, Adapter):
-            weights, moments = place_whole(self._mesh, (weights, moments))
+            weights, moments = replicate(self._mesh, (weights, moments))
         else:
             indices = jax.tree.map(lambda array: array.sharding, weights)
-            first, second, wide = (
+            first, second, master_weights = (
                 None if tree is None else jax.device_put(tree, indices)
-                for tree in (moments.first, moments.second, moments.wide)
+                for tree in (moments.first, moments.second, moments.master_weights)
             )
-            moments = JaxMoments(first, second, place_whole(self._mesh, moments.n_steps), wide)
+            moments = JaxMoments(first, second, replicate(self._mesh, moments.n_steps), master_weights)
         return JaxModel(lora, weights, moments)
 
     def _read(self, folder: Path) -> tuple[AdapterConfig, Adapter | Params]:
@@ -234,17 +229,17 @@ class JaxBackend:
 
     def _read_moments(self, folder: Path, lora: AdapterConfig, weights: Adapter | Params) -> JaxMoments:
         first, second, n_steps, saved = moments_of(load_file(optimizer_file(folder)))
-        wide = float32_params(weights)
-        if wide is not None and saved is not None:
-            wide = self._tree(saved, lora)
-        return JaxMoments(self._tree(first, lora), self._tree(second, lora), jnp.asarray(n_steps), wide)
+        master = float32_params(weights)
+        if master is not None and saved is not None:
+            master = self._build_tree(saved, lora)
+        return JaxMoments(self._build_tree(first, lora), self._build_tree(second, lora), jnp.asarray(n_steps), master)
 
     def _name_tensors(self, lora: AdapterConfig, tree: Adapter | Params) -> dict[str, np.ndarray]:
         if isinstance(tree, Adapter):
             return dict(named_factors(tree, lora, self._shape))
         return dict(named_tensors(tree, self._shape))
 
-    def _tree(self, tensors: Mapping[str, np.ndarray], lora: AdapterConfig) -> Adapter | Params:
+    def _build_tree(self, tensors: Mapping[str, np.ndarray], lora: AdapterConfig) -> Adapter | Params:
         return (
             adapter_of(tensors, lora, self._shape)
             if lora.rank
@@ -255,17 +250,17 @@ class JaxBackend:
 
     def weights_of(self, model_id: str) -> SamplerWeights:
         model = self._models[model_id]
-        return self._freeze(model.lora, model.weights)
+        return self._sampler_weights(model.lora, model.weights)
 
     def load_weights(self, folder: Path) -> SamplerWeights:
-        return self._freeze(*self._read(folder))
+        return self._sampler_weights(*self._read(folder))
 
     def base_weights(self) -> SamplerWeights:
         return SamplerWeights(self._params)
 
-    def _freeze(self, lora: AdapterConfig, weights: Adapter | Params) -> SamplerWeights:
+    def _sampler_weights(self, lora: AdapterConfig, weights: Adapter | Params) -> SamplerWeights:
         if isinstance(weights, Adapter):
-            return SamplerWeights(self._params, place_whole(self._mesh, weights), lora.scale)
+            return SamplerWeights(self._params, replicate(self._mesh, weights), lora.scale)
         return SamplerWeights(weights)
 
     def sample(self, request: SampleRequest, weights: SamplerWeights, done: Done) -> Callable[[], None]:

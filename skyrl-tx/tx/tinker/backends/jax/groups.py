@@ -1,5 +1,5 @@
-"""Groups of lanes. A group has a fixed size: it is one batch of one compiled program, whatever its lanes do. Its lanes
-are in blocks, and a block shares an adapter.
+"""Groups of lanes. A group has a fixed size, because it is one batch of one compiled program. Its lanes are in blocks,
+and a block shares an adapter.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class JaxLane:
     """A running sample."""
 
     request: JaxRequestState
-    number: int  # the sample's number
+    number: int  # the sample's index
     pages: list[int]  # in order, shared ones first
     position: int
     last: int

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class Pages:
-    """A page allocator. A sequence gets all of its pages before it begins, so it can always finish."""
+    """A page allocator. A sequence gets all of its pages before it starts, so it can always finish."""
 
     def __init__(self, n_pages: int, page_size: int) -> None:
         self.n_pages = n_pages

@@ -46,7 +46,7 @@ def programs() -> Programs:
 
 
 def cache_programs(folder: Path | None) -> None:
-    """Cache programs in a folder, including programs that compile fast: there are many of them."""
+    """Cache programs in a folder, including programs that compile fast, because there are many of them."""
     if folder is not None:
         evict_programs(folder)
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
@@ -57,7 +57,7 @@ def cache_programs(folder: Path | None) -> None:
 def evict_programs(folder: Path, max_bytes: int = MAX_BYTES) -> None:
     """Delete the least recently read programs in a folder, until the rest fits into `max_bytes`.
 
-    JAX can do this too, but not after a process has died while writing a program. On file systems without access times,
+    JAX can also do this, but not after a process died while writing a program. On file systems without access times,
     the oldest programs are deleted.
     """
     files = []
@@ -71,6 +71,6 @@ def evict_programs(folder: Path, max_bytes: int = MAX_BYTES) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:  # they may belong to a different user
-            logger.warning("unused programs in %s cannot be deleted: %s", folder, error)
+            logger.warning("failed to delete unused programs in %s: %s", folder, error)
             break
         n_bytes -= stat.st_size

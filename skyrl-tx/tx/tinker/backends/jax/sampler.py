@@ -1,6 +1,6 @@
 """Continuous batching: requests join and leave the running batch between bursts of a few tokens.
 
-A sample's tokens do not depend on other samples: not on their number, their lengths or their adapters.
+A sample's tokens do not depend on the number of other samples, their lengths or their adapters.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class JaxSampler:
 
     @property
     def n_waiting(self) -> int:
-        """Number of requests with samples that have not begun."""
+        """Number of requests with samples that have not started."""
         return len(self._waiting)
 
     @property

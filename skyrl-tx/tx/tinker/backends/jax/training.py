@@ -1,7 +1,7 @@
 """Forward and backward passes over micro-batches.
 
-A micro-batch holds data of a single pass, and its shape depends only on that data. So training gives bitwise the same
-results alone and beside other models, and needs no memory for their adapters.
+A micro-batch holds data of a single pass, and its shape depends only on that data, so training gives bitwise the same
+results alone and alongside other models, and needs no memory for their adapters.
 """
 
 from __future__ import annotations

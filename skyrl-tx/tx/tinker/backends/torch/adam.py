@@ -25,7 +25,7 @@ class TorchMoments:
     first: Sequence[torch.Tensor]
     second: Sequence[torch.Tensor]
     n_steps: int
-    wide: Sequence[torch.Tensor] | None = None  # the tensors in float32, if they are not
+    master_weights: Sequence[torch.Tensor] | None = None  # the tensors in float32, if they are not
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ def new_optimizer(tensors: Sequence[torch.Tensor], moments: TorchMoments | None 
     """Create an optimizer, with the state in `moments` if given."""
     updated_tensors = list(tensors)
     if any(tensor.dtype != torch.float32 for tensor in tensors):
-        wide = tensors if moments is None or moments.wide is None else moments.wide
+        master_weights = tensors if moments is None or moments.master_weights is None else moments.master_weights
         updated_tensors = [
             values.detach().to(tensor.device, torch.float32, copy=True)
-            for values, tensor in zip(wide, tensors, strict=True)
+            for values, tensor in zip(master_weights, tensors, strict=True)
         ]
     adamw = torch.optim.AdamW(updated_tensors)
     if moments is None:

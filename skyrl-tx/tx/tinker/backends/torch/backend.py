@@ -122,20 +122,14 @@ class TorchBackend:
         saved = list(model.weights.trained)
         if with_optimizer:
             moments = moments_of(model.optimizer)
-            saved += [*moments.first, *moments.second, *(moments.wide or ())]
+            saved += [*moments.first, *moments.second, *(moments.master_weights or ())]
         return sum(tensor.nbytes for tensor in saved)
 
-    def save_model(self, model_id: str, folder: Path) -> None:
-        self.freeze(model_id, with_optimizer=True)(folder)
-
-    def save_weights(self, model_id: str, folder: Path) -> None:
-        self.freeze(model_id, with_optimizer=False)(folder)
-
-    def freeze(self, model_id: str, *, with_optimizer: bool) -> Save:
+    def capture(self, model_id: str, *, with_optimizer: bool) -> Save:
         model = self._models[model_id]
-        saves = [folders.freeze_weights(model.weights, model.lora, self.base_model.name)]
+        saves = [folders.capture_weights(model.weights, model.lora, self.base_model.name)]
         if with_optimizer:
-            saves.append(folders.freeze_moments(model.weights, moments_of(model.optimizer)))
+            saves.append(folders.capture_moments(model.weights, moments_of(model.optimizer)))
 
         def save(folder: Path) -> None:
             for save_part in saves:

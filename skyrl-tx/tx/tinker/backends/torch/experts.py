@@ -46,7 +46,7 @@ def replace_experts(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
 def mix_experts(layer: Any, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Compute the mixture for hidden (N, D), with the chosen experts and their shares (N, k).
 
-    Experts are added one by one, and each adds to a token at most once. So the order of summation is the same on every
+    Experts are added one by one, and each adds to a token at most once, so the order of summation is the same on every
     device, even where `index_add` leaves it undefined.
     """
     adapter: Mapping[str, TorchFactors] = getattr(layer, "adapter", {})

@@ -33,7 +33,7 @@ from tx.tinker.backends.torch.experts import TorchFactors
 from tx.tinker.backends.torch.weights import Weights, covered_matrices, new_weights
 
 
-def freeze_weights(weights: Weights, lora: AdapterConfig, base_model: str) -> Save:
+def capture_weights(weights: Weights, lora: AdapterConfig, base_model: str) -> Save:
     """Copy the weights. Return a function that writes the copy and its settings."""
     named = _name_tensors(weights, weights.trained)
 
@@ -64,11 +64,11 @@ def load_weights(folder: Path, model: PreTrainedModel) -> tuple[AdapterConfig, W
     return lora, weights
 
 
-def freeze_moments(weights: Weights, moments: TorchMoments) -> Save:
+def capture_moments(weights: Weights, moments: TorchMoments) -> Save:
     """Copy the optimizer state. Return a function that writes the copy."""
     first, second = (_name_tensors(weights, values) for values in (moments.first, moments.second))
-    wide = None if moments.wide is None else _name_tensors(weights, moments.wide)
-    named = named_moments(first, second, torch.tensor(moments.n_steps, dtype=torch.int32), wide)
+    master_weights = None if moments.master_weights is None else _name_tensors(weights, moments.master_weights)
+    named = named_moments(first, second, torch.tensor(moments.n_steps, dtype=torch.int32), master_weights)
     return lambda folder: save_file(named, folder / OPTIMIZER)
 
 
@@ -78,12 +78,12 @@ def load_moments(folder: Path, weights: Weights) -> TorchMoments:
     Raises:
         UserError: there is none.
     """
-    first, second, n_steps, wide = moments_of(load_file(optimizer_file(folder)))
+    first, second, n_steps, master_weights = moments_of(load_file(optimizer_file(folder)))
     return TorchMoments(
         _values(weights, first),
         _values(weights, second),
         int(n_steps),
-        None if wide is None else _values(weights, wide),
+        None if master_weights is None else _values(weights, master_weights),
     )
 
 

@@ -25,7 +25,7 @@ class TorchRequestState(requests.RequestState[Weights]):
     regions: list[int] = field(default_factory=list)
     """Offsets of its samples' cache regions. Each region begins with the prefilled prompt."""
     spare: list[int] = field(default_factory=list)
-    """Regions of finished samples, to be reused by samples that have not begun."""
+    """Regions of finished samples, to be reused by samples that have not started."""
 
     @property
     def capacity(self) -> int:
@@ -56,7 +56,7 @@ class TorchLane:
     sequence: CachedSequence
     request: TorchRequestState | None = None
     number: int = 0
-    """The sample's number in its request."""
+    """The sample's index in its request."""
 
     @property
     def row(self) -> Row:

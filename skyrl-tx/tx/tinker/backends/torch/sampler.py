@@ -1,11 +1,11 @@
 """Continuous batching: samples join and leave the running batch between tokens.
 
 Lanes with the same weights form a group. A group's forward passes have a fixed size and read one token per lane.
-Prompts are prefilled separately. Attention pads each lane to a length that depends only on the lane's own length. So a
-lane's tokens do not depend on other lanes: not on their number, nor on their lengths.
+Prompts are prefilled separately, and attention pads each lane to a length that depends only on the lane's length. So a
+lane's tokens depend neither on the number of other lanes nor on their lengths.
 
-The forward passes and the cache come from the embedded engine of `skyrl_train`. The engine as a whole would not do: its
-batch size varies, and it supports neither adapters nor prompt log-probs.
+The forward passes and the cache come from the embedded engine of `skyrl_train`. The whole engine is unsuitable, because
+its batch size varies and it supports neither adapters nor prompt log-probs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TorchSampler:
 
     @property
     def n_waiting(self) -> int:
-        """Number of requests with samples that have not begun."""
+        """Number of requests with samples that have not started."""
         return len(self._waiting)
 
     def add(self, spec: SampleRequest, weights: Weights, done: Callable[[SampleResult], None]) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """Forward and backward passes.
 
-Each pass is computed by itself, in micro-batches that depend only on its data. So training gives bitwise the same
-results alone and beside other models.
+Each pass is computed by itself, in micro-batches that depend only on its data, so training gives bitwise the same
+results alone and alongside other models.
 """
 
 from __future__ import annotations
