@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def gather_or_cancel(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all calls, in order. If a call fails, cancel the rest and raise its error.
+    """Await calls concurrently and return their results in order. If one fails, cancel the rest and raise its error.
 
     A single call is awaited directly, without a task.
     """

@@ -18,7 +18,7 @@
     ├── WorkerError             `workers` and `launch`, when a rank fails or its process ends
     └── SyncError               `weight_sync`, and both ends of a weight sync
 
-`skyrl_agent.chat` adds EngineAborted below EngineError. Errors of environments themselves derive from
+`skyrl_agent.chat` adds EngineAborted under EngineError. Errors of environments themselves derive from
 `skyrl_gym.error.Error`, and reach the trainer only as invalid trajectories.
 """
 

@@ -30,7 +30,7 @@ async def evaluate(
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """Play all prompts of `dataset`. Return the metrics and the trajectories.
 
-    Metrics are `eval/all/*`, `eval/<data source>/*`, `eval/environment/*`, and the generator's own.
+    Metrics are `eval/all/*`, `eval/<data source>/*`, `eval/environment/*`, and the generator's.
     """
     sampling = SamplingParams.from_config(cfg.generator.eval_sampling_params)
     metadata = BatchMetadata(global_step, "eval", cfg.trainer.seed)

@@ -179,8 +179,8 @@ class Learner(TrainedModels):
     async def score(self, batch: TrainingBatch, *, reads_old_logprobs: bool = False) -> TrainingBatch:
         """Fill in the critic's values and the reference's and policy's log-probs (B, R).
 
-        With one mini-batch and one update epoch, the update itself computes the policy's log-probs. `old_logprobs`
-        then stays None, unless something reads it before the update. `reads_old_logprobs` says that the caller does.
+        With one mini-batch and one update epoch, the update itself computes the policy's log-probs, so `old_logprobs`
+        stays None unless something reads it before the update. Set `reads_old_logprobs` if the caller does.
         """
         if self.critic is not None:
             batch = replace(batch, values=(await self.critic.score(batch))["values"])
@@ -310,7 +310,7 @@ def _first_tokens(batch: TrainingBatch) -> TrainingBatch | None:
 
 
 def _find_divergence(probe: Mapping[str, float], role: str) -> str | None:
-    """Return the reason if the result of `WorkerGroup.probe` shows that the weights are broken, and None otherwise.
+    """Return why the result of `WorkerGroup.probe` shows that the weights are broken, or None if it does not.
 
     A gradient of 0 is valid if the mean log-prob is exactly 0: the policy is certain of every token.
     """
@@ -318,7 +318,7 @@ def _find_divergence(probe: Mapping[str, float], role: str) -> str | None:
     if not math.isfinite(norm):
         return f"the gradient of its outputs is {norm:g}"
     if norm == 0 and mean != 0:
-        return "the gradient of its outputs is 0, so that it can no longer learn"
+        return "the gradient of its outputs is 0, so it can no longer learn"
     if role != "critic" and mean < MIN_MEAN_LOGPROB:
         if role == "reward":
             return f"the rewards of the pairs that it was trained on differ by {-mean:g} on average"

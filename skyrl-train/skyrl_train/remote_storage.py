@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 class RemoteStorage(Callback):
     """A callback that uploads checkpoints and evaluation trajectories in the background.
 
-    An uploaded checkpoint is removed from this machine, unless it is among the `trainer.max_ckpts_to_keep` newest or
+    An uploaded checkpoint is removed from this machine, unless it is among the `trainer.max_ckpts_to_keep` latest or
     the run would resume from it. At its end, the run waits up to `trainer.remote_exit_timeout_seconds` for uploads.
     """
 
     def __init__(self, run_folder: RunFolder, trajectory_url: str | None = None) -> None:
-        """Upload evaluations to `trajectory_url`. None uploads only checkpoints."""
+        """Create the callback. It uploads evaluations to `trajectory_url`, or only checkpoints if that is None."""
         self._run_folder = run_folder
         self._uploader = Uploader()
         self._newest_step = -1  # of this run's checkpoints
@@ -129,7 +129,7 @@ class RemoteStorage(Callback):
 
 
 def open_evaluations(url: str | None, run_name: str) -> RemoteFolder | None:
-    """Return the folder of a run's evaluations below `url`. Without credentials, log a warning and return None."""
+    """Return the folder of a run's evaluations under `url`. Without credentials, log a warning and return None."""
     if url is None:
         return None
     if fault := find_credentials_fault(url, os.environ):

@@ -213,7 +213,7 @@ class BaseTrainer(Run):
         return self._writer.is_saving
 
     async def _snapshot(self) -> Snapshot:
-        """Capture the complete state after the last finished step. A resumed run continues exactly from there."""
+        """Capture the complete state after the last finished step, so a resumed run continues exactly from there."""
         driver = to_bytes(
             {
                 "global_step": self.global_step,
@@ -262,7 +262,7 @@ class BaseTrainer(Run):
             ) from error
 
     async def save_before_failure(self) -> None:
-        """Save the last finished step when the next one fails before its update. A resumed run then loses no step."""
+        """Save the last finished step when the next one fails before its update, so a resumed run loses no step."""
         if self.cfg.trainer.ckpt_interval > 0:
             try:
                 await self.save_checkpoint()
@@ -270,7 +270,7 @@ class BaseTrainer(Run):
                 logger.warning("Step %d is not saved: %s", self.global_step, error)
             else:
                 rerun = self.checkpoints.describe_rerun()
-                logger.warning("The checkpoint of step %d is saved; the same command %s", self.global_step, rerun)
+                logger.warning("Saved the checkpoint at step %d; the same command %s", self.global_step, rerun)
 
     async def check_space(self) -> None:
         checkpoint_bytes, trainer = self.models.checkpoint_bytes, self.cfg.trainer
@@ -329,7 +329,7 @@ class BaseTrainer(Run):
     def _check_batch_size(self, folder: Path, saved: int) -> None:
         """Raise CheckpointError if the batch size has changed and the last step depends on it.
 
-        It does if `trainer.epochs` ends the run, and does not if `trainer.max_training_steps` does.
+        It does if `trainer.epochs` ends the run, but not if `trainer.max_training_steps` does.
         """
         trainer = self.cfg.trainer
         if trainer.train_batch_size != saved and self.total_steps != trainer.max_training_steps:
@@ -360,7 +360,7 @@ class BaseTrainer(Run):
 
     async def _fetch(self, remote: RemoteCheckpoints, step: int) -> Path:
         """Download a checkpoint. If that fails, keep nothing and raise CheckpointError."""
-        logger.info("Downloading the checkpoint of step %d from %s", step, remote.folder.url)
+        logger.info("Downloading the checkpoint at step %d from %s", step, remote.folder.url)
 
         async def write(folder: Path) -> None:
             await asyncio.to_thread(remote.download, step, folder)

@@ -1,7 +1,7 @@
 """Training on fixed data (demonstrations, or pairs of answers) with the same workers as reinforcement learning.
 
-A step draws rows from the dataset and minimizes an objective. Its batch has B rows of L tokens. Only answer tokens are
-trained.
+A step draws rows from the dataset and minimizes an objective. Its batch has B rows of L tokens, but only answer tokens
+are in the loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VALIDATION_ROWS = 32
 
 
 class SupervisedRows:
-    """The batches of a run, reshuffled each epoch. Counts their tokens."""
+    """The batches of a run, reshuffled each epoch, with a count of their tokens."""
 
     def __init__(self, dataset: SupervisedDataset, batch_size: int, seed: int, pad_token_id: int) -> None:
         """Start at the first batch. Raise DataError if the dataset is smaller than one batch."""
@@ -167,6 +167,6 @@ def count_flops(n_trained: int, n_parameters: int) -> int:
     """Return the floating-point operations per token of a forward and backward pass, without attention.
 
     A trained parameter costs 6: 2 forward, 2 for the gradient of its input, 2 for its own gradient. A frozen parameter
-    needs no gradient of its own and costs 4.
+    needs no gradient, so it costs 4.
     """
     return 4 * n_parameters + 2 * n_trained

@@ -1,7 +1,7 @@
 """Compute with as many threads as there are free cores.
 
 An operation of a small model takes microseconds and ends with its slowest thread. With more threads than free cores,
-one thread waits for a time slice, and a step takes ten times as long.
+one thread waits for a time slice, so a step takes ten times as long.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ThreadBudget:
     def _busy_seconds(self) -> float | None:
         """Return the CPU seconds that all processes have spent on our cores.
 
-        Low-priority processes count too. They get little time, but take it in slices of milliseconds, and every thread
+        Low-priority processes also count: they get little time, but take it in slices of milliseconds, and every thread
         of an operation waits for such a slice to end.
         """
         try:
@@ -104,7 +104,7 @@ def half_of_cores() -> Iterator[None]:
 
 
 class ComputeThread(ThreadPoolExecutor):
-    """An executor with one thread. It adapts its number of compute threads to the load before each call.
+    """An executor with one thread. Before each call, it adapts its number of compute threads to the load.
 
     The load is measured since the last pause.
     """

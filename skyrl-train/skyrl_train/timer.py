@@ -32,7 +32,7 @@ class StepTimer:
 
 
 class Timer:
-    """SkyRL's timer: `with Timer("reward", seconds):` adds to `seconds["reward"]`. `async with` works as well."""
+    """SkyRL's timer: `with Timer("reward", seconds):` adds to `seconds["reward"]`. `async with` also works."""
 
     def __init__(self, message: str, update_dict: dict[str, float] | None = None) -> None:
         """Time the block called `message`. Without `update_dict`, the result is only logged."""

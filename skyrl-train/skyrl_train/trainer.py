@@ -122,8 +122,8 @@ class Trainer(BaseTrainer):
                 await asyncio.wait([waiting], timeout=STOP_GRACE_S)
             if not waiting.done():
                 raise RolloutsAbandonedError(
-                    f"The rollouts of step {number} did not end within {STOP_GRACE_S:.0f} s after the stop request: "
-                    "the step is abandoned"
+                    f"The rollouts of step {number} did not end within {STOP_GRACE_S:.0f} s after the stop request, "
+                    "so the step is abandoned"
                 )
             return waiting.result()
         finally:
@@ -174,6 +174,6 @@ class Trainer(BaseTrainer):
             try:
                 step.record(await self._sync_engines(step.number))
             except EngineError:
-                await self.check_weights(step.number)  # divergence explains why engines refuse the weights
+                await self.check_weights(step.number)  # divergence explains why engines reject the weights
                 raise
             await self._source.after_sync(step.number)

@@ -94,7 +94,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         CheckpointError: the write failed.
     """
     partial = target.parent / f".{target.name}.partial"  # `with_name` fails for the folder "."
-    with folder_lock(partial, f"wait until it ends, or choose another folder than {target}"):
+    with folder_lock(partial, f"wait until it ends, or choose a folder other than {target}"):
         try:
             if target.exists():
                 raise ConfigError(f"{target} already exists; choose a new folder")

@@ -4,7 +4,7 @@
     latest_ckpt_global_step.txt     the run's latest step. Later folders belong to an abandoned future
     global_step_N/                  the files of a checkpoint. `checksums.json` is written last and makes it complete
 
-Object stores cannot rename folders, so `checksums.json` takes the place of the rename in `store`.
+Object stores cannot rename folders, so writing `checksums.json` replaces the rename in `store`.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class RemoteCheckpoints:
         manifest = (checkpoint / MANIFEST).read_bytes()
         files = parse_manifest(manifest)
         if files is None:
-            raise CheckpointError(f"{checkpoint / MANIFEST} is damaged; the checkpoint is not uploaded")
+            raise CheckpointError(f"{checkpoint / MANIFEST} is damaged, so the checkpoint is not uploaded")
         target = self.folder / checkpoint.name
         if self.is_complete(step_of(checkpoint), like=checkpoint):
             return 0
@@ -266,7 +266,7 @@ class RemoteCheckpoints:
             sent = target.upload_file(checkpoint / name, name)
             if sent != saved:
                 raise CheckpointError(
-                    f"the content of {checkpoint / name} has changed since it was saved; the checkpoint is not uploaded"
+                    f"the content of {checkpoint / name} has changed since it was saved, so it is not uploaded"
                 )
         target.check_sizes({name: saved.n_bytes for name, saved in files.items()})
         target.write(MANIFEST, manifest)

@@ -1,7 +1,7 @@
 """A folder of checkpoints, each complete or absent.
 
 latest_ckpt_global_step.txt     the pointer: the step to resume from
-global_step_N/                  a complete checkpoint with its `checksums.json`
+global_step_N/                  a complete checkpoint with `checksums.json`
 .global_step_N.partial/         a save in progress, or left by a crash
 .global_step_N.replaced/        the step's earlier checkpoint, while a new one replaces it
 
@@ -12,9 +12,9 @@ The invariant is that a folder named global_step_N is complete. A save of step 4
 2. Rename global_step_40, if it exists, to .global_step_40.replaced. It exists if the run was resumed from step 20 and
    has reached step 40 again. After a crash, the next start renames it back.
 3. Rename .global_step_40.partial to global_step_40, sync the parent folder, and remove .global_step_40.replaced. After
-   a crash, step 40 is complete, but the pointer still names the previous checkpoint.
+   a crash, step 40 is complete, but the pointer still has the previous step.
 4. Replace the pointer: write the new one to another file, sync it, and rename it. Now the run resumes from step 40.
-5. Remove checkpoints beyond the number to keep. Each removal begins with a rename.
+5. Remove checkpoints beyond the number to keep. Each removal starts with a rename.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class CheckpointStore:
             for step in self._removable():
                 if shutil.disk_usage(self.path).free >= expected_bytes + SPARE_BYTES:
                     return
-                logger.warning("The disk is short: removing the checkpoint of step %d before saving the next", step)
+                logger.warning("The disk is short: removing the checkpoint at step %d before saving the next", step)
                 self._remove(step)
 
     def _remove(self, step: int) -> None:

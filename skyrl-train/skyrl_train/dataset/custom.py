@@ -69,7 +69,7 @@ class CustomDataset(PromptDataset):
         except InvalidSpec as error:
             raise ConfigError(f"data.custom_cls.name={name}: {error}") from error
         except Exception as error:  # the boundary of a user's file
-            raise ConfigError(f"data.custom_cls.path={path} cannot be loaded: {describe_error(error)}") from error
+            raise ConfigError(f"failed to load data.custom_cls.path={path}: {describe_error(error)}") from error
         try:
             takes_split = "split" in inspect.signature(cls).parameters
             self._dataset = cls(
@@ -82,7 +82,7 @@ class CustomDataset(PromptDataset):
             )
             self._length = len(self._dataset)
         except Exception as error:  # the boundary of a user's class
-            raise ConfigError(f"data.custom_cls.name={name} cannot be constructed: {describe_error(error)}") from error
+            raise ConfigError(f"failed to construct data.custom_cls.name={name}: {describe_error(error)}") from error
         if self._length == 0:
             raise DataError(
                 f"the dataset {self._name} has no {split} rows; check its options in data.custom_cls.config"
@@ -94,7 +94,7 @@ class CustomDataset(PromptDataset):
 
     @cached_property
     def fingerprint(self) -> str:
-        """The dataset's own `fingerprint`, if it has one. Otherwise a hash of the file, the class and its options."""
+        """The dataset's `fingerprint`, or if it has none, a hash of the file, the class and its options."""
         own = getattr(self._dataset, "fingerprint", None)
         if isinstance(own, str):
             return own
@@ -121,7 +121,7 @@ class CustomDataset(PromptDataset):
         try:
             row = self._dataset[index]
         except Exception as error:  # the boundary of a user's class
-            raise DataError(f"{location} cannot be read: {describe_error(error)}") from error
+            raise DataError(f"cannot read {location}: {describe_error(error)}") from error
         if not isinstance(row, Mapping):
             raise DataError(f"{location} is a {type(row).__name__}; return a mapping with a prompt")
         columns = to_python({name: value for name, value in row.items() if name not in TENSORS})
@@ -132,7 +132,7 @@ class CustomDataset(PromptDataset):
         prompt, env_class = columns.pop("prompt"), columns.pop("env_class", None)
         if self._plays_function and env_class not in (None, REWARD_FUNCTION_ENV):
             raise DataError(
-                f"{location} has env_class={env_class}, which scores replies itself, beside custom_reward_function; "
+                f"{location} has env_class={env_class}, which scores replies itself, alongside custom_reward_function; "
                 "remove one of them"
             )
         return PromptRow(str(index), prompt, env_class, columns)

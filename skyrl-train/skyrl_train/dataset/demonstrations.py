@@ -38,7 +38,7 @@ class Demonstration:
 
     location: str  # "row 17 of train.jsonl", for messages
     messages: list[dict[str, Any]]  # at least one assistant message
-    n_context: int  # number of leading messages that are never trained, even assistant messages
+    n_context: int  # number of leading messages that are never trained on, even assistant messages
     tools: list[Any] | None = None
     reply_start: dict[str, Any] | None = None  # the prompt's last message, if the answer continues it
 
@@ -78,11 +78,11 @@ def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonst
         key = data.messages_key
         messages = _check_messages(row[key], location, key)
         roles = [message["role"] for message in messages]
-        # assistant messages at the start answer nothing: they are greetings
+        # assistant messages at the start are greetings, not answers
         n_greetings = next((i for i, role in enumerate(roles) if role != "assistant"), len(roles))
         if "assistant" not in roles[n_greetings:]:
             raise DataError(
-                f"{location}: {key} has no answer of the assistant to train on, its roles are {', '.join(roles)}; "
+                f"{location}: {key} has no assistant answer to train on, only the roles {', '.join(roles)}; "
                 "add one, or remove the row"
             )
         demonstration = Demonstration(location, messages, n_greetings, tools)
@@ -92,7 +92,7 @@ def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonst
     prompt = _read_prompt(row, location, data)
     name, response = _descend(row, data.response_key, data.response_dict_keys, location)
     if not isinstance(response, str) or not response.strip():
-        raise DataError(f"{location}: {name}={quote(response)} is not a text to train on; correct or remove the row")
+        raise DataError(f"{location}: {name}={quote(response)} is not text to train on; correct or remove the row")
     return _answer_prompt(location, prompt, [{"role": "assistant", "content": response}], tools)
 
 
@@ -109,7 +109,7 @@ def _answer_prompt(
         return Demonstration(location, [*prompt, *answer], len(prompt), tools)
     if last.get("tool_calls"):
         raise DataError(
-            f"{location}: the prompt ends with tool calls of the assistant and without their results; add the results "
+            f"{location}: the prompt ends with assistant tool calls that lack their results; add the results "
             'as messages with the role "tool", or move the calls to the answer'
         )
     thought = {name: last[name] for name in THOUGHT_FIELDS if name in last}
@@ -138,18 +138,18 @@ def _read_pair(row: Row, location: str, data: PreferenceDataConfig) -> tuple[Dem
             answer = answer[len(prompt) :]
         if all(message["role"] != "assistant" for message in answer):
             raise DataError(
-                f"{location}: {key} has no message of the assistant after the prompt; write "
-                '[{"role": "assistant", "content": "…"}], or a text'
+                f"{location}: {key} has no assistant message after the prompt; write "
+                '[{"role": "assistant", "content": "…"}], or a string'
             )
         if prompt[-1]["role"] == "user" and answer[0]["role"] in ("system", "user"):
             raise DataError(
-                f"{location}: {key} begins with a {answer[0]['role']} message that is not the prompt; repeat the "
+                f"{location}: {key} starts with a {answer[0]['role']} message that is not the prompt; repeat the "
                 "prompt exactly, or write the answer only"
             )
         demonstration = _answer_prompt(location, prompt, answer, tools)
         if not demonstration.trained:
             raise DataError(
-                f"{location}: every message of the assistant in {key} has weight 0, so the pair has nothing to "
+                f"{location}: every assistant message in {key} has weight 0, so the pair has nothing to "
                 "compare; give one weight 1, or remove the row"
             )
         pair.append(demonstration)
@@ -165,13 +165,13 @@ def _read_answer(row: Row, key: str, location: str) -> str | list[dict[str, Any]
     answer = row[key]
     if answer is None or (isinstance(answer, str) and not answer.strip()):
         raise DataError(f"{location}: {key} is empty; write an answer, or remove the row")
-    return answer if isinstance(answer, str) else _check_messages(answer, location, key, "neither a text nor")
+    return answer if isinstance(answer, str) else _check_messages(answer, location, key, "neither a string nor")
 
 
 def _split_off_prompt(
     chosen: str | list[dict[str, Any]], rejected: str | list[dict[str, Any]], location: str, data: PreferenceDataConfig
 ) -> tuple[list[dict[str, Any]], list[str | list[dict[str, Any]]]]:
-    """Split two answers into their common beginning, the prompt, and the rest of each.
+    """Split two answers into their common prefix, which is the prompt, and the rest of each.
 
     For strings, the prompt ends before white space, so that no word is split: "The sky is blue" and "The sky is black"
     share the prompt "The sky is", not "The sky is bl".
@@ -186,7 +186,7 @@ def _split_off_prompt(
         prompt = chosen[:n_common]
     if n_common == 0:
         raise DataError(
-            f"{location} has no {data.prompt_key!r}, and {data.chosen_key} and {data.rejected_key} do not begin with "
+            f"{location} has no {data.prompt_key!r}, and {data.chosen_key} and {data.rejected_key} do not start with "
             "the same prompt; add one, or set data.prompt_key"
         )
     return prompt, [chosen[n_common:], rejected[n_common:]]
@@ -196,7 +196,7 @@ def _read_prompt(row: Row, location: str, data: SupervisedDataConfig) -> list[di
     name, prompt = _descend(row, data.prompt_key, data.prompt_dict_keys, location)
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    return _check_messages(prompt, location, name, "neither a text nor")
+    return _check_messages(prompt, location, name, "neither a string nor")
 
 
 def _descend(row: Row, key: str, inner_keys: Sequence[str], location: str) -> tuple[str, Any]:
@@ -208,7 +208,7 @@ def _descend(row: Row, key: str, inner_keys: Sequence[str], location: str) -> tu
             found = f"the keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else quote(value)
             raise DataError(
                 f"{location} has no {part!r}: {within} has {found}; set data.messages_key, or data.prompt_key and "
-                "data.response_key, with data.prompt_dict_keys and data.response_dict_keys below them"
+                "data.response_key, with data.prompt_dict_keys and data.response_dict_keys under them"
             )
         name, value = f"{name}.{part}".lstrip("."), value[part]
     return name, value
@@ -229,7 +229,7 @@ def _check_messages(value: Any, location: str, key: str, negation: str = "not") 
                 message.setdefault("content", "")
         if is_conversation([message]) and not _has_valid_calls(message):
             raise DataError(
-                f"{location}: tool_calls of message {index} of {key} are no calls: {quote(message['tool_calls'])}; "
+                f"{location}: message {index} of {key} has invalid tool_calls: {quote(message['tool_calls'])}; "
                 'write [{"type": "function", "function": {"name": "…", "arguments": {}}}]'
             )
         if not is_conversation([message]) or (message["content"] is None and not message.get("tool_calls")):
@@ -249,12 +249,12 @@ def _check_fields(message: Mapping[str, Any], name: str) -> None:
     """Raise DataError for fields that change a message's meaning, and for invalid weights."""
     for field, fix in UNREAD_FIELDS.items():
         if message.get(field):
-            raise DataError(f"{name} has {field}={quote(message[field])}, which is not read; {fix}, and remove it")
+            raise DataError(f"{name} has {field}={quote(message[field])}, which is not supported; {fix}, and remove it")
     for field in WEIGHT_FIELDS:
         if (weight := message.get(field, 1)) not in (0, 1):
-            raise DataError(f"{name} has {field}={quote(weight)}; write 1 to train the message, or 0 to leave it out")
+            raise DataError(f"{name} has {field}={quote(weight)}; write 1 to train on the message, or 0 to skip it")
         if field in message and weight == 1 and message["role"] != "assistant":
-            raise DataError(f"{name} has {field}={quote(weight)}, but only messages of the assistant are trained")
+            raise DataError(f"{name} has {field}={quote(weight)}, but only assistant messages are trained on")
 
 
 def _has_valid_calls(message: Mapping[str, Any]) -> bool:

@@ -166,7 +166,7 @@ class _ArrowSource(RowSource):
                 yield from rows.to_pylist(maps_as_pydicts="strict")
             except (KeyError, ValueError) as error:  # a map with equal keys, or bytes that are not UTF-8
                 raise DataError(
-                    f"{self.location(first)}, or one of the {n_rows} rows from there, cannot be read: {error}"
+                    f"cannot read {self.location(first)}, or one of the {n_rows} rows from there: {error}"
                 ) from error
 
     def read_column(self, name: str) -> Iterator[Any]:
@@ -223,7 +223,7 @@ class JoinedRows:
     def sample(self, max_rows: int | None) -> Sequence[int]:
         """Return the indices of all rows, or of a random but reproducible sample of `max_rows`, in ascending order.
 
-        Sources have equal shares of the sample. A source smaller than its share is included completely.
+        Sources have equal shares of the sample, but a source smaller than its share is included completely.
         """
         if max_rows is None or len(self) <= max_rows:
             return range(len(self))
@@ -385,6 +385,6 @@ def _load_from_hub(source: str) -> pa.Table:
         return datasets.load_dataset(name, config, split=split or "train").with_format("arrow")[:]
     except Exception as error:  # the boundary to the Hub: its client raises dozens of types
         raise DataError(
-            f"cannot load {source!r} from the Hugging Face Hub ({type(error).__name__}: {error}); a dataset is written "
-            "owner/name:split, or owner/name/config:split; a local file must end in .parquet, .json or .jsonl"
+            f"cannot load {source!r} from the Hugging Face Hub ({type(error).__name__}: {error}). Write a dataset as "
+            "owner/name:split or owner/name/config:split. A local file must end in .parquet, .json or .jsonl."
         ) from error

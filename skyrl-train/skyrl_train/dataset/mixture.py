@@ -71,7 +71,7 @@ class MixedPrompts(PromptOrder[PromptRow]):
         """
         known = ", ".join(self._streams)
         if unknown := sorted(weights.keys() - self._streams.keys()):
-            raise ConfigError(f"{MIXTURE}.weights names {', '.join(unknown)}, but the data sources are: {known}")
+            raise ConfigError(f"{MIXTURE}.weights lists {', '.join(unknown)}, but the data sources are: {known}")
         if missing := sorted(self._streams.keys() - weights.keys()):
             raise ConfigError(
                 f"{MIXTURE}.weights has no weight for {', '.join(missing)}; set 0 to exclude a data source"
@@ -133,7 +133,7 @@ class MixedPrompts(PromptOrder[PromptRow]):
     def _load(self, state: dict[str, Any]) -> None:
         if "streams" not in state:
             raise DataError(
-                f"the checkpoint was made without {MIXTURE}, and this run has one; remove it, or start a new run with "
+                f"the checkpoint was made without {MIXTURE}, but this run has one; remove it, or start a new run with "
                 "another trainer.run_name"
             )
         self._n_batches = state["n_batches"]
@@ -161,7 +161,7 @@ class _Stream:
         n_failures = 0  # in a row
         while len(taken) < n:
             if n_failures == len(self._indices):
-                raise DataError(f"no row of the data source {self._name} can be used; the warnings above say why")
+                raise DataError(f"no row of the data source {self._name} can be used; see the warnings above")
             index = self._indices[int(self._order(epoch)[row])]
             found = self._find(index)
             if found is not None:

@@ -42,7 +42,7 @@ class EpochOrder:
     """The shuffled order of rows in each epoch. Only the latest epoch's order is cached."""
 
     def __init__(self, n_rows: int, seed_of: Callable[[int], int]) -> None:
-        """`seed_of` maps the number of an epoch to its seed."""
+        """Create the orders of `n_rows` rows. `seed_of` maps an epoch's index to its seed."""
         self._n_rows = n_rows
         self._seed_of = seed_of
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
@@ -58,8 +58,8 @@ class EpochOrder:
 class PromptOrder(ABC, Generic[R]):
     """Batches of rows, epoch after epoch, in an order that depends only on the seed.
 
-    Drawn rows are numbered. `state_dict` is the position after the last batch. An order that loads it continues from
-    there, starting with prompts that were drawn but not trained on.
+    Drawn rows are numbered. `state_dict` is the position after the last batch, so an order that loads it continues
+    from there, starting with prompts that were drawn but not trained on.
     """
 
     def __init__(self, dataset: Dataset[R], batch_size: int, seed: int) -> None:
@@ -91,7 +91,7 @@ class PromptOrder(ABC, Generic[R]):
     def next_batch(self) -> list[DrawnPrompt[R]]:
         """Draw the next batch, first from the unused prompts of `load_state_dict`, then from the data.
 
-        After the last batch of an epoch, the next epoch begins. An error leaves the position unchanged.
+        After the last batch of an epoch, the next epoch starts. An error leaves the position unchanged.
         """
         if len(self._unused) < self._batch_size:
             position, n_skipped, n_epochs_over = self._position(), self._n_skipped, self.n_epochs_over
@@ -127,7 +127,7 @@ class PromptOrder(ABC, Generic[R]):
         for name, value in self._identity().items():
             if state[name] != value:
                 raise DataError(
-                    f"the checkpoint was made with {name}={state[name]} and this run has {name}={value}; resume with "
+                    f"the checkpoint was made with {name}={state[name]}, but this run has {name}={value}; resume with "
                     "the same data, data.max_checked_rows and seed, or start a new run with another trainer.run_name "
                     "and trainer.resume_mode=none"
                 )
@@ -191,7 +191,7 @@ class ShuffledPrompts(PromptOrder[R]):
             if not self._is_enough(n_missing):
                 if self._epoch > first_epoch:
                     raise DataError(
-                        f"fewer than {self._batch_size} rows of data.train_data can be used; the warnings above say why"
+                        f"fewer than {self._batch_size} rows of data.train_data can be used; see the warnings above"
                     )
                 self._epoch, self._row, rows = self._epoch + 1, 0, []
             index = int(self._order(self._epoch)[self._row])

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class PromptDataset:
     """Rows whose prompt has at most `max_prompt_length` tokens, from one or several sources joined in order.
 
-    Rows are read when they are used. If there are more than `max_checked_rows`, only a sample is checked up front. Each
-    row is then checked when it is drawn, and skipped if it is invalid or too long.
+    Rows are read when they are used. If there are more than `max_checked_rows`, only a sample is checked up front, so
+    each row is checked when it is drawn, and skipped if it is invalid or too long.
     """
 
     check_drawn: Callable[[TaskRow], None] | None = None
@@ -85,7 +85,7 @@ class PromptDataset:
         )
         if not self.is_checked:
             logger.info(
-                "The sample is of %d rows, data.max_checked_rows=%d; each other row is checked when it is drawn",
+                "They are a sample of %d rows (data.max_checked_rows=%d); other rows are checked when they are drawn",
                 *(len(self._rows), len(self._sample)),
             )
 
@@ -152,9 +152,9 @@ class PromptDataset:
     def _bound_lengths(self, rows: Sequence[tuple[str, Row]]) -> list[int]:
         """Return each prompt's number of tokens up to and including the assistant's header.
 
-        If an upper bound is already within the limit, it is returned instead.
-        ASCII text has at most one token per character. The + 1 covers tokenizers that add a token before the text. So
-        100 ASCII characters are at most 101 tokens, and a limit of 512 needs no tokenization.
+        If an upper bound is already within the limit, it is returned instead. ASCII text has at most one token per
+        character, plus one if the tokenizer adds a token before the text. So 100 ASCII characters are at most 101
+        tokens, and a limit of 512 needs no tokenization.
         """
         limit = self._max_length
         texts = []

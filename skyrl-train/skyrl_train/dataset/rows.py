@@ -83,8 +83,8 @@ def check_environments(
 ) -> None:
     """Check that each row's environment exists and accepts the row, and that all environment settings are used.
 
-    Environments whose constructor only reads the row (`validates_rows`) are constructed once per row. `is_complete`
-    means that the run has no other rows. Only then are unused settings reported.
+    Environments whose constructor only reads the row (`validates_rows`) are constructed once per row. Unused settings
+    are reported only if the run has no other rows (`is_complete`).
 
     Raises:
         ConfigError: the default environment or a section of `environment.skyrl_gym` does not exist, or an environment's
@@ -106,8 +106,8 @@ def check_environments(
             refused.append((row.location, name, reason))
     if refused:
         location, name, reason = refused[0]
-        others = f"; {len(refused)} of {n_rows} rows are refused" if len(refused) > 1 else ""
-        raise DataError(f"{location}: the environment {name} refuses it: {reason}. Fix or remove the row{others}")
+        others = f"; {len(refused)} of {n_rows} rows are rejected" if len(refused) > 1 else ""
+        raise DataError(f"{location}: the environment {name} rejects it: {reason}. Fix or remove the row{others}")
     if is_complete and n_rows:
         _check_settings(environment, list(creators), uses_default=uses_default)
 
@@ -117,7 +117,7 @@ def _load_environment(name: str, row: TaskRow, environment: EnvironmentConfig) -
 
     Raises:
         ConfigError: the interpreter that runs the environment lacks a package, or the default environment is unknown.
-        DataError: the row's own environment is unknown.
+        DataError: the row's environment is unknown.
     """
     origin = f"{row.location}: env_class" if row.env_class else "environment.env_class"
     python = environment.skyrl_gym.python
@@ -131,7 +131,7 @@ def _load_environment(name: str, row: TaskRow, environment: EnvironmentConfig) -
             check_packages(creator)
     except (UnregisteredEnv, InvalidSpec) as error:
         raise (DataError if row.env_class else ConfigError)(
-            f"{origin}={name}: {error} environment.imports=[module:function] names what registers it."
+            f"{origin}={name}: {error} Set environment.imports=[module:function] to register it."
         ) from error
     except ImportError as error:
         if python is not None:
@@ -147,7 +147,7 @@ def _find_refusal(name: str, creator: Any, row: TaskRow, env_config: Any, max_tu
     try:
         skyrl_gym.make(name, env_config=env_config, extras={**row.extras, "max_turns": max_turns}).close()
     except ImportError as error:
-        raise ConfigError(f"the environment {name} cannot be made: {error}") from error
+        raise ConfigError(f"failed to create the environment {name}: {error}") from error
     except InvalidSettings as error:
         raise ConfigError(str(error)) from error
     except Exception as error:  # noqa: BLE001, constructors raise any error
@@ -160,7 +160,7 @@ def _check_settings(environment: EnvironmentConfig, used: list[str], *, uses_def
     default = type(environment).model_fields["env_class"].default
     if not uses_default and environment.env_class not in (*used, default):
         logger.warning(
-            "environment.env_class=%s is not used: every row has its own env_class (%s); remove it, or the column",
+            "environment.env_class=%s is ignored, because every row has an env_class (%s); remove it, or the column",
             *(environment.env_class, ", ".join(sorted(used))),
         )
     sections = {name.rpartition(":")[2] for name in used}
@@ -171,4 +171,4 @@ def _check_settings(environment: EnvironmentConfig, used: list[str], *, uses_def
         if section not in registry:
             hint = suggest_name(section, [*registry, *sections]) or f" The rows use {', '.join(sorted(sections))}."
             raise ConfigError(f"{key} is a section of an environment that does not exist.{hint}")
-        logger.warning("%s is not used: no row has env_class=%s", key, section)
+        logger.warning("%s is ignored, because no row has env_class=%s", key, section)

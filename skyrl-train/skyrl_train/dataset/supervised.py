@@ -57,7 +57,7 @@ class ConversationEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         eos_ids: Collection[int] = (),
     ) -> None:
-        """Turns end with the tokenizer's EOS token or one of `eos_ids`. `template_kwargs` go to the chat template."""
+        """Set up the chat template with `template_kwargs`. Turns end with the EOS token or one of `eos_ids`."""
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, variables=template_kwargs)
         self._end_ids = {tokenizer.eos_token_id, *eos_ids}
@@ -100,8 +100,8 @@ class ConversationEncoder:
         """Return tokens and text of an answer up to its end-of-turn token. Append the EOS token if there is none.
 
         Templates add text after the end of a turn: ChatML a "\\n", Phi-3.5 a "\\n" and, after the last turn, its EOS
-        token. The model stops at the first end token, so cut there. Only the trailing special tokens and white space
-        are searched.
+        token. The model stops at the first end token, so cut there. Search only the trailing special tokens and white
+        space.
         """
         token_ids = self._template.encode_after(turn.prompt, turn.answer)
         end_texts = self._tokenizer.convert_ids_to_tokens(sorted(self._end_ids))  # None for ids without a token
@@ -143,7 +143,7 @@ def build_segments(rows: Sequence[TokenRow]) -> tuple[Segment, ...]:
 def build_rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -> Segment:
     """Return a segment on which a value head reads the last non-pad token, as sequence-classification models do.
 
-    Values are read one position before a trained token. So append a copy of the last token and train only the copy:
+    Values are read one position before a trained token, so append a copy of the last token and train only on the copy:
     [5, 6, 7, pad] becomes [5, 6, 7, 7], and the value is read at the first 7. The copy itself has no effect.
     """
     end = len(token_ids)
@@ -156,7 +156,7 @@ class SupervisedDataset:
     """Tokenized rows of supervised data, each of at most `data.max_length` tokens.
 
     `data.truncation` decides whether longer rows are truncated or rejected. If there are more than `max_checked_rows`,
-    only a sample is checked up front. All rows are then tokenized when they are drawn, and skipped if they are invalid,
+    only a sample is checked up front, so all rows are tokenized when they are drawn, and skipped if they are invalid,
     too long or without a trained token.
     """
 
@@ -193,7 +193,7 @@ class SupervisedDataset:
         if not self._is_checked:
             self._rows.clear()
         self.fingerprint = digest.hexdigest() if self._is_checked else self._source.digest
-        """A hash of all rows in their order. Not of their tokens: a template may write today's date into them."""
+        """A hash of all rows in their order, not of their tokens, because a template may insert today's date."""
 
     def _report(self, names: str, n_rows: int) -> None:
         """Log the number of rows and what was truncated or dropped. DataError if no row is left."""
@@ -207,18 +207,18 @@ class SupervisedDataset:
         logger.info("%s: %d rows, %d tokens", names, len(self._rows), n_tokens)
         if not self._is_checked:
             logger.info(
-                "They are a sample of %d rows, data.max_checked_rows=%d; each other row is checked when it is drawn",
+                "They are a sample of %d rows (data.max_checked_rows=%d); other rows are checked when they are drawn",
                 *(len(self._source), n_rows),
             )
         if self._n_truncated:
             logger.warning(
-                "%s: %d rows were truncated to data.max_length=%d tokens on the %s, and %d dropped, which had no "
-                "trained token left",
+                "%s: truncated %d rows to data.max_length=%d tokens on the %s, and dropped %d rows without a trained "
+                "token left",
                 *(names, self._n_truncated, self._max_length, self._data.truncation, n_dropped),
             )
         if n_equal := sum(len(answers) == 2 and answers[0] == answers[1] for answers in self._rows):
             logger.warning(
-                "%s: %d of %d pairs have equal answers, which teach nothing; remove them",
+                "%s: %d of %d pairs have equal answers, so they teach nothing; remove them",
                 *(names, n_equal, len(self._rows)),
             )
 

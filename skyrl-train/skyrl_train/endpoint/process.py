@@ -97,7 +97,7 @@ class EndpointProcess:
         return session_url(self._origin, session)
 
     async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> AgentSession:
-        """Start recording the requests below the session's URL. The recording is filled in by `end_session`."""
+        """Start recording the requests under the session's URL. `end_session` fills in the recording."""
         session_id: str = await self._call("open_session", sampling, seed, name)
         return AgentSession(session_id, sampling, seed, self._service.new_recording())
 

@@ -58,7 +58,7 @@ class TextStream:
         self._stops = stops
         self._keeps_stop = keeps_stop
         self._holds_back = bool(stops) and not keeps_stop
-        self._n_held = max(map(len, stops), default=1) - 1  # characters that may begin a stop string
+        self._n_held = max(map(len, stops), default=1) - 1  # characters that may start a stop string
         self._token_ids: list[int] = []
         self._window = 0  # start of the tokens that are decoded together with new ones
         self._n_read = 0  # tokens in `text` or `_pending`

@@ -2,7 +2,7 @@
 
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
 
-Requests below `/session/<id>` are recorded until that session ends.
+Requests under `/session/<id>` are recorded until that session ends.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Endpoint:
     # -- sessions
 
     async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> AgentSession:
-        """Start recording the requests below the session's URL. `name` makes the URL readable in logs."""
+        """Start recording the requests under the session's URL. `name` makes the URL readable in logs."""
         readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
         session = AgentSession(f"{readable}-{token_hex(8)}", sampling, seed, self._service.new_recording())
         self._sessions[session.id] = session
@@ -179,7 +179,7 @@ class Endpoint:
     def _sessions_of(self, body: CompletionOptions, request: Request, n_prompts: int) -> list[AgentSession | None]:
         """Return the session of each prompt. The URL names it, or else the header, or else the body.
 
-        A header or body may name an unknown session. Such a request is served but not recorded.
+        If a header or body names an unknown session, the request is served but not recorded.
         """
         self._check_open()
         self._check_session(request)

@@ -300,10 +300,10 @@ class ModelService:
 
 @contextmanager
 def _encoding(param: str) -> Iterator[None]:
-    """Refuse the request if the chat template or the tokenizer raises."""
+    """Reject the request if the chat template or the tokenizer raises."""
     try:
         yield
     except RequestError:
         raise
     except Exception as error:  # noqa: BLE001, chat templates may raise anything
-        refuse(f"{param} cannot be turned into tokens: {type(error).__name__}: {error}", param=param)
+        refuse(f"failed to tokenize {param}: {type(error).__name__}: {error}", param=param)

@@ -1,7 +1,7 @@
 """Requests and errors of the endpoint: OpenAI's chat and text completions, with the usual extras of vLLM.
 
 Unknown fields are ignored, so that newer clients keep working. Known fields that would change the answer but are not
-supported are refused (see `NOT_OFFERED`).
+supported are rejected (see `NOT_OFFERED`).
 
 The types of the `openai` package are not used. Its request types check neither ranges nor message contents, and its
 response types make this code longer and each chunk slower to build.
@@ -76,7 +76,7 @@ def unavailable(reason: str) -> RequestError:
 
 def unknown_session(session_id: str) -> RequestError:
     """Return an error with status 404. Clients do not retry it."""
-    message = f"there is no open session {session_id!r}: it has ended, or never began"
+    message = f"there is no open session {session_id!r}: it has ended, or never started"
     return RequestError(404, message, code="session_not_found")
 
 
@@ -178,7 +178,7 @@ class CompletionOptions(WireModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_offered(self) -> None:
-        """Refuse unsupported fields that would change the answer."""
+        """Reject unsupported fields that would change the answer."""
         for name, values in NOT_OFFERED.items():
             value = (self.model_extra or {}).get(name)
             if value not in values:
@@ -212,7 +212,7 @@ class ChatRequest(CompletionOptions):
         return (self.chat_template_kwargs or {}) | ({"tools": self.tools} if self.tools else {})
 
     def check_offered(self) -> None:
-        """Refuse unsupported fields that would change the answer, and `top_logprobs` without `logprobs`."""
+        """Reject unsupported fields that would change the answer, and `top_logprobs` without `logprobs`."""
         super().check_offered()
         if self.top_logprobs and not self.logprobs:
             refuse(f"top_logprobs={self.top_logprobs} without logprobs; set logprobs to true", param="top_logprobs")

@@ -157,7 +157,7 @@ class Experiment(ABC):
         if not isinstance(tracker, Tracking):
             raise ConfigError(
                 f"{type(self).__name__}.get_tracker() returned a {type(tracker).__name__}; return the result of "
-                "super().get_tracker(), after adding your own backend to it with its method add"
+                "super().get_tracker(), after adding your backend to it with its method add"
             )
         return tracker
 
@@ -184,7 +184,7 @@ class Experiment(ABC):
         torchrun = Torchrun.find()
         if torchrun is not None and torchrun.size > 1:
             raise ConfigError(
-                f"torchrun has started {torchrun.size} processes, and this kind of run starts its own; start it "
+                f"torchrun has started {torchrun.size} processes, but this kind of run starts its own; start it "
                 f"without torchrun, with trainer.placement.policy_num_gpus_per_node={torchrun.size}"
             )
         placement = self.cfg.trainer.placement
@@ -209,7 +209,7 @@ class Experiment(ABC):
         if torchrun is None:
             n_ranks = math.prod(placement.size("policy"))
             raise ConfigError(
-                f"trainer.placement.launcher=torchrun takes {n_ranks} processes, and torchrun has not started this "
+                f"trainer.placement.launcher=torchrun takes {n_ranks} processes, but torchrun has not started this "
                 "one; start your script with torchrun, or set trainer.placement.launcher=ray"
             )
         torchrun.check(placement)
@@ -256,7 +256,7 @@ def on_first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
     A closing terminal may cause several SIGHUPs, from the shell and from the kernel, so SIGHUP is ignored after the
     first signal. If `nohup` ignores it, it stays ignored.
 
-    The context needs a running event loop. Outside of the main thread it does nothing, because only the main thread
+    The context needs a running event loop. Outside the main thread it does nothing, because only the main thread
     receives signals.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -68,7 +68,7 @@ def as_command(function: Callable[Parameters, None]) -> Callable[Parameters, Non
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
-    """Disable garbage collection while modules import PyTorch and transformers. It makes the imports a fifth faster.
+    """Disable garbage collection while modules import PyTorch and transformers, to make the imports a fifth faster.
 
     The imported objects are also excluded from later collections.
     """
@@ -118,7 +118,7 @@ def import_modules(cfg: SkyRLConfig) -> Iterator[str]:
 def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConfig:
     """Check everything that can be checked before a run starts, and return the typed configuration.
 
-    Register your own estimators and losses first, so that the rules apply to them as well.
+    Register custom estimators and losses first, so that the rules also apply to them.
 
     In a script with `@hydra.main`, a mistake ends the process with one message instead of Hydra's traceback. Hydra also
     rejects `--dry-run`, so set `SKYRL_DRY_RUN=1` in the environment to print the plan of the run and exit.

@@ -86,7 +86,7 @@ async def load_learner(
         if cfg.update_ref_every_epoch:
             if await policy.tensor_specs() != await ref.tensor_specs():
                 raise ConfigError(
-                    "trainer.update_ref_every_epoch=true makes the policy the reference, and "
+                    "trainer.update_ref_every_epoch=true makes the policy the reference, but "
                     "trainer.ref.model.path has another architecture; set trainer.update_ref_every_epoch=false, "
                     "or omit trainer.ref.model.path"
                 )

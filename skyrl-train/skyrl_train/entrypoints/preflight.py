@@ -162,7 +162,7 @@ def find_unusable_folders(trainer: RunConfig, *, trains: bool) -> Iterator[str]:
             f"the run folder {show(trainer.run_dir)} cannot be written: {fault}; set trainer.output_dir, "
             "trainer.project_name and trainer.run_name, of which it consists, to a folder that you may write into"
         )
-        return  # the other folders may be below it
+        return  # the other folders may be inside it
     for key, folder in saved_folders(trainer, trains=trains).items():
         if fault := find_folder_fault(folder):
             yield f"{key}={show(folder)} cannot be written: {fault}; set it to a folder that you may write into"

@@ -75,7 +75,7 @@ class SupervisedExp(Experiment):
             eos = None
         text_config = AutoConfig.from_pretrained(path).get_text_config()
         n_context = getattr(text_config, "max_position_embeddings", None)
-        # Checked again, because the model's configuration may have been downloaded only now.
+        # Check again, because the model's configuration may have been downloaded only now.
         raise_problems(find_long_rows(self.cfg, n_context))
         encoder = ConversationEncoder(self.tokenizer, data.chat_template_kwargs, all_eos_ids(eos, None))
         return SupervisedDataset(sources, encoder, data, self.get_segment_reader(), n_context, max_checked_rows)
@@ -175,7 +175,7 @@ class SupervisedExp(Experiment):
     async def load_reference(
         self, launcher: ModelLauncher, policy: WorkerGroup, lora: LoraSpec | None
     ) -> WorkerGroup | None:
-        """Return the reference, or None if the objective reads none. It may be the policy without its adapter."""
+        """Return the reference, possibly the policy without its adapter, or None if the objective reads none."""
         return None
 
 

@@ -1,6 +1,6 @@
 """A language model small enough to train on a laptop in minutes, with a tokenizer trained on its task.
 
-Use it for first runs, examples and tests, because it needs no download. It is saved as an ordinary Hugging Face folder.
+It needs no download, so use it for first runs, examples and tests. It is saved as an ordinary Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def tiny_qwen3(
 
 
 def write_tiny_model(folder: Path, data: str | None, seed: int) -> int:
-    """Write a tiny model with a tokenizer trained on the texts of a dataset. Return its number of parameters.
+    """Write a tiny model with a tokenizer trained on a dataset's text. Return its number of parameters.
 
     Raises:
         ConfigError: `folder` exists.

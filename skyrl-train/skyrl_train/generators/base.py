@@ -23,7 +23,7 @@ class BatchMetadata:
 
 
 def request_seed(run_seed: int, id: TrajectoryID, turn: int) -> int:
-    """Return the seed of one turn of a rollout. Training steps, batching and retries do not change it."""
+    """Return the seed of a rollout's turn. It does not depend on training steps, batching or retries."""
     return hash_seed(f"{run_seed}/{id.phase}/{id.draw}/{id.instance_id}/{id.repetition_id}/{turn}")
 
 
@@ -80,7 +80,7 @@ class RolloutGenerator(ABC):
 
 
 def sanitize(trajectory: Trajectory) -> Trajectory:
-    """Clean the trajectory's texts and metrics so that they can be written. An unusable reward makes it invalid."""
+    """Clean the trajectory's text and metrics so that they can be written. An unusable reward makes it invalid."""
     trajectory = reject_unusable(trajectory)
     return replace(
         trajectory,

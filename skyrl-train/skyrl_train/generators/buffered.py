@@ -29,10 +29,10 @@ class BufferedRollouts(Rollouts):
 
     With S = `trainer.fully_async.max_staleness_steps`, S + 1 batches are in progress or complete after each sync. Steps
     take them in draw order: taking whatever is complete would favor short rollouts. So a step trains weights at most S
-    versions newer than the weights its rollouts began with. With S = 1, batch 2 starts before step 1 has updated the
+    versions newer than the weights its rollouts started with. With S = 1, batch 2 starts before step 1 has updated the
     weights, and step 2 trains on it.
 
-    A run that stops discards rollouts that no step has trained on. A resumed run plays their prompts again.
+    A run that stops discards rollouts that no step has trained on, so a resumed run plays their prompts again.
     """
 
     def __init__(

@@ -178,4 +178,4 @@ def read_chat_template(path: str, key: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{key}={path!r} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cannot read {key}={path!r}: {error.strerror}") from error

@@ -51,7 +51,7 @@ class TokenConversation:
     def replace_turn(self, text: str) -> None:
         """Replace the last turn with the text that the environment acted on.
 
-        Tokens of the common beginning are kept. The rest is tokenized, and not trained. If the text continues after the
+        Tokens of the common prefix are kept. The rest is tokenized and not trained on. If the text continues after the
         whole reply, the continuation replaces the EOS token.
         """
         row, turn = self.rows[-1], self.turns[-1]
@@ -76,7 +76,7 @@ class TokenConversation:
         self._start_row(self._chat.history_ids(messages))
 
     def finish(self) -> None:
-        """Drop everything after the last turn, and truncate each row after its own last turn."""
+        """Drop everything after the last turn, and truncate each row after its last turn."""
         del self.rows[max((turn.segment for turn in self.turns), default=0) + 1 :]
         for index, row in enumerate(self.rows):
             row.truncate(max((turn.end for turn in self.turns if turn.segment == index), default=0))
@@ -130,7 +130,7 @@ class StepwiseConversation(TokenConversation):
         self._messages.append(dict(Message(role="assistant", content=text)))
 
     def replace_turn(self, text: str) -> None:
-        """Replace the last turn in the history. The sampled tokens are still trained."""
+        """Replace the last turn in the history. The sampled tokens are still trained on."""
         self._messages[-1]["content"] = text
 
     def observe(self, observations: Messages) -> None:
@@ -152,8 +152,8 @@ class StepwiseConversation(TokenConversation):
 class RetokenizedConversation(StepwiseConversation):
     """A conversation with a single row: the whole history as the template renders it at the end.
 
-    The template also renders the history before each turn. Its generation blocks mark the trained tokens. These may
-    differ from the sampled tokens, so there are no log-probs. Turns that the environment replaced are not trained.
+    The template also renders the history before each turn. Its generation blocks mark the trained tokens, which may
+    differ from the sampled tokens, so there are no log-probs. Turns that the environment replaced are not trained on.
     """
 
     def __init__(self, chat: ChatEncoder, prompt: Messages) -> None:
@@ -174,7 +174,7 @@ class RetokenizedConversation(StepwiseConversation):
     def replace_history(self, messages: Messages) -> None:
         """Replace the history and render it.
 
-        An assistant message is matched with an equal turn of the previous history, so that it is still trained. Matches
+        An assistant message is matched with an equal turn of the previous history, so it is still trained on. Matches
         keep their order, from the last message backwards: if the old turns are A, B, A and the new messages B, A, the
         new A is the old third turn.
         """

@@ -4,9 +4,9 @@ An `Episode` is one environment, from `make` to `close`. `LocalEpisodes` runs en
 calls go to a bounded thread pool, each with a time limit. `env_processes.ProcessEpisodes` runs them in worker
 processes.
 
-Python cannot kill a thread. A call that exceeds its limit or is cancelled is abandoned: a new thread takes its slot.
-When the call returns, its old thread closes the environment and ends. Use `isolation=process` for environments that may
-hang.
+Python cannot kill a thread, so a call that exceeds its limit or is cancelled is abandoned, and a new thread takes its
+slot. When the call returns, its old thread closes the environment and ends. Use `isolation=process` for environments
+that may hang.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class _LocalEpisode(Episode):
             if self._env is not None:
                 self._env.close()
         except BaseException:  # the rollout has already been reported as invalid
-            logger.warning("Closing an environment after a call that took too long failed", exc_info=True)
+            logger.warning("Failed to close an environment after a call that took too long", exc_info=True)
 
     async def call(self, method: str, *args: Any) -> Any:
         native = async_method(self._env, method)

@@ -111,7 +111,7 @@ class _Worker(Episode):
                 writer.close()
                 if not isinstance(error, OSError):
                     raise
-                raise EnvError(f"environment.skyrl_gym.python={python} cannot be run: {error.strerror}") from error
+                raise EnvError(f"cannot run environment.skyrl_gym.python={python}: {error.strerror}") from error
         worker = cls(pool, process, reader, writer)
         try:
             await worker._exchange("hello", (), START_SECONDS)
@@ -198,7 +198,7 @@ def _entry_point(env_class: str) -> str:
     name, module = getattr(entry_point, "__qualname__", "<"), getattr(entry_point, "__module__", "__main__")
     if "<" in name or module == "__main__":
         raise EnvError(
-            f"environment.skyrl_gym.isolation=process imports environments in another process, and {env_class!r} is "
+            f"environment.skyrl_gym.isolation=process imports environments in another process, but {env_class!r} is "
             f"registered as {entry_point!r}; register it as 'module:ClassName'"
         )
     return f"{module}:{name}"

@@ -143,7 +143,7 @@ class GymGenerator(RolloutGenerator):
             rollout.conversation = self._new_conversation(prompt)
             n_tokens = len(rollout.conversation.next_prompt())
             if n_tokens > self._max_input_length:
-                reason = f"the prompt has {n_tokens} tokens and the limit is {self._max_input_length}"
+                reason = f"the prompt has {n_tokens} tokens, but the limit is {self._max_input_length}"
                 rollout.fail(StopReason.PROMPT_TOO_LONG, reason)
 
     async def _take_turn(self, rollout: Rollout, sampling: SamplingParams) -> None:

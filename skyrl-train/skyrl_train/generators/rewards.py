@@ -200,7 +200,7 @@ class RewardFunctions:
         if unused and any(t.is_valid for t in trajectories):
             self._unused |= unused
             logger.warning(
-                "generator.reward_weights names %s, which none of %d trajectories reports; they report %s",
+                "generator.reward_weights lists %s, which none of %d trajectories reports; they report %s",
                 *(", ".join(sorted(unused)), len(trajectories), ", ".join(sorted(reported)) or "no components"),
             )
 

@@ -135,8 +135,8 @@ class Rollouts(ABC):
         if not usable:
             failures = [t.error for t in trajectories if not t.is_valid]
             raise EnvError(
-                f"{len(failures)} of {len(trajectories)} rollouts of step {step} failed and none is left "
-                f"to learn from; the first: {failures[0]}. Fix the environment and resume"
+                f"{len(failures)} of {len(trajectories)} rollouts at step {step} failed, and none is left "
+                f"to train on. The first error: {failures[0]}. Fix the environment and resume"
             )
         return usable, n_valid.total() - len(usable)
 
@@ -158,7 +158,7 @@ class Rollouts(ABC):
         rewards = {t.id.instance_id: t.total_reward for t in self._penalize_overlong(greedy) if t.is_valid}
         with_baseline = [t for t in rollouts if t.id.instance_id in rewards]
         if not with_baseline:
-            raise EnvError(f"all {len(greedy)} greedy rollouts failed; the first: {greedy[0].error}")
+            raise EnvError(f"all {len(greedy)} greedy rollouts failed. The first error: {greedy[0].error}")
         return [replace(t, greedy_reward=rewards[t.id.instance_id]) for t in with_baseline]
 
     async def _greedy_rollouts(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:

@@ -119,7 +119,7 @@ class CallForm:
                 if self.content_is_null:
                     if copy["content"]:
                         raise DataError(
-                            f"message {index} has content beside tool calls, and the chat template writes only one of "
+                            f"message {index} has content and tool calls, but the chat template writes only one of "
                             "them; remove the content"
                         )
                     copy["content"] = None

@@ -1,7 +1,7 @@
 """Chat templates: conversations as text, and the token ids of text that follows other text.
 
-Published templates differ in how they write thoughts, tool calls and past turns. `ChatTemplate` does not parse them. It
-renders a conversation a second time with placeholders (`MARK`) for some of its text, and looks where they end up.
+Published templates differ in how they write thoughts, tool calls and past turns, so `ChatTemplate` does not parse them.
+It renders a conversation a second time with placeholders (`MARK`) for some of its text, and looks where they end up.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class RenderedTurn:
-    """An assistant's turn: the prompt that the model reads, and the answer that it learns to write."""
+    """An assistant turn: the prompt that the model reads, and the answer that it learns to write."""
 
     prompt: str
     answer: str
@@ -49,7 +49,7 @@ class RenderedTurn:
 
 @dataclass(frozen=True, slots=True)
 class SplitContent:
-    """An assistant's message, split into thought and answer."""
+    """An assistant message, split into thought and answer."""
 
     thought: str | None
     answer: str
@@ -173,9 +173,9 @@ class ChatTemplate:
     def prompt(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
         """Return the text that the model continues.
 
-        If the last message is from the assistant, it is the beginning of the reply, and the model continues its
-        content. A thought in a field or between tags is complete. If the content opens a thought without closing it,
-        the model continues the thought.
+        If the last message is from the assistant, it is the start of the reply, and the model continues its content. A
+        thought in a field or between tags is complete, but if the content opens a thought without closing it, the model
+        continues the thought.
 
         Raises:
             DataError: the last message has tool calls, so it cannot be continued, or the template does not write it.
@@ -202,9 +202,9 @@ class ChatTemplate:
     def turn(
         self, messages: Messages, index: int, tools: Sequence[Any] | None = None, start: Mapping[str, Any] | None = None
     ) -> RenderedTurn:
-        """Return the prompt and the answer of the assistant's message at `index`.
+        """Return the prompt and the answer of the assistant message at `index`.
 
-        `start` is an assistant's message with the beginning of that answer. It then belongs to the prompt.
+        `start` is an assistant message with the start of that answer, which then belongs to the prompt.
 
         Raises:
             DataError: the template does not write a part of the message, or does not write it after the header.
@@ -275,7 +275,7 @@ class ChatTemplate:
     ) -> set[str]:
         """Return the parts of a message that the template drops: its thought, its content, or a call.
 
-        A search for the parts in the text would not do: a thought "4" is also in the content "2 + 2 = 4". So the
+        Searching the text for the parts is not enough, because a thought "4" is also in the content "2 + 2 = 4". So the
         message is rendered with a placeholder for each part.
         """
         marks = {"thought": THOUGHT_MARK, "content": MARK + "CONTENT"}
@@ -298,7 +298,7 @@ class ChatTemplate:
     def _reply_after_rewritten_prompt(
         self, past: Messages, message: Mapping[str, Any], tools: Sequence[Any] | None, header: str
     ) -> str:
-        """Return the reply if the finished turn does not begin with `header`, the generation prompt."""
+        """Return the reply if the finished turn does not start with `header`, the generation prompt."""
         *earlier, last = prepare_messages(past)
         marked = [*earlier, {**last, "content": (last["content"] or "") + LAST_MARK}]
         _, found, end = self.render(marked, tools, adds_header=True).rpartition(LAST_MARK)
@@ -321,7 +321,7 @@ class ChatTemplate:
     def _split_thought(self, message: Mapping[str, Any], index: int) -> SplitContent:
         """Return the thought and the answer of a prepared message.
 
-        If the content has only a closing tag, it begins with a thought. R1-style models write such replies, because
+        If the content has only a closing tag, it starts with a thought. R1-style models write such replies, because
         their header has the opening tag.
 
         Raises:
@@ -353,19 +353,19 @@ class ChatTemplate:
     # -- tokens
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of text at the beginning of a sequence."""
+        """Return the token ids of text at the start of a sequence."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def encode_after(self, context: str, fragment: str) -> list[int]:
         """Return the token ids of `fragment` after `context`.
 
-        Alone, a fragment may have other tokens. SentencePiece marks the beginning of a text with a space: Llama's
+        Alone, a fragment may have other tokens, because SentencePiece marks the start of text with a space: Llama's
         tokenizer writes "It is" as `▁It ▁is`, but as `It ▁is` after "<|assistant|>\\n". So the fragment is tokenized
         together with the end of the context, from the last special token on, because tokenizers restart there. Then the
         tokens of the context are cut off.
 
         This fails if the fragment merges with the end of the context, e.g. two line ends to one token. The model has
-        read the context's own tokens, so the fragment is then tokenized after a character that it does not merge with.
+        read the context's tokens, so the fragment is then tokenized after a character that it does not merge with.
         """
         if not fragment:
             return []

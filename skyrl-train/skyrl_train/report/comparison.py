@@ -73,7 +73,7 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
     runs: list[ComparedRun] = []
     for folder, path in zip(folders, paths, strict=True):
         if paths.count(path) > 1:
-            raise DataError(f"{folder} is named twice; pass each run folder once")
+            raise DataError(f"{folder} is listed twice; pass each run folder once")
         run_folder = RunFolder(path)
         rows = read_metrics(run_folder.metrics)
         if not rows:
@@ -96,7 +96,7 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise DataError(f"{output} cannot be written: {error.strerror}; choose a file with --output") from error
+        raise DataError(f"cannot write {output}: {error.strerror}; choose a file with --output") from error
     return output
 
 

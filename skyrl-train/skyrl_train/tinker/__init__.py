@@ -1,1 +1,1 @@
-"""Training with a Tinker service. The service holds the model. Needs the package `tinker`."""
+"""Training with a Tinker service, which holds the model. Needs the package `tinker`."""

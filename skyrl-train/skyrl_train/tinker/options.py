@@ -16,7 +16,7 @@ class TinkerOptions:
     """Options of a run. Options with the name of a `generator.*` key have its meaning.
 
     Subclasses add options (numbers or strings), change defaults and extend `settings`. A field with `init=False` is not
-    an option. Set it in `__post_init__`.
+    an option, so set it in `__post_init__`.
 
     max_sequence_length: maximum tokens of prompt and response. Longer sequences are truncated and not trained on.
     tokenizer: folder or name of the tokenizer. Defaults to the model's.

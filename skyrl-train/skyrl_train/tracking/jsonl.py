@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one JSON object per line, `{"step": 3, "reward/avg_raw_reward": 0.5, …}`.
 
-NaN and infinite numbers are written as `null`, because JSON has neither. Readers see `None`. A process that is killed
-while it writes leaves a torn last line. It is dropped when the file is next opened or read.
+NaN and infinite numbers are written as `null`, because JSON has neither, so readers see `None`. A process that is
+killed while it writes leaves a truncated last line, which is dropped when the file is next opened or read.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics file in the order they were logged, or [] if the file does not exist.
 
-    A torn last line is ignored.
+    A truncated last line is ignored.
 
     Raises:
         DataError: any other line is not a JSON object with a step.
@@ -80,7 +80,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if (row := _parse(line)) is not None:
             rows.append(row)
-        elif number < len(lines):  # nothing, or a torn line, may follow the last newline
+        elif number < len(lines):  # nothing, or a truncated line, may follow the last newline
             raise DataError(
                 f"{path}:{number} is not a JSON object with an integer 'step': {line[:80]!r}; remove that line to read "
                 "the rest"
@@ -101,7 +101,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Make the file end with a newline: terminate a complete last line, and cut off a torn one."""
+    """Make the file end with a newline: terminate a complete last line, and drop a truncated one."""
     content = path.read_bytes() if path.exists() else b""
     if not content or content.endswith(b"\n"):
         return

@@ -46,7 +46,7 @@ class ConsoleTracker:
         for prefix, names in groupby(sorted(metrics), key=lambda name: name.rpartition("/")[0]):
             values = " · ".join(f"{name.rpartition('/')[2]} {metrics[name]:.4g}" for name in names)
             lines.append(f"  {prefix:<12} {values}")
-        tqdm.write("\n".join(lines), file=sys.stdout)  # above the progress line, if there is one
+        tqdm.write("\n".join(lines), file=sys.stdout)  # above the progress line, if any
 
     def truncate_after(self, step: int) -> None:
         """Do nothing: printed lines stay."""
@@ -82,8 +82,8 @@ class WandbTracker:
     """A tracker that logs to a Weights & Biases run, with files in `run_dir/wandb` or `$WANDB_DIR/wandb`.
 
     The run's ID is in `id_dir/wandb_run_id.txt` or `$WANDB_RUN_ID`, so a resumed run continues the same wandb run. The
-    horizontal axis is the metric `global_step`, not wandb's own step. A resumed run can then log steps again, and
-    rewards and environments in this process can call `wandb.log`.
+    horizontal axis is the metric `global_step`, not wandb's step, so a resumed run can log steps again, and rewards and
+    environments in this process can call `wandb.log`.
 
     Raises:
         ConfigError: there is no login, the package is not installed, or wandb cannot start the run.

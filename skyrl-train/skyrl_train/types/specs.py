@@ -38,10 +38,10 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Division of a model's ranks into groups that compute the same rows.
+    """Split of a model's ranks into groups that compute the same rows.
 
-    `tensor_size` consecutive ranks divide each matrix (tensor parallelism). `context_size` consecutive groups of these
-    divide the tokens of each row (context parallelism). `n_stages` groups of these divide the layers (pipeline
+    `tensor_size` consecutive ranks shard each matrix (tensor parallelism). `context_size` consecutive groups of these
+    split the tokens of each row (context parallelism). `n_stages` groups of these split the layers (pipeline
     parallelism). Together they are one data-parallel rank with its own rows. All ranks of a stage are consecutive.
 
     Eight ranks with tensor_size 2 and n_stages 2 are two data-parallel ranks:
@@ -127,7 +127,7 @@ class ModelSpec:
     eos_ids: tuple[int, ...] = ()  # tokens that end a trained turn, for exports
     optimizer: OptimizerSpec | None = None  # None: the model is frozen
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    sequence_parallel_size: int = 1  # ranks that get the same rows and divide their tokens
+    sequence_parallel_size: int = 1  # ranks that get the same rows and split their tokens
     megatron: MegatronConfig | None = None  # if set, several ranks use Megatron-Core instead of FSDP2
     lora: LoraSpec | None = None  # if set, only the adapter and a critic's value head are trained
     temperature: float = 1.0
@@ -147,7 +147,7 @@ class ModelSpec:
         return f"trainer.{'policy' if self.role == 'reward' else self.role}"
 
     def layout(self, n_ranks: int) -> Layout:
-        """Return the division of `n_ranks` ranks. A single rank has the whole model.
+        """Return the layout of `n_ranks` ranks. A single rank has the whole model.
 
         Raises:
             ConfigError: `n_ranks` is not a multiple of the ranks that compute the same rows.

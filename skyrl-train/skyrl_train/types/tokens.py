@@ -20,7 +20,7 @@ class Message(TypedDict):
 class PromptRow:
     """One row of a prompt dataset, e.g. a maths question and the answer its environment checks against."""
 
-    uid: str  # "17": the row's number in the dataset
+    uid: str  # "17": the row's index in the dataset
     prompt: list[Message]
     env_class: str | None  # None: the config's `environment.env_class`
     env_extras: dict[str, Any]  # every other column: reward_spec, data_source, extra_info, …
@@ -82,8 +82,8 @@ class Turn:
 class Segment:
     """One row of tokens: a prompt, then sampled tokens (mask 1) and observations between them (mask 0, log-prob 0.0).
 
-    Rewards are per token. A turn's reward is on its last sampled token. A rollout in progress appends to its segments
-    and truncates them. The segments of a trajectory do not change.
+    Rewards are per token, so a turn's reward is on its last sampled token. A rollout in progress appends to segments
+    and truncates them, but the segments of a trajectory do not change.
     """
 
     token_ids: list[int]  # [n_prompt + r]
@@ -172,7 +172,7 @@ class Trajectory:
     stop_reason: str  # from the last turn, or "length", "max_turns", "env_error", …
     error: str | None = None  # if set, the trajectory is invalid
     reward_components: dict[str, float] = field(default_factory=dict)  # totals by name, if reported
-    greedy_reward: float | None = None  # total reward of a greedy rollout of the prompt, if there is one
+    greedy_reward: float | None = None  # total reward of a greedy rollout of the prompt, if any
     env_metrics: dict[str, Any] = field(default_factory=dict)
     env_extras: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, float] = field(default_factory=dict)  # seconds: "generate", "env"

@@ -98,7 +98,7 @@ def test_the_kl_controller_counts_trajectories(tiny_model: PreTrainedModel) -> N
         (lambda model: model.base_model.norm.weight[0].fill_(math.nan), "its weights are NaN or infinite"),
         (
             lambda model: model.get_input_embeddings().weight.fill_(1e30),
-            "the gradient of its outputs is 0, so that it can no longer learn",
+            "the gradient of its outputs is 0, so it can no longer learn",
         ),
         (lambda model: model.base_model.norm.weight.fill_(1e38), r"the gradient of its outputs is (nan|inf)"),
         (

@@ -264,4 +264,4 @@ def test_a_checkpoint_of_other_data_is_refused(named: Overrides, data: Path) -> 
     sft(*named("run", "trainer.max_training_steps=2"))
     (data / "train.jsonl").write_text((data / "val.jsonl").read_text() * 2)
     message = expect_error(*named("run"), command="sft")
-    assert "the checkpoint was made with n_rows=11 and this run has n_rows=6" in message
+    assert "the checkpoint was made with n_rows=11, but this run has n_rows=6" in message

@@ -61,7 +61,7 @@ def test_a_step_of_failures_ends_the_run_with_the_first_reason(
 ) -> None:
     monkeypatch.setattr(FlakyEnv, "fails_below", 10_000)
     message = expect_error(*overrides)
-    assert "error: 16 of 16 rollouts of step 1 failed" in message
+    assert "error: 16 of 16 rollouts at step 1 failed" in message
     assert "is too short" in message
 
 

@@ -52,7 +52,7 @@ def test_a_machine_that_never_saw_the_run_continues_it(
     first = run.reproducible_metrics
     shutil.rmtree(tmp_path / "skyrl")
     second = train(*command).reproducible_metrics
-    assert "Downloading the checkpoint of step 1" in run.log
+    assert "Downloading the checkpoint at step 1" in run.log
     assert [row["step"] for row in second] == [2]
     assert run_url(bucket, tiny_model_path).latest_step() == 2
     shutil.rmtree(tmp_path / "skyrl")

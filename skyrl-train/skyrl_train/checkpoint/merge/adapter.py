@@ -59,7 +59,7 @@ def merge_adapter(
         target: the folder to write.
         base: folder or Hub name of the base model. Defaults to the base in the adapter's settings.
         dtype: dtype of the merged weights. Defaults to the base's.
-        settings: the folder with the configuration and tokenizer of a checkpoint, if the adapter is from one.
+        settings: the folder with a checkpoint's configuration and tokenizer, if the adapter is from a checkpoint.
         allow_unchanged: accept a result that equals the base.
 
     Raises:

@@ -150,7 +150,7 @@ def _compare_with_start(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a trained model. Append the names with written values other than the start's to `changed`.
 
-    If the start has no such head, the head's values there count as 0.
+    If the start has no such head, its head counts as all zeros.
     """
     names = {spec.name for spec in start.specs}
     for spec, (name, tensor) in zip(specs, tensors, strict=True):

@@ -18,7 +18,7 @@ _LIMITS = "set trainer.fully_async.num_parallel_generation_workers, or limit the
 _OWN_LOOP = "keep the training loop; to train asynchronously, return a FullyAsyncRayPPOTrainer from get_trainer"
 _WORKERS = "models live in `learner.policy`, `learner.critic` and `learner.ref`; override update(step, batch)"
 _SFT = "run `skyrl sft`"
-_CALLBACKS = "subclass skyrl_train.callbacks.Callback, and return it from get_callbacks of the experiment"
+_CALLBACKS = "subclass skyrl_train.callbacks.Callback, and return it from the experiment's get_callbacks"
 
 MODULES = {
     "config.sft_config": _SFT,

@@ -122,9 +122,7 @@ def test_a_local_file_that_changed_since_it_was_saved_is_not_uploaded(
     path = save(CheckpointStore(tmp_path / "local"), 10, write_named("ten"))
     content = (path / "driver.pt").read_bytes()
     (path / "driver.pt").write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(
-        CheckpointError, match=r"driver.pt has changed since it was saved; the checkpoint is not uploaded"
-    ):
+    with pytest.raises(CheckpointError, match=r"driver.pt has changed since it was saved, so it is not uploaded"):
         remote.upload(path)
     assert remote.latest_step() is None
 

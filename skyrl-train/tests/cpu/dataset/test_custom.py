@@ -90,8 +90,8 @@ def test_the_fingerprint_covers_the_options_and_the_file_but_not_its_folder(file
     ("config", "error", "words"),
     [
         ({"n": 0}, DataError, "no validation rows"),
-        ({"n": -1}, ConfigError, "data.custom_cls.name=Sums cannot be constructed"),
-        ({"bad": 0}, DataError, "row 0 of Sums of .* cannot be read: .*no such sum"),
+        ({"n": -1}, ConfigError, "failed to construct data.custom_cls.name=Sums"),
+        ({"bad": 0}, DataError, "cannot read row 0 of Sums of .*: .*no such sum"),
         ({"columns": {"raw_prompt": "text"}}, DataError, "row 0 of Sums .*not a list of messages"),
         ({"columns": {"env_class": 3}}, DataError, "env_class=3"),
     ],
@@ -142,7 +142,7 @@ def test_rows_that_cannot_be_used_are_skipped_when_they_are_drawn(
     arguments = [argument for argument in run(catch_run, file) if "reward_function" not in argument]
     options = ["n=16", "bad=9", "unknown=11", "columns={env_class: gsm8k, reward_spec: {ground_truth: 3}}"]
     main([*arguments, *(f"+data.custom_cls.config.{option}" for option in options), "trainer.eval_interval=-1"])
-    assert "Skipped: row 9 of Sums" in caplog.text
+    assert "Skipped: cannot read row 9 of Sums" in caplog.text
     assert "Skipped: row 11 of Sums" in caplog.text
     assert "env_class=kaboom" in caplog.text
     last = run_of(arguments).metrics[-1]

@@ -181,7 +181,7 @@ def test_bytes_of_parquet_that_are_not_utf8_are_reported(tmp_path: Path) -> None
     pq.write_table(pa.table({"data_source": pa.StringArray.from_buffers(2, offsets, text)}), path)
     rows = JoinedRows([str(path)])
     for read in (lambda: rows[0], lambda: list(rows.read_column("data_source"))):
-        with pytest.raises(DataError, match=rf"row 0 of {path}.* cannot be read"):
+        with pytest.raises(DataError, match=rf"cannot read row 0 of {path}"):
             read()
 
 
@@ -250,7 +250,7 @@ def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
     pq.write_table(pa.table(table), path)
     assert read_rows(str(path)) == [{"spec": {"method": "rule", "truth": "42"}, "all": [{"a": "b"}]}]
     pq.write_table(pa.table({"spec": pa.array([[("a", "b"), ("a", "c")]], kind)}), path)
-    with pytest.raises(DataError, match=r"row 0 of .* cannot be read"):
+    with pytest.raises(DataError, match="cannot read row 0 of "):
         read_rows(str(path))
 
 

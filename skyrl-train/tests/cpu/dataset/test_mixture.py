@@ -131,7 +131,7 @@ def test_changed_weights_are_resumed_only_with_resumes_weights(resumes_weights: 
     ("weights", "message"),
     [
         ({"games": 1}, r"data\.mixture\.weights has no weight for maths; set 0 to exclude a data source"),
-        ({"games": 1, "maths": 1, "gmes": 1}, r"weights names gmes, but the data sources are: games, maths"),
+        ({"games": 1, "maths": 1, "gmes": 1}, r"weights lists gmes, but the data sources are: games, maths"),
         ({"games": -1, "maths": 1}, r"weights\.games=-1 must be a number of at least 0"),
         ({"games": float("nan"), "maths": 1}, r"weights\.games=nan must be a number"),
         ({"games": 0, "maths": 0}, "weights are all 0; at least one of games, maths must have more"),
@@ -151,5 +151,5 @@ def test_positions_of_another_sampler_are_refused() -> None:
     shuffled = ShuffledPrompts(Sources(SIZES), 4, 0)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"made without data\.mixture"):
         mixed().load_state_dict(shuffled.state_dict())
-    with pytest.raises(DataError, match=r"made with data\.mixture, and this run has none"):
+    with pytest.raises(DataError, match=r"made with data\.mixture, but this run has none"):
         shuffled.load_state_dict(mixed().state_dict())

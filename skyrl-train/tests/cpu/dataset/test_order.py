@@ -70,9 +70,9 @@ def test_with_another_batch_size_the_epoch_continues_with_the_remaining_rows(old
 @pytest.mark.parametrize(
     ("n_rows", "seed", "fingerprint", "difference"),
     [
-        (11, 0, "numbers", "n_rows=10 .* n_rows=11"),
-        (10, 1, "numbers", "seed=0 .*=1"),
-        (10, 0, "letters", "fingerprint=numbers .* fingerprint=letters"),
+        (11, 0, "numbers", "n_rows=10, .* n_rows=11"),
+        (10, 1, "numbers", "seed=0, .*=1"),
+        (10, 0, "letters", "fingerprint=numbers, .* fingerprint=letters"),
     ],
 )
 def test_a_position_in_other_data_is_refused(n_rows: int, seed: int, fingerprint: str, difference: str) -> None:

@@ -124,7 +124,7 @@ def test_equal_answers_are_reported(
 ) -> None:
     rows = [{"prompt": "a", "chosen": "x", "rejected": "x"}, {"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}]
     read_pairs(rows, tiny_tokenizer, tmp_path)
-    assert "2 of 2 pairs have equal answers, which teach nothing" in caplog.text
+    assert "2 of 2 pairs have equal answers, so they teach nothing" in caplog.text
 
 
 def test_wrong_rows_are_refused(tmp_path: Path, pytestconfig: pytest.Config) -> None:

@@ -161,7 +161,7 @@ def test_long_rows_are_truncated(
     with caplog.at_level(logging.WARNING):
         ((segment,),) = SupervisedDataset([path], ConversationEncoder(tiny_tokenizer), data)[0]
     assert tiny_tokenizer.decode(segment.token_ids) == kept
-    assert "1 rows were truncated" in caplog.text
+    assert "truncated 1 rows" in caplog.text
     trained = [t for t, m in zip(segment.response_ids, segment.loss_mask, strict=True) if m]
     assert tiny_tokenizer.decode(trained) == {"right": "1234", "left": "7890<|im_end|>"}[truncation]
 
@@ -334,7 +334,7 @@ def test_rows_that_are_checked_when_they_are_drawn_have_the_same_tokens(
     path = write_rows(tmp_path, rows)
     data = SFTDataConfig(max_length=100, truncation="error")
     drawn = SupervisedDataset([path], encoder, data, max_checked_rows=5)
-    with pytest.raises(InvalidRow, match=f"row {bad} of {path}: response=7 is not a text"):
+    with pytest.raises(InvalidRow, match=f"row {bad} of {path}: response=7 is not text"):
         drawn[bad]
     with pytest.raises(InvalidRow, match=f"row {long} of {path} has .* more than data.max_length=100"):
         drawn[long]

@@ -45,7 +45,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "messages",
         "does not write the tool calls of message 0",
     ),
-    ({"chat_template_kwargs": {"tokenize": True}}, "messages", "messages cannot be turned into tokens"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "messages", "failed to tokenize messages"),
     ({"tools": [{}]}, "tools", "the chat template does not write tools; use one that does"),
     ({"messages": [{"role": "user", "content": "1" * 600}]}, "messages", "maximum context length is 511 tokens"),
 ]

@@ -71,9 +71,9 @@ def test_settings_that_no_row_uses_are_reported(
     write_jsonl(tmp_path / "rows.jsonl", [prompt_row("1", "gsm8k", reward_spec={"ground_truth": "1"})] * 4)
     files = [f"data.{name}_data=['{tmp_path}/rows.jsonl']" for name in ("train", "val")]
     check_data(parse_cli([*catch_run, *files, "environment.env_class=catch"]), trains=True)
-    assert "environment.env_class=catch is not used: every row has its own env_class (gsm8k)" in caplog.text
+    assert "environment.env_class=catch is ignored, because every row has an env_class (gsm8k)" in caplog.text
     check_data(parse_cli([*catch_run, *files, "environment.skyrl_gym.aime.grader=minerva"]), trains=True)
-    assert "environment.skyrl_gym.aime is not used: no row has env_class=aime" in caplog.text
+    assert "environment.skyrl_gym.aime is ignored, because no row has env_class=aime" in caplog.text
 
 
 def test_a_subclass_with_a_generator_of_its_own_may_play_any_rows(catch_run: list[str], tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_rows_of_large_data_are_checked_when_they_are_drawn(
     assert f"{source} ({len(rows)} rows), a sample of 4 rows checked" in capsys.readouterr().out
     assert f"row {bad} of {source}: prompt='a text'" in expect_error(*command, "data.max_checked_rows=null")
     run = train(*command, "trainer.epochs=2", "trainer.eval_interval=-1")
-    assert f"The sample is of {len(rows)} rows, data.max_checked_rows=4" in caplog.text
+    assert f"They are a sample of {len(rows)} rows (data.max_checked_rows=4)" in caplog.text
     assert f"Skipped: row {bad} of {source}: prompt='a text' is not a list of messages" in caplog.text
     assert f"Skipped: row {unknown} of {source}: env_class=kaboom" in caplog.text
-    assert f"Skipped: row {refused} of {source}: the environment gsm8k refuses it" in caplog.text
+    assert f"Skipped: row {refused} of {source}: the environment gsm8k rejects it" in caplog.text
     assert run.metrics[-1]["data/n_skipped"] >= 1

@@ -226,7 +226,7 @@ async def test_a_step_without_valid_rollouts_ends_with_the_reason() -> None:
     run = Run(config(), ScriptedGenerator())
     run.player.reward = lambda id: None
     await run.sync()
-    with pytest.raises(EnvError, match=r"4 of 4 rollouts of step 1 failed .*it broke"):
+    with pytest.raises(EnvError, match=r"4 of 4 rollouts at step 1 failed, .*it broke"):
         await run.source.take(1)
     await run.source.close()
 

@@ -50,7 +50,7 @@ async def test_an_environment_that_a_process_cannot_import_is_refused(make_stage
 
 
 async def test_a_missing_or_wrong_interpreter_is_reported(make_stage: MakeStage, tmp_path: Any) -> None:
-    for python, reason in (("/nowhere/python", "cannot be run: No such file"), ("/bin/true", "did not start")):
+    for python, reason in (("/nowhere/python", "python=/nowhere/python: No such file"), ("/bin/true", "did not start")):
         stage = make_stage(skyrl_gym={"isolation": "process", "python": python})
         (t,) = await stage.play_faulty([faulty("a")])
         assert reason in str(t.error)

@@ -231,7 +231,7 @@ async def test_an_initial_prompt_that_is_too_long_makes_its_rollout_invalid(make
     short, cut = await stage.play([story("a", n_turns=1), long])
     assert (short.is_valid, cut.is_valid) == (True, False)
     assert (cut.stop_reason, cut.response_ids, cut.turns) == ("prompt_too_long", [], ())
-    assert cut.error == f"the prompt has {len(cut.prompt_ids)} tokens and the limit is 60"
+    assert cut.error == f"the prompt has {len(cut.prompt_ids)} tokens, but the limit is 60"
     assert len(stage.engine.exchanges) == 1
 
 

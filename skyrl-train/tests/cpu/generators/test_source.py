@@ -76,7 +76,7 @@ async def test_failed_rollouts_are_reported_and_not_trained() -> None:
     assert uids(step_data.trajectories) == ["2"]
     assert len(step_data.played) == 6
     assert step_data.metrics.numbers()["generate/n_left_alone"] == 1
-    with pytest.raises(EnvError, match=r"6 of 6 rollouts of step 1 failed .*it broke"):
+    with pytest.raises(EnvError, match=r"6 of 6 rollouts at step 1 failed, .*it broke"):
         await sample(config(3), ScriptedGenerator(lambda id: None), SequentialPrompts(8, 3))
 
 
@@ -149,7 +149,7 @@ async def test_a_prompt_with_a_failed_greedy_rollout_is_dropped() -> None:
     step_data = await sample(config(3), generator, SequentialPrompts(8, 3), greedy=True)
     assert uids(step_data.trajectories) == ["0", "2"]
     assert step_data.metrics.numbers()["generate/n_without_baseline"] == N_SAMPLES
-    with pytest.raises(EnvError, match="all 3 greedy rollouts failed; the first: it broke"):
+    with pytest.raises(EnvError, match=r"all 3 greedy rollouts failed. The first error: it broke"):
         await sample(
             config(3),
             ScriptedGenerator(lambda id: None if id.repetition_id == N_SAMPLES else 1.0),

@@ -73,7 +73,7 @@ def test_a_thought_is_trained_even_if_the_template_drops_it_from_past_turns(fami
             assistant("") | {"tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
             "tool calls of message 1",
         ),
-        ("deepseek-v3", assistant("I add.") | {"tool_calls": [CALL]}, "message 1 has content beside tool calls"),
+        ("deepseek-v3", assistant("I add.") | {"tool_calls": [CALL]}, "message 1 has content and tool calls"),
         ("gpt-oss, with tools", assistant("4") | {"tool_calls": [CALL, CALL]}, "arguments of the call of add and the"),
         ("r1-distill", {"role": "bot", "content": "4"}, "has the role 'bot'"),
         ("r1-distill", {"role": "Assistant", "content": "4"}, "has the role 'Assistant'"),
