@@ -115,7 +115,7 @@ def _apply(override: Override, settings: DictConfig, fields: Fields) -> Iterator
 
 
 def changed_keys(override: Override, fields: Fields) -> set[str]:
-    """Return the keys that an override sets or deletes, including all keys below them."""
+    """Return the keys that an override sets or deletes, including all keys under them."""
     key = override.key_or_group
     if override.is_delete():
         return {key, *(known for known in fields if known.startswith(f"{key}."))}
@@ -203,7 +203,7 @@ def _is_of_hydra(override: Override) -> bool:
 
 
 def is_override(text: str) -> bool:
-    """Return False for flags such as `--help`, `--config-name other` or `--multirun`. Hydra accepts these, too."""
+    """Return False for flags such as `--help`, `--config-name other` or `--multirun`. Hydra also accepts these."""
     return not text.startswith("-") and ("=" in text or text.startswith("~"))
 
 

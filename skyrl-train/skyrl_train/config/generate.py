@@ -177,7 +177,7 @@ def _names(commands: Iterable[str]) -> str:
 
 
 def _per_command(texts: Mapping[str, str]) -> str:
-    """Return a text that all commands share, or a line for each different text: "train: `5`<br>sft, dpo: `50`"."""
+    """Return the text that all commands share, or a line for each different text: "train: `5`<br>sft, dpo: `50`"."""
     commands: dict[str, list[str]] = {}
     for command, text in texts.items():
         commands.setdefault(text, []).append(command)
@@ -228,7 +228,7 @@ def describe_keys(names: Sequence[str], fields: Fields) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the files, or with `--check` name the outdated ones. Return the exit status."""
+    """Write the files, or with `--check` list the outdated ones. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
     is_check = parser.parse_args(argv).check

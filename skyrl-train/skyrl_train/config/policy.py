@@ -257,5 +257,5 @@ class RefConfig(DividedModelConfig):
         return policy.lora.is_used and policy.lora.lora_path is None and self.model.path == policy.path
 
     def shares_adapter_with(self, policy: PolicyModelConfig) -> bool:
-        """Return True if the policy continues the adapter in `lora_path`. The reference starts with it, too."""
+        """Return True if the policy continues the adapter in `lora_path`. The reference also starts with it."""
         return policy.lora.lora_path is not None and self.model.path == policy.path

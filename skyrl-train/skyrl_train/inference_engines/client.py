@@ -38,9 +38,9 @@ Restart = Callable[[int], Awaitable[InferenceEngine]]
 class EngineClient:
     """An `InferenceEngine` over several engines with the same model.
 
-    A session starts on the engine with the fewest sessions and stays there. An engine is replaced if its process ends
-    or stops answering. Its requests are then sampled again. They get the same tokens unless the weights have changed,
-    because a token depends only on seed and position.
+    A session starts on the engine with the fewest sessions and stays there. If an engine's process ends or stops
+    answering, the engine is replaced and its requests are sampled again. They get the same tokens unless the weights
+    have changed, because a token depends only on seed and position.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EngineClient:
         """Take ownership of the engines. `close` closes them.
 
         Args:
-            restart: starts replacements. Without it, the requests of a lost engine fail.
+            restart: starts replacements. Without it, a lost engine's requests fail.
             enter: called before requests. Wakes up the engines if they share their devices with models.
 
         Raises:
@@ -76,7 +76,7 @@ class EngineClient:
         self._n_replaced = [0] * len(engines)
         self._is_gone = [False] * len(engines)  # closed and not replaced yet
         self._replacing = [asyncio.Lock() for _ in engines]
-        self._aborted: Counter[str | None] = Counter()  # calls of `abort` by session
+        self._aborted: Counter[str | None] = Counter()  # calls to `abort` by session
         self._version: int | None = None  # of the last weights received
         self._synced = self._engines.copy()  # receivers in the last weight sync, even if it failed
         self._has_current_weights: Callable[[], bool] = lambda: True
@@ -90,10 +90,10 @@ class EngineClient:
         return sum(engine.n_weight_copies for engine in self._engines)
 
     def follow(self, sync: WeightSync, has_current_weights: Callable[[], bool] = lambda: True) -> None:
-        """Use `sync`, the weight sync of this client, to send the current weights to replacements.
+        """Use `sync`, this client's weight sync, to send the current weights to replacements.
 
-        A failed sync then replaces the lost engines and sends the weights once more. `has_current_weights` returns
-        False while an update is changing the weights. A replacement then stays paused until the next sync.
+        A failed sync then replaces the lost engines and sends the weights once more. While an update is changing the
+        weights, `has_current_weights` returns False, and a replacement stays paused until the next sync.
         """
         self._sync = sync
         self._has_current_weights = has_current_weights
@@ -186,7 +186,7 @@ class EngineClient:
         return indices
 
     def _n_aborts(self, request: EngineRequest) -> int:
-        """Return how many calls of `abort` concerned this request so far."""
+        """Return how many calls to `abort` have concerned this request so far."""
         return self._aborted[None] + (0 if request.session_id is None else self._aborted[request.session_id])
 
     @contextmanager
@@ -368,7 +368,7 @@ class EngineClient:
         if sends_weights and self._version is not None and self._sync is not None:
             if self._has_current_weights():
                 await self._sync.send_to(self._name(index), engine, self._version)
-            if not self._has_current_weights():  # an update began meanwhile
+            if not self._has_current_weights():  # an update started meanwhile
                 self._sync.forget()
                 await engine.pause()
                 self._held.add(engine)

@@ -45,7 +45,7 @@ class SampledToken(NamedTuple):
 
     token_id: int
     logprob: float
-    sampling_logprob: float | None = None  # after penalties and truncation, if there are any
+    sampling_logprob: float | None = None  # after penalties and truncation, if any
     raw_logprob: float | None = None  # at temperature 1, on request
     top_logprobs: dict[int, float] | None = None  # on request
 
@@ -276,7 +276,7 @@ def _search(logits: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) ->
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the first column (B,) whose cumulative sum exceeds the target.
 
-    Rounding may push the target up to the total, and no column exceeds that. So clamp it to just below.
+    Rounding may push the target up to the total, but no column exceeds that, so clamp it to just below.
     """
     total = cumulative[:, -1]
     below = torch.minimum(target, total.nextafter(torch.zeros_like(total)))

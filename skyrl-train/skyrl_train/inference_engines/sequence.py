@@ -66,7 +66,7 @@ class ActiveSequence:
         self.weight_spans.append(WeightSpan(weight_version, n_before + 1))
 
     def put_chunk(self, result: EngineResult | None = None) -> None:
-        """Put new tokens into the stream, if there is one. The last chunk has the result."""
+        """Put new tokens into the stream, if any. The last chunk has the result."""
         if self.chunks is None or (self.n_streamed == len(self.logprobs) and result is None):
             return
         n_before, self.n_streamed = self.n_streamed, len(self.logprobs)
@@ -103,7 +103,7 @@ def find_stop_reason(
         return StopReason.STOP
     if sampling.stop and n_sampled >= sampling.min_new_tokens:
         # Decode only a tail that can contain the stop string: a token is at least one byte. One more token, because
-        # some tokenizers drop the leading space of a text.
+        # some tokenizers drop the leading space of a string.
         n_tail = min(max(len(stop.encode()) for stop in sampling.stop) + 1, n_sampled)
         before, tail = (tokenizer.decode(sequence.token_ids[-n_tail:end]) for end in (-1, None))
         if any(stop in tail and stop not in before for stop in sampling.stop):

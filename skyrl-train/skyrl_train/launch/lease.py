@@ -19,8 +19,8 @@ class Lease:
     """The memory of devices that an engine and models share.
 
     When one of them computes, everything else leaves: the engine goes to sleep, and models move to host memory. Only
-    the policy's weights stay on the devices beside the engine. They may be needed at any time: after a sync, the policy
-    scores the engine's samples, and a replacement for a lost engine receives them.
+    the policy's weights stay on the devices alongside the engine, because they may be needed at any time: after a sync,
+    the policy scores the engine's samples, and a replacement for a lost engine receives them.
     """
 
     def __init__(self) -> None:

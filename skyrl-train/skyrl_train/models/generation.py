@@ -13,13 +13,13 @@ FILE = "generation_config.json"
 
 
 def save_model(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
-    """Write a Hugging Face folder with `tensors` (default: the model's). Its config.json names their dtype.
+    """Write a Hugging Face folder with `tensors` (default: the model's), and their dtype in its config.json.
 
-    Transformers empties the dictionary.
+    Transformers empties `tensors`.
     """
     dtype = model.dtype if tensors is None else next(iter(tensors.values())).dtype
     if model.can_generate():
-        # Transformers loads some generation settings with a warning and refuses to save them, e.g. a temperature
+        # Transformers loads some generation settings with a warning but refuses to save them, e.g. a temperature
         # without `do_sample`, so it saves a default.
         generation, model.generation_config = model.generation_config, GenerationConfig()
         try:
@@ -44,8 +44,8 @@ def save_generation_config(model: PreTrainedModel, folder: Path, eos_ids: Collec
 def add_eos_ids(folder: Path, eos_ids: Collection[int | None]) -> None:
     """Add tokens to the EOS tokens in a model folder. None (a tokenizer without an EOS token) adds nothing.
 
-    Transformers and vLLM stop at the tokens in this file. A base model may list only `<|endoftext|>` and still be
-    trained to end its turns with the tokenizer's `<|im_end|>`. Without this, they would generate past every turn.
+    Transformers and vLLM stop at the tokens in this file. A base model may list only `<|endoftext|>` but be trained to
+    end its turns with the tokenizer's `<|im_end|>`, so without this, they would generate past every turn.
     """
     file = folder / FILE
     if file.is_file():

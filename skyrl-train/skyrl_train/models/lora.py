@@ -52,7 +52,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
     The head of a critic or reward model stays trainable.
 
     Raises:
-        ConfigError: no module has a name of `target_modules`, or the adapter in `lora_path` does not fit.
+        ConfigError: no module matches `target_modules`, or the adapter in `lora_path` does not fit.
     """
     has_head = hasattr(model, VALUE_HEAD)
     path = lora.config.lora_path
@@ -120,7 +120,7 @@ def count_trained(path: str, lora: LoraSpec, role: Role = "policy") -> int:
 def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
     """Compute without the adapter.
 
-    peft's own switch also freezes the adapter. FSDP would remember that if it happened before the first update.
+    peft's switch also freezes the adapter, and FSDP would remember that if it happened before the first update.
     """
     layers = adapter_layers(model).values()
     for layer in layers:
@@ -358,7 +358,7 @@ def read_config(path: str, source: str) -> peft.LoraConfig:
         ) from error
     if not isinstance(config, peft.LoraConfig):
         raise ConfigError(f"{source} is not a LoRA adapter: its peft_type is {config.peft_type}; use one of LoRA")
-    # PiSSA moves the largest singular values of a matrix into the adapter and leaves the rest in the base. The adapter
+    # PiSSA moves the largest singular values into the adapter and leaves the rest in the base, so the adapter
     # means nothing on the original weights. OLoRA, CorDA and LoftQ also change the base. EVA and orthogonal do not.
     method = str(config.init_lora_weights).partition("_")[0].lower()
     changes_base = method in ("pissa", "olora", "corda", "loftq", "lora")
@@ -411,7 +411,7 @@ def read_tensors(path: str, source: str) -> dict[str, torch.Tensor]:
 def _check_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: str) -> None:
     """Raise ConfigError if tensors from peft's files differ from the model's adapter in names or shapes."""
     expected = {_name_in_file(name): parameter for name, parameter in trained_parameters(model).items()}
-    # peft saves a copy of the base's matrix beside an adapter of the head
+    # peft saves a copy of the base's matrix alongside an adapter of the head
     copies = {FILE_PREFIX + name: p for name, p in model.named_parameters() if ".base_layer." in name}
     expected |= {name: copies[name] for name in copies.keys() & tensors.keys()}
     for name in sorted(expected.keys() | tensors.keys()):

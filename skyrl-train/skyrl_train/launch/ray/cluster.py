@@ -57,7 +57,7 @@ def initialize_ray(cfg: SkyRLConfig | DictConfig) -> None:
     """Connect a script to a Ray cluster, as SkyRL scripts do before they run an experiment in a task.
 
     Environments, estimators, losses and reward functions registered so far are also registered in all processes of the
-    cluster. A new cluster has one CPU more than this machine, for the task. `cfg` is not read.
+    cluster. A new cluster has one CPU more than this machine, for the task. `cfg` is ignored.
 
     Raises:
         ConfigError: no cluster answers at `$RAY_ADDRESS`.
@@ -91,7 +91,7 @@ def connect(registrations: Registrations | None = None, n_task_cpus: int = 0) ->
     folder = os.getcwd()
 
     def set_up() -> None:
-        """Prepare a new process of the cluster. Relative paths start at the driver's folder, if it exists there."""
+        """Prepare a new process of the cluster, where relative paths start at the driver's folder if it exists."""
         with suppress(OSError):
             os.chdir(folder)
         if registrations is not None:
