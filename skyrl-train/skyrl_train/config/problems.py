@@ -81,7 +81,7 @@ def open_fields(fields: Fields) -> tuple[str, ...]:
 def nearest_keys(key: str, fields: Fields = FIELDS) -> list[str]:
     """Return up to three valid keys that an unknown key may stand for, the likeliest first.
 
-    The order is: keys with the same last name in other sections, keys below a misspelt open field, misspelt keys of the
+    The order is: keys with the same last name in other sections, keys under a misspelt open field, misspelt keys of the
     same section. Without any of these, return a user-defined key in that section, or else any similar key.
     """
     if key in TASK_OPTIONS and "data.custom_cls.path" in fields:

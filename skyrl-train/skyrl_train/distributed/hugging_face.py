@@ -139,7 +139,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         return gather(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)).item()
 
     def _sequence_group(self, spec: ModelSpec) -> SequenceGroup | None:
-        """Return the ranks that divide the tokens of a row with this rank, or None if it computes whole rows."""
+        """Return the ranks that split a row's tokens with this rank, or None if it computes whole rows."""
         return None
 
     @abstractmethod

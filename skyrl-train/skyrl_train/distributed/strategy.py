@@ -40,7 +40,7 @@ METADATA = ".metadata"
 """File that DCP writes once every rank has written its part."""
 
 BASE_MODEL = "base_model.txt"
-"""File with the path of the model that a run started from. Adapters name their base themselves."""
+"""File with the path of the model that a run started from. Adapters store their base's path themselves."""
 
 SAVE_TIMEOUT = timedelta(days=1)
 """Maximum time that ranks wait for each other's disks during a save, while training continues."""
@@ -168,8 +168,8 @@ class DistributedStrategy(ABC, Generic[M]):
 
         Every rank must iterate to the end, because each step is collective. A weight of shape (8, 4) on 4 FSDP ranks is
         a DTensor with shards of (2, 4). Its step all-gathers them and yields (8, 4). No rank ever holds more than one
-        gathered tensor, unless it keeps what it gets. `as_exported` rounds to the dtype of exports. Otherwise tensors
-        keep the dtype of training.
+        gathered tensor, unless it keeps what it gets. `as_exported` rounds to the dtype of exports, otherwise tensors
+        keep the training dtype.
         """
         dtypes = module.export_dtypes if as_exported else {}
         for name, tensor in sync_tensors(module.hf_model, kind, self.gather_from(module)):
@@ -250,7 +250,7 @@ def all_finite_on_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -
 
 
 def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
-    """Limit how long ranks wait for each other in collectives of a mesh. Torch creates its groups with own limits."""
+    """Limit how long ranks wait for each other in a mesh's collectives. Torch creates its groups with other limits."""
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)
 

@@ -161,16 +161,16 @@ class InferenceEngine(Protocol):
         ...
 
     async def abort(self, session_id: str | None = None) -> None:
-        """End the requests of a session, or all requests. They return the tokens so far with stop reason `abort`."""
+        """End a session's requests, or all requests. Each returns its tokens so far with stop reason `abort`."""
         ...
 
     async def pause(self) -> None:
-        """Stop after the current step. All requests wait until `resume`, new ones too.
+        """Stop after the current step. All requests, including new ones, wait until `resume`.
 
         Cancelling the call before the step has ended undoes it.
 
         Raises:
-            EngineError: the engine is paused already.
+            EngineError: the engine is already paused.
         """
         ...
 
@@ -185,8 +185,8 @@ class InferenceEngine(Protocol):
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Load new weights as receiver `plan.rank`. Results report `plan.version` from now on.
 
-        Pause the engine first if requests are unfinished. They continue with the new weights, after their prompts and
-        partial responses are recomputed.
+        Pause the engine first if requests are unfinished. Afterwards, their prompts and partial responses are
+        recomputed, so they continue with the new weights.
 
         Raises:
             EngineError: requests are unfinished and the engine is not paused.

@@ -24,7 +24,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 _HEADER = struct.Struct(">Q")
 
-Message = tuple[int, str, Any]  # number of the request, kind, value
+Message = tuple[int, str, Any]  # request number, kind, value
 
 
 def new_local_address(name: str) -> tuple[str, str | None]:
@@ -61,7 +61,7 @@ def parse_address(address: str) -> tuple[socket.AddressFamily, Any]:
 
 
 def encode(messages: list[Message]) -> bytes:
-    """Encode messages as one frame. EngineError if they cannot be pickled or are too large together."""
+    """Encode messages as one frame. Raises EngineError if pickling fails or the frame is too large."""
     try:
         payload = pickle.dumps(messages, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -71,7 +71,7 @@ def encode(messages: list[Message]) -> bytes:
 
 
 def receive_blocking(sock: socket.socket) -> list[Message]:
-    """Return the messages of the next frame. EOFError if the connection ends.
+    """Return the next frame's messages. Raises EOFError if the connection ends.
 
     The sender must not have sent another frame: buffering would lose its first bytes.
     """
@@ -89,7 +89,7 @@ class Channel:
     """Messages over one connected socket, sent by a task. Belongs to the running event loop."""
 
     def __init__(self, sock: socket.socket, on_unsendable: Callable[[int, EngineError], None]) -> None:
-        """If a message cannot be sent, `on_unsendable` is called with its number and the error."""
+        """Start sending over `sock`. `on_unsendable` gets the number of each unsendable message, and the error."""
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

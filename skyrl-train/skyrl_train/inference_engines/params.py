@@ -1,4 +1,4 @@
-"""Conversion between `SamplingParams` and dicts with the names of SkyRL and vLLM."""
+"""Conversion between `SamplingParams` and dicts with SkyRL's and vLLM's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import SamplingParams
 
 ALIASES = {"max_tokens": "max_new_tokens", "max_generate_length": "max_new_tokens", "min_tokens": "min_new_tokens"}
-"""Names of SkyRL and vLLM, mapped to ours."""
+"""SkyRL's and vLLM's names, mapped to ours."""
 
 IGNORED = {
     "logprobs": (None, 0, 1),
@@ -38,7 +38,7 @@ def to_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def to_sampling(params: Mapping[str, Any] | None, cfg: GeneratorConfig | None) -> SamplingParams:
-    """Convert a dict with names of SkyRL or vLLM. None means `cfg.sampling_params`.
+    """Convert a dict with SkyRL's or vLLM's names. None means `cfg.sampling_params`.
 
     Raises:
         DataError: a parameter is unknown, or neither `params` nor `cfg` limits the number of tokens.

@@ -132,7 +132,7 @@ async def start_engine(
 
     Raises:
         EngineError: the process ended, or the engine was not ready in time.
-        Exception: any error of `make_engine`.
+        Exception: any error from `make_engine`.
     """
     process = ServerProcess(address, n_threads=n_threads)
     try:

@@ -276,7 +276,7 @@ def _search(logits: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) ->
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the first column (B,) whose cumulative sum exceeds the target.
 
-    Rounding may push the target up to the total, and no column exceeds that. So clamp it to just below.
+    Rounding may push the target up to the total, but no column exceeds that, so clamp it to just below.
     """
     total = cumulative[:, -1]
     below = torch.minimum(target, total.nextafter(torch.zeros_like(total)))

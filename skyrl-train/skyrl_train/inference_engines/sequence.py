@@ -103,7 +103,7 @@ def find_stop_reason(
         return StopReason.STOP
     if sampling.stop and n_sampled >= sampling.min_new_tokens:
         # Decode only a tail that can contain the stop string: a token is at least one byte. One more token, because
-        # some tokenizers drop the leading space of a text.
+        # some tokenizers drop the leading space of a string.
         n_tail = min(max(len(stop.encode()) for stop in sampling.stop) + 1, n_sampled)
         before, tail = (tokenizer.decode(sequence.token_ids[-n_tail:end]) for end in (-1, None))
         if any(stop in tail and stop not in before for stop in sampling.stop):

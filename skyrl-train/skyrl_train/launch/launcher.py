@@ -84,7 +84,7 @@ class Launcher(ModelLauncher, Protocol):
             source: the model.
             sinks: the receivers, by name. Names appear in error messages.
             kind: all weights, or only the adapter.
-            dtype: type of the receivers' weights. Defaults to the source's.
+            dtype: dtype of the receivers' weights. Defaults to the source's.
         """
         ...
 

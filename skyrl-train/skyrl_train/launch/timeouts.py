@@ -26,7 +26,7 @@ SYNC_MARGIN_S = 30.0
 def find_long_sync(timeout_s: float, collective_timeout: timedelta) -> Iterator[str]:
     """Yield a sentence if the policy's ranks would time out before a weight sync does.
 
-    Their error could not name the receiver that hangs. The weight sync's own error does.
+    Their error could not name the receiver that hangs, but the weight sync's error does.
     """
     collective_s = collective_timeout.total_seconds()
     if timeout_s + SYNC_MARGIN_S > collective_s:

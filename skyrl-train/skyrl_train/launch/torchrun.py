@@ -60,7 +60,7 @@ class Torchrun:
         return cls(*(int(environ[name]) for name in names))
 
     def check(self, placement: RunPlacementConfig) -> None:
-        """Raise ConfigError if the configuration asks for other process counts than torchrun has started."""
+        """Raise ConfigError if the configuration asks for a different number of processes than torchrun started."""
         n_nodes = self.size // self.n_per_node
         if placement.launcher not in ("auto", "torchrun"):
             raise ConfigError(

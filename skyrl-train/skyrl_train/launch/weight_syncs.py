@@ -32,7 +32,7 @@ class CheckedSync:
         *,
         once: bool = False,
     ) -> None:
-        """Allow a mean difference of `tolerance` nats. `once` checks only the first sync.
+        """Check each sync, or with `once` only the first, and allow a mean difference of `tolerance` nats.
 
         Prompts consist of the first `n_token_ids` token ids.
         """

@@ -37,7 +37,7 @@ class DeferredWeights:
 
     @torch.no_grad()
     def read(self, name: str, target: torch.Tensor, offset: Collection[int], dtype: torch.dtype | None = None) -> None:
-        """Read one shard of a tensor into `target`: the slice of target's shape that begins at `offset`.
+        """Read one shard of a tensor into `target`: the slice of target's shape that starts at `offset`.
 
         Values are rounded to `dtype` first. Raises ConfigError if one is NaN or infinite.
         """
@@ -95,7 +95,7 @@ def create_without_weights(
         config.name_or_path = path
         with no_init_weights():  # the OS backs memory with pages only when it is written
             model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        model.tie_weights()  # `no_init_weights` skips this too
+        model.tie_weights()  # `no_init_weights` also skips this
         files, shapes = _list_tensors(folder)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:  # the full load reports the fault
         logger.debug("%s cannot be created without its weights: %r", source, error)

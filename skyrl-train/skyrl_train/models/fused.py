@@ -1,8 +1,8 @@
 """RMSNorm and rotary embeddings with fewer passes over memory.
 
-Eager PyTorch needs about ten elementwise operations for each of them, forward and backward. Their memory traffic takes
-as long as the matrix products, in small models on a CPU and in all models on a GPU. In bfloat16 on a CPU, models keep
-their own operations.
+Eager PyTorch needs about ten elementwise operations for each of them, forward and backward. In small models on a CPU
+and in all models on a GPU, their memory traffic takes as long as the matrix products. In bfloat16 on a CPU, models keep
+their original operations.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _last_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor) -> to
 
 
 def _norm_on_gpu(states: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Compute the norm in PyTorch's own kernel. It needs states and weight of the same dtype."""
+    """Compute the norm in PyTorch's kernel, which needs states and weight of the same dtype."""
     dtype = dtype or torch.promote_types(states.dtype, weight.dtype)
     with torch.autocast("cuda", enabled=False):  # autocast would copy all states to float32
         return torch.nn.functional.rms_norm(states, weight.shape, weight.to(states.dtype), epsilon).to(dtype)

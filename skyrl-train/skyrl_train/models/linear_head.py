@@ -48,7 +48,7 @@ def linear_head_scores(
     `MAX_SAVED_BYTES` between the passes on a CPU. Entropies are differentiable only with `entropy_grad`. Σπ² is 0 where
     gradients are recorded, because only the scores before an update read it.
 
-    With tensor parallelism, the ranks of `group` divide the vocabulary. `weight` and `bias` then hold this rank's
+    With tensor parallelism, the ranks of `group` split the vocabulary. `weight` and `bias` then hold this rank's
     tokens, and `token_ids` count from its first token, so an id outside [0, V) belongs to another rank. Every rank
     returns the scores over the whole vocabulary. The gradient of `hidden` is this rank's share: the shares add up.
     """
@@ -254,8 +254,8 @@ def _compute_logits(
 def compiled_on_gpu(formula: Callable[P, T]) -> Callable[P, T]:
     """Compile `formula` for calls whose first argument is a tensor on a GPU.
 
-    The first dimension of that tensor counts tokens. It is dynamic: calls with another number of tokens do not
-    recompile. So is the first dimension of every tensor of the same length. Without a compiler, or with
+    The first dimension of that tensor counts tokens. It is dynamic, as is the first dimension of every tensor of the
+    same length, so calls with another number of tokens do not recompile. Without a compiler, or with
     `TORCH_COMPILE_DISABLE=1`, the formula runs eagerly.
     """
     compiled = None
@@ -278,7 +278,7 @@ def compiled_on_gpu(formula: Callable[P, T]) -> Callable[P, T]:
 
 @cache
 def can_compile() -> bool:
-    """Return True if PyTorch can compile for this GPU. It needs Triton and a C compiler."""
+    """Return True if PyTorch can compile for this GPU, for which it needs Triton and a C compiler."""
     import torch._inductor.config
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)

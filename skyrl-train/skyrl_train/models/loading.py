@@ -98,7 +98,7 @@ def load_tokenizer(
             f"the chat template of {source} is broken in line {error.lineno}: {error.message}; {fix}"
         ) from error
     except (TemplateError, TypeError, ValueError, LookupError) as error:
-        logger.debug("The chat template refuses a user message alone, which the rows may not have: %r", error)
+        logger.debug("The chat template rejects a user message alone, which the rows may not have: %r", error)
     return tokenizer
 
 
@@ -110,7 +110,7 @@ def _check_embeddings(tokenizer: PreTrainedTokenizerBase, key: str, path: str) -
     try:
         size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
     except (OSError, ValueError, AttributeError) as error:  # loading the model reports the fault
-        logger.debug("%s=%s has no configuration with a size of its vocabulary: %r", key, path, error)
+        logger.debug("%s=%s has no configuration with a vocabulary size: %r", key, path, error)
         return
     unknown = [token for token, token_id in tokenizer.get_vocab().items() if token_id >= size]
     if missing := sorted(token for token in unknown if not MEDIUM.search(token)):
@@ -163,7 +163,7 @@ def load_value_model(
 ) -> PreTrainedModel:
     """Load the critic at `path`, a token classification model with one label, in evaluation mode.
 
-    A causal language model has no value head. It gets one of zeros, so every value starts at 0.
+    A causal language model has no value head, so it gets one of zeros, and every value starts at 0.
 
     Raises:
         ConfigError: no model at `path`, or an architecture without token classification.
@@ -209,7 +209,8 @@ def _load(
 ) -> PreTrainedModel:
     """Load the model of a role, called `kind` in messages.
 
-    A critic or reward model has a head `score` of one output. A missing head is zero with `adds_head`, else rejected.
+    A critic or reward model has a head `score` of one output. If it is missing, the model is rejected unless
+    `adds_head` is set, which adds a head of zeros.
     """
     auto_class, source = AUTO_CLASSES[role], f"{key}={path}"
     has_head = role in ("critic", "reward")
@@ -269,10 +270,10 @@ def _check_complete(model: PreTrainedModel, key: str, path: str, missing: Collec
 
 @contextmanager
 def _loading(kind: str, key: str, path: str) -> Iterator[None]:
-    """Turn errors of transformers into a ConfigError that names the key.
+    """Turn errors from transformers into a ConfigError with the key.
 
-    A name on the Hub that is not in the cache is looked up once, before transformers tries. Without a network,
-    transformers asks for each file six times, which takes a minute.
+    A Hub name that is not in the cache is looked up once before transformers tries, because without a network,
+    transformers asks for each file six times and takes a minute.
     """
     try:
         is_local = Path(path).exists() or constants.HF_HUB_OFFLINE
@@ -352,8 +353,8 @@ def _find_fault(config: PretrainedConfig) -> str | None:
 def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
     """Make layers recompute their activations if gradient checkpointing is on.
 
-    Transformers checkpoints a layer only in training mode. So the layer alone is put in training mode, and the modules
-    in it stay in evaluation mode: dropout would make the trained log-probs differ from the engine's.
+    Transformers checkpoints a layer only in training mode, so the layer alone is put in training mode. The modules in
+    it stay in evaluation mode, because dropout would make the trained log-probs differ from the engine's.
     """
     layers = [
         module

@@ -1,6 +1,6 @@
 """Sequence parallelism: ranks with the same rows each compute a slice of the tokens.
 
-Only attention needs all tokens of a row, and it computes each head separately. So the ranks exchange tokens for heads
+Only attention needs all tokens of a row, and it computes each head separately, so the ranks exchange tokens for heads
 before attention, and heads for tokens after it (DeepSpeed-Ulysses, Jacobs et al., 2023, arXiv:2309.14509). With 2
 ranks, 10 tokens and 4 heads, a rank has tokens 0-4 with all 4 heads, then heads 0-1 of all 10 tokens, then tokens 0-4
 with all heads again.
@@ -19,7 +19,7 @@ from skyrl_train.errors import ConfigError
 
 
 class SequenceGroup:
-    """The ranks that divide the tokens of a micro-batch into equal slices, one for each rank.
+    """The ranks that split a micro-batch's tokens into equal slices, one per rank.
 
     U is the number of tokens, u = ⌈U / size⌉ the length of a slice. The last slices end with padding.
     """

@@ -12,7 +12,7 @@ INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 def suggest_folder(path: str) -> str:
     """Return a sentence that suggests the sibling folder with the most similar name to a missing one.
 
-    It is empty if no name is similar, or if `path` exists.
+    The sentence is empty if no name is similar, or if `path` exists.
     """
     folder = Path(path)
     try:

@@ -13,7 +13,7 @@ Transport = Literal["shared", "shared_memory", "gloo", "nccl", "cuda_ipc", "auto
 
 
 def split_into_chunks(specs: Sequence[TensorSpec], chunk_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Divide tensors, in order, into chunks of at most `chunk_bytes`. A larger tensor gets a chunk alone."""
+    """Split tensors, in order, into chunks of at most `chunk_bytes`. A larger tensor gets a chunk to itself."""
     chunks: list[list[TensorSpec]] = []
     size = 0
     for spec in specs:

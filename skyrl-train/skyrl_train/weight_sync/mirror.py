@@ -50,7 +50,7 @@ class WeightMirror:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def prepare(self, plan: SyncPlan) -> dict[str, torch.Tensor]:
-        """Return the tensors to receive a plan into. There are none if no later plan will need them.
+        """Return the tensors to receive a plan into, none if no later plan will need them.
 
         Raises:
             SyncError: the plan continues from weights that were not received.

@@ -1,6 +1,6 @@
 """Control connections of a weight sync: receivers connect to the sender, and both ends exchange lines of JSON.
 
-If an end closes its connection, fails or stays silent for too long, the sync fails at once, and the error names it.
+If an end closes its connection, fails or is silent for too long, the sync fails at once, and the error says which end.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ The sender cuts the stream into pieces of at most `chunk_bytes`, and writes piec
 The invariant is n_pieces - n_read ≤ 4: a slot is written again only when all receivers have read it. So a model of
 15 GB passes through 64 MiB, and the sender is at most four pieces ahead of the slowest receiver.
 
-Receivers that can open the memory of the slots read it in place. Remote receivers cannot. A process group broadcasts
-each piece into a buffer of theirs, with gloo between CPUs and NCCL between GPUs.
+Receivers that can open the slots' memory read it in place. Remote receivers cannot, so a process group broadcasts each
+piece into their buffers, with gloo between CPUs and NCCL between GPUs.
 
 A record is the bytes of one tensor. It may span several pieces, and the next record starts at the next multiple of 64
 bytes, so a record within one piece can be viewed as values of any dtype.
 
-With `cuda_ipc`, a process can open only memory of its own GPU. So each rank of the model writes the same stream into
+With `cuda_ipc`, a process can open only memory of its GPU, so each rank of the model writes the same stream into
 slots on its GPU. Only rank 0 exchanges messages with receivers, and a barrier before each message makes sure that all
 ranks have written the piece.
 """
@@ -260,7 +260,7 @@ class StreamReader:
         self.device = stream_device(plan)
         self._group: Any = None
         self._size = slot_bytes(plan)
-        self._n_pieces = 0  # pieces that this receiver has begun to read
+        self._n_pieces = 0  # pieces that this receiver has started to read
         self._piece = torch.empty(0, dtype=torch.uint8)
         self._used = 0  # bytes of the current piece that were read
         self.n_received = 0
@@ -402,7 +402,7 @@ def close_group(group: Any, device: torch.device) -> None:
 
 
 def run_within(timeout_s: float, function: Callable[[], None], message: str) -> None:
-    """Call a function that may hang in another thread, and raise SyncError(message) if it takes too long."""
+    """Call a function that may hang, in another thread. Raise SyncError(message) if it takes too long."""
     outcome: Future[None] = Future()
 
     def run() -> None:

@@ -110,7 +110,7 @@ class SyncOptions:
 def transport_between(options: SyncOptions, device: torch.device, *, shares_devices: bool) -> Transport:
     """Return the transport between models on this type of device.
 
-    `shares_devices` tells if a receiver is on the same GPU as a rank of the sender.
+    `shares_devices` is True if a receiver is on the same GPU as a rank of the sender.
     """
     if options.transport not in ("nccl", "cuda_ipc") and not (options.transport == "auto" and options.prefers_gpus):
         return options.transport
@@ -140,7 +140,7 @@ class WeightSync:
             sinks: the holders of copies. `transport="shared"` needs all of them in this process.
             options: settings of every sync.
             find_address: returns a free "host:port" where the source's rank 0 can listen, by default on this machine.
-            kind: `full` sends merged weights. If the source has an adapter, `adapter` is for sinks that have it too,
+            kind: `full` sends merged weights. If the source has an adapter, `adapter` is for sinks that also have it,
                 and `factors` for sinks with a `WeightMirror`. The base is sent before the factors if a sink lacks it.
             dtype: dtype of the sinks. A whole model is sent in it if it is smaller.
             holding_devices: context of a sync. It brings the weights of source and sinks to their devices, if they
@@ -181,7 +181,7 @@ class WeightSync:
     async def send_to(self, name: str, sink: WeightSink, version: int) -> None:
         """Send all weights as `version` to a new sink that replaces the previous sink of this name.
 
-        During an update, these weights already differ from the ones other sinks received as `version`. So the next sync
+        During an update, these weights already differ from the ones other sinks received as `version`, so the next sync
         sends whole weights instead of changes.
         """
         try:
@@ -278,7 +278,7 @@ class WeightSync:
 async def _end_sender(
     sending: asyncio.Future[Receipt], plan: SyncPlan, reason: BaseException, failed: Sequence[int]
 ) -> None:
-    """Cancel a sync until its sender has ended. Retry, because the sender may not be listening yet."""
+    """Keep cancelling a sync until its sender has ended, because the sender may not be listening yet."""
     deadline = time.monotonic() + plan.timeout_s
     while not sending.done() and time.monotonic() < deadline:
         is_listening = await asyncio.to_thread(call_off, plan, reason, failed)

@@ -24,7 +24,7 @@ class Changes(NamedTuple):
     """Exact difference between two versions of a tensor: the new bits of the values that changed.
 
     A change is stored as its distance from the previous change, in one byte, and its new bits. If two changes are more
-    than 256 values apart, some unchanged values between them are sent too.
+    than 256 values apart, some unchanged values between them are also sent.
     """
 
     gaps: torch.Tensor  # (n,) uint8: distance from the previous value, minus 1
@@ -68,7 +68,7 @@ class SentWeights:
         self._bits: dict[str, torch.Tensor] = {}
 
     def check(self, plan: SyncPlan) -> None:
-        """Raise SyncError if a plan sends changes since another version than this copy's."""
+        """Raise SyncError if a plan sends changes since a version other than this copy's."""
         if plan.base_version is not None and plan.base_version != self._version:
             raise SyncError(
                 f"weight sync {plan.version} sends the changes since version {plan.base_version}, but the sender has "

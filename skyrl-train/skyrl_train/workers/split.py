@@ -1,4 +1,4 @@
-"""Divide a batch among data-parallel ranks and micro-batches."""
+"""Split a batch over data-parallel ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from skyrl_train.models.prefix_sharing import count_shared, remove_padding, sort
 from skyrl_train.types import Shard, TrainingBatch
 
 SHARED_COST = 0.25
-"""Cost of a token in a shared prefix, relative to a new token. It is read by attention only, not computed again."""
+"""Cost of a token in a shared prefix, relative to a new token. Only attention reads it, and nothing computes it
+again."""
 
 
 def split(
@@ -25,7 +26,7 @@ def split(
     shares_prefixes: bool = False,
     keeps_draws: bool = False,
 ) -> tuple[list[Shard], list[list[int]]]:
-    """Return a shard for each of `n_ranks` ranks, and the rows of the batch that the shard begins with.
+    """Return a shard for each of `n_ranks` ranks, and the rows of the batch that the shard starts with.
 
     Only rows with a trained token count. They are sorted by their token ids, so rows with a common prefix are adjacent.
     Then ranks take consecutive rows of about equal total cost, and the micro-batches of a rank take consecutive rows of

@@ -1,6 +1,6 @@
 """Context parallelism: ranks with the same layers each compute some of the tokens of every row.
 
-With n ranks, L tokens are divided into 2n chunks, and rank r computes the chunks r and 2n - 1 - r. Then all ranks read
+With n ranks, L tokens are split into 2n chunks, and rank r computes the chunks r and 2n - 1 - r, so all ranks read
 equally many keys in causal attention. With 2 ranks and 8 tokens, rank 0 has tokens 0 1 and 6 7 (their chunks read 2 + 8
 keys), rank 1 has 2 3 and 4 5 (4 + 6 keys). Megatron-Core returns position embeddings in this order.
 """

@@ -1,4 +1,4 @@
-"""Low-rank adapters for Megatron-Core's joint and divided matrices, with the same results as peft's modules."""
+"""Low-rank adapters for Megatron-Core's joint and sharded matrices, with the same results as peft's modules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class JointAdapter(torch.nn.Module):
         Args:
             base: the linear layer.
             adapted: for each matrix, e.g. "gate_proj", peft's module and this rank's part of the matrix. The module's
-                scaling, dropout and switch are used. Its factors are not read.
+                scaling, dropout and switch are used. Its factors are ignored.
         """
         super().__init__()
         self._group = base.tp_group
@@ -79,7 +79,7 @@ class JointAdapter(torch.nn.Module):
     def _drop(self, name: str, inputs: torch.Tensor) -> torch.Tensor:
         """Apply a matrix's adapter dropout to its inputs.
 
-        All tensor-parallel ranks draw the same random numbers, for the whole input. Each rank takes its share.
+        All tensor-parallel ranks draw the same random numbers for the whole input, and each rank takes its share.
         """
         dropout = self._layers[name].lora_dropout[NAME]
         if not isinstance(dropout, torch.nn.Dropout) or not dropout.training:

@@ -215,7 +215,7 @@ class MegatronScorer(Scorer):
         """Create this rank's part of a model, with weights of zero.
 
         Args:
-            hf_model: the Hugging Face model, with or without an adapter. Its weights are not read.
+            hf_model: the Hugging Face model, with or without an adapter. Its weights are ignored.
             config: configuration of the whole model.
             groups: process groups of this rank.
             n_tokens: number of real tokens in the rank's slice of embeddings and head. Padding rows follow.

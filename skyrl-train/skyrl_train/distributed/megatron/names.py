@@ -1,6 +1,6 @@
 """Where the tensors of a Hugging Face model are in the parameters of a Megatron-Core pipeline stage.
 
-Megatron-Core joins matrices and divides them among tensor-parallel ranks. For 4 query heads in 2 groups (each shares a
+Megatron-Core joins matrices and shards them over tensor-parallel ranks. For 4 query heads in 2 groups (each shares a
 key and a value head), the rows of the joint matrix are, head by head,
 
     q0 q1 k0 v0 | q2 q3 k1 v1
@@ -29,7 +29,7 @@ class Part:
 
     parameter: str
     dim: int | None = None
-    """Dimension of the tensor that tensor-parallel ranks divide, or None if each rank has the whole tensor."""
+    """Dimension of the tensor that is sharded over tensor-parallel ranks, or None if each rank has the whole tensor."""
     select: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """Function from the parameter, or any tensor of its shape, to a view of the part's elements in their order."""
 

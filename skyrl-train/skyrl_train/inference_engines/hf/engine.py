@@ -80,7 +80,7 @@ def load_engine(
 
 
 class HFEngine(SteppedEngine[CachedSequence]):
-    """An engine that generates with the tensors of `model`. If a trainer updates them, only the version changes."""
+    """An engine that generates with the tensors of `model`, so if a trainer updates them, only the version changes."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class HFEngine(SteppedEngine[CachedSequence]):
     ) -> None:
         """Run at most `max_num_seqs` sequences at once, with at most `max_cache_bytes` of keys and values.
 
-        The model runs in `executor`, on a single thread. By default the engine starts its own. If the engine
-        `owns_model`, its weights move to host memory while it sleeps.
+        The model runs in the single thread of `executor`. By default, the engine starts a thread. With `owns_model`,
+        the weights move to host memory while the engine sleeps.
 
         Raises:
             EngineError: the model does not support packed sequences.
@@ -230,7 +230,7 @@ class HFEngine(SteppedEngine[CachedSequence]):
 class Head:
     """A model's language-model head that reuses one block of memory for the logits of every step.
 
-    With a vocabulary of 150,000, the logits of a step take tens of megabytes. On a CPU, allocating them takes as long
+    With a vocabulary of 150,000, a step's logits take tens of megabytes, and on a CPU, allocating them takes as long
     as computing them.
     """
 

@@ -1,9 +1,9 @@
 """The regions of the key-value memory: which sequence or session owns them, shared prompts, and eviction.
 
 A region is in use while its sequence runs, and idle afterwards. Idle regions keep their tokens for two readers: the
-next turn of their session continues them in place, and new sequences with the same beginning copy it. For example,
+next turn of their session continues them in place, and new sequences with the same prefix copy it. For example,
 with G = 4 samples of a prompt of 200 tokens, the first sample reads the prompt in one step. The other three wait for
-that step (`Deferral.SOON`), copy 199 tokens, and read only the last one. Its hidden state gives the first logits.
+that step (`Deferral.SOON`), copy 199 tokens, and read only the last one, whose hidden state gives the first logits.
 
 When space runs out, the least recently used idle regions are evicted.
 """
@@ -58,8 +58,8 @@ class RegionTable:
     ) -> Region | Deferral:
         """Return a region for a sequence of `token_ids`, with as many of them stored as another region can provide.
 
-        `keys` returns the `prefix_keys` of `token_ids`. At least `n_reserved` tokens fit into the region. The sequence
-        never has more than `n_max`.
+        `keys` returns the `prefix_keys` of `token_ids`. At least `n_reserved` tokens fit into the region, and the
+        sequence never has more than `n_max`.
         """
         capacity = capacity_for(n_reserved, n_max)
         if session_id is not None and (region := self._sessions.get(session_id)):
@@ -92,7 +92,7 @@ class RegionTable:
         return copies
 
     def give_back(self, region: Region) -> None:
-        """Make the region of an ended sequence idle. If its session has another idle region already, free it."""
+        """Make the region of an ended sequence idle, or free it if its session already has an idle region."""
         session_id = region.session_id
         if region.n_cached == 0 or region.is_ended or session_id in self._sessions:
             self.free(region)
@@ -134,8 +134,8 @@ class RegionTable:
     ) -> Region | Deferral:
         """Continue an idle region with a sequence that shares a prefix with it.
 
-        A region that grows here will grow again. While there is free space, it doubles, so each token of a conversation
-        is copied about once.
+        A region that grows here will grow again, so it doubles while there is free space. Each token of a conversation
+        is then copied about once.
         """
         n_common = common_prefix(region.token_ids, token_ids, region.n_cached)
         if capacity > region.capacity:

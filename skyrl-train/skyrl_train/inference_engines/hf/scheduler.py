@@ -153,8 +153,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Give waiting sequences a region, within the limits of sequences and memory.
 
-        If memory is full, all later sequences wait too, because first come is first served. A sequence that can share a
-        prefix after the next step is skipped, and later ones are tried.
+        If memory is full, all later sequences also wait, because first come is first served. A sequence that can share
+        a prefix after the next step is skipped, and later ones are tried.
         """
         skipped: list[CachedSequence] = []
         while self.waiting and len(self.running) < self._max_sequences:

@@ -41,7 +41,7 @@ def check_supported(model: PreTrainedModel, bf16: bool) -> None:
 
 
 def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> None:
-    """With `last_only`, compare only the states of each pass's last tokens."""
+    """Compare the packed and separate states of all tokens, or with `last_only` of each pass's last tokens."""
     memory = KVMemory(len(FIRST) * UNIT)
     sequences = []
     for i, n_tokens in enumerate(map(sum, zip(FIRST, SECOND, strict=True))):

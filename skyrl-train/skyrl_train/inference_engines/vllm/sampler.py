@@ -1,7 +1,7 @@
 """A sampler inside vLLM that chooses tokens as the embedded engine does, with the same log-probs.
 
 vLLM's own sampler reports one log-prob per token: of the raw logits at temperature 1, or of the distribution after
-penalties and truncation. Training needs neither, but the model's log-prob at the request's temperature. On a CPU,
+penalties and truncation. Training needs neither: it needs the model's log-prob at the request's temperature. On a CPU,
 vLLM's sampler also has no seeds for prompts that are prefilled in chunks. With this sampler, both engines sample the
 same tokens from the same seed.
 """

@@ -53,7 +53,7 @@ class WorkerExtension:
             return {"error": "asynchronous scheduling hides sampled tokens from the sampler; use --no-async-scheduling"}
         if self.vllm_config.speculative_config is not None:
             return {"error": "speculative decoding bypasses the sampler; remove --speculative-config"}
-        if not isinstance(self.model_runner, GPUModelRunner):  # the runner of CPUs is a subclass
+        if not isinstance(self.model_runner, GPUModelRunner):  # the CPU runner is a subclass
             return {"error": "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"}
         facts = read_facts(self.vllm_config, eos_token_id)
         self._allocate_received_states()
@@ -65,7 +65,7 @@ class WorkerExtension:
     def _allocate_received_states(self) -> None:
         """Allocate memory for the hidden states of the previous pipeline stage.
 
-        vLLM does this in a trial pass, but skips the pass on a CPU if the size of the cache is set.
+        vLLM does this in a trial pass, but skips the pass on a CPU if the cache size is set.
         """
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
@@ -80,7 +80,7 @@ class WorkerExtension:
     def skyrl_receive_weights(self, plan: Mapping[str, Any]) -> dict[str, Any]:
         """Receive weights. Return {"receipt": …}, {"sync_error": …} or {"error": …}.
 
-        The rank in the encoded `plan` belongs to the first worker. Later workers add their own rank.
+        The rank in the encoded `plan` belongs to the first worker. Later workers add their rank.
         """
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + self.rank

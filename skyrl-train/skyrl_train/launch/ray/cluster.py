@@ -91,7 +91,7 @@ def connect(registrations: Registrations | None = None, n_task_cpus: int = 0) ->
     folder = os.getcwd()
 
     def set_up() -> None:
-        """Prepare a new process of the cluster. Relative paths start at the driver's folder, if it exists there."""
+        """Prepare a new process of the cluster, where relative paths start at the driver's folder if it exists."""
         with suppress(OSError):
             os.chdir(folder)
         if registrations is not None:

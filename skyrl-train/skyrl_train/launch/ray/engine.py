@@ -1,4 +1,4 @@
-"""Engines in Ray actors. Ray only places and ends the actor. Requests and tokens go over a socket."""
+"""Engines in Ray actors. Ray only places and ends the actor, while requests and tokens go over a socket."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def connect_engine(
 
     Raises:
         EngineError: the actor ended or found no place on the cluster, or its engine was not ready in `start_timeout_s`.
-        Exception: any error of `make_engine`.
+        Exception: any error from `make_engine`.
     """
     token = new_token()
     try:
