@@ -151,5 +151,5 @@ def test_positions_of_another_sampler_are_refused() -> None:
     shuffled = ShuffledPrompts(Sources(SIZES), 4, 0)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"made without data\.mixture"):
         mixed().load_state_dict(shuffled.state_dict())
-    with pytest.raises(DataError, match=r"made with data\.mixture, but this run has none"):
+    with pytest.raises(DataError, match=r"saved with data\.mixture, but this run has none"):
         shuffled.load_state_dict(mixed().state_dict())
