@@ -209,8 +209,7 @@ def _load(
 ) -> PreTrainedModel:
     """Load the model of a role, called `kind` in messages.
 
-    A critic or reward model has a head `score` of one output. If it is missing, the model is rejected unless
-    `adds_head` is set, which adds a head of zeros.
+    A critic or reward model has a head `score` of one output. `adds_head` adds one of zeros if there is none.
     """
     auto_class, source = AUTO_CLASSES[role], f"{key}={path}"
     has_head = role in ("critic", "reward")

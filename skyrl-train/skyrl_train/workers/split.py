@@ -13,8 +13,7 @@ from skyrl_train.models.prefix_sharing import count_shared, remove_padding, sort
 from skyrl_train.types import Shard, TrainingBatch
 
 SHARED_COST = 0.25
-"""Cost of a token in a shared prefix, relative to a new token. Only attention reads it, and nothing computes it
-again."""
+"""Cost of a token in a shared prefix, relative to a new token. Attention reads it, but nothing computes it again."""
 
 
 def split(
