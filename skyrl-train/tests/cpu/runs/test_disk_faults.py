@@ -144,7 +144,7 @@ def run_six_steps(fault: Fault, catch_run: list[str]) -> Fault:
 @nightly  # test_full_disk has a full disk without a mount
 def test_calls_that_fail_cost_only_the_checkpoints_of_that_time(catch_run: list[str], disk: Path) -> None:
     fault = run_six_steps(Flaky(disk), catch_run)
-    failures = [alert for alert in fault.alerts if "cannot save the checkpoint of step" in alert]
+    failures = [alert for alert in fault.alerts if "cannot save the checkpoint at step" in alert]
     assert failures
     assert all("Input/output error" in alert for alert in failures)
     assert len(fault.saved) + len(failures) == 6, "each step is saved or reported"

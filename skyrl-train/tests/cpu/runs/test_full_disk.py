@@ -97,7 +97,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_metrics_and_the_next_step_is_s
     assert run.steps == [0, 1, 2, 3, 4]
     assert run.checkpoints.steps() == [3, 4]
     assert list(run.folder.glob("ckpts/.global_step_*")) == []
-    assert any("cannot save the checkpoint of step 2" in text for text in alerts)
+    assert any("cannot save the checkpoint at step 2" in text for text in alerts)
     assert "Storage: Logging failed at step 2: [Errno 27] File too large. Training continues" in caplog.text
     assert run.metrics[-1]["storage/alerts"] == len(alerts)
 
