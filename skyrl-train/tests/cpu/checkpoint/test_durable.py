@@ -44,7 +44,7 @@ def test_a_lock_of_another_user_is_named() -> None:
         os.chmod(folder, 0o777)
         Path(folder, ".lock").touch(0o444)
         messages = run_python("-c", script, folder, status=1)
-    assert f"{folder}/.lock cannot be written by this user; it was created by another process" in messages
+    assert f"cannot write {folder}/.lock as this user, because another process created it" in messages
 
 
 def test_a_run_locks_its_folder_while_it_trains(catch_run: list[str]) -> None:

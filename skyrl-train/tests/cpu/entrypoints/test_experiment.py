@@ -89,7 +89,7 @@ def test_an_estimator_registered_late_is_checked(catch_run: list[str]) -> None:
     experiment = RLExperiment(parse_cli([*catch_run, "trainer.algorithm.advantage_estimator=late"]))
     register_advantage_estimator("late")(lambda token_level_rewards, values: (token_level_rewards, values))
     try:
-        with pytest.raises(ConfigError, match="=late reads the values of a critic"):
+        with pytest.raises(ConfigError, match="=late needs a critic's values"):
             experiment.run()
     finally:
         ADVANTAGE_ESTIMATORS.unregister("late")

@@ -21,7 +21,7 @@ class SGLangContract(EngineContract):
             with pytest.raises(EngineError, match=f"{name}={value}: SGLang does not report"):
                 await engine.generate([engine_kit.request(20, 16, **{name: value})])
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-            with pytest.raises(EngineError, match="SGLang reports log-probs after penalties only"):
+            with pytest.raises(EngineError, match="SGLang reports only log-probs after penalties"):
                 await engine.generate([engine_kit.request(20, 16, **{name: 1.5})])
 
     async def test_raw_and_top_log_probs_on_request(self, engine_kit: EngineKit) -> None:
