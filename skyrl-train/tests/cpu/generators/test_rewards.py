@@ -305,7 +305,7 @@ async def test_a_weight_of_an_unknown_component_is_logged_once(
     for _ in range(2):
         await stage.play(STORIES)
     (record,) = (record for record in caplog.records if "reward_weights" in record.message)
-    assert "names brevety, which none of 4 trajectories reports; they report brevity" in record.message
+    assert "lists brevety, which none of 4 trajectories reports; they report brevity" in record.message
 
 
 async def test_components_of_an_environment_are_weighted(make_stage: MakeStage) -> None:

@@ -63,4 +63,4 @@ def test_a_run_survives_the_loss_of_its_console(
     assert run.steps[-1] == run.checkpoints.steps()[-1] == 4
     assert "Storage:" not in run.log
     assert "invalid" not in run.log
-    assert "cannot be written: [Errno" in run.log
+    assert "Failed to write to standard" in run.log
