@@ -100,7 +100,7 @@ def test_metrics_of_a_loss_do_not_affect_the_kl_loss(policy: PreTrainedModel, ba
 
 def test_a_correction_without_rollout_log_probs_is_refused(policy: PreTrainedModel, batch: TrainingBatch) -> None:
     batch.rollout_logprobs = None
-    with pytest.raises(ConfigError, match="needs the engine.s log-probs"):
+    with pytest.raises(ConfigError, match="needs the engine's log-probs"):
         train(policy, batch, off_policy_correction={"tis_ratio_type": "token"})
 
 
