@@ -69,7 +69,7 @@ class ChatEncoder:
         except DataError as error:
             raise ConfigError(
                 f"the chat template failed to render a user message and a reply: {error}. Correct the tokenizer's "
-                "template, or set another one in generator.chat_template."
+                "template, or set a different one in generator.chat_template."
             ) from error
         vocabulary = tokenizer.get_added_vocab()
         end_ids = [vocabulary[token] for token in TURN_ENDS if token in vocabulary]

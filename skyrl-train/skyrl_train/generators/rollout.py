@@ -123,22 +123,21 @@ async def play_until_valid(
 
     `play` plays rollouts until they are over, valid or not.
     """
-    rollouts: dict[int, Rollout] = {}
+    rollouts: dict[int, Rollout] = {}  # by index of the request, as are the trajectories
     trajectories: dict[int, Trajectory] = {}
     shown: set[FailureKind] = set()
-    missing = list(range(len(requests)))
+    to_play: Sequence[int] = range(len(requests))
     for attempt in range(n_retries + 1):
-        played = {i: Rollout(requests[i], metadata.seed, attempt) for i in missing}
+        played = {i: Rollout(requests[i], metadata.seed, attempt) for i in to_play}
         await play(list(played.values()))
         rollouts |= played
         trajectories |= {i: rollout.finish() for i, rollout in played.items()}
-        missing = [i for i, rollout in played.items() if rollout.error and rollout.stop_reason not in NOT_RETRIED]
-        if not missing or attempt == n_retries:
+        to_play = [i for i, rollout in played.items() if rollout.error and rollout.stop_reason not in NOT_RETRIED]
+        if not to_play or attempt == n_retries:
             break
-        _warn([rollouts[i] for i in missing], len(requests), "are retried", shown)
-    invalid = [rollouts[i] for i in range(len(requests)) if rollouts[i].error]
-    _warn(invalid, len(requests), "are invalid", shown)
-    return [trajectories[i] for i in range(len(requests))]
+        _warn([rollouts[i] for i in to_play], len(requests), "are retried", shown)
+    _warn([rollout for rollout in rollouts.values() if rollout.error], len(requests), "are invalid", shown)
+    return list(trajectories.values())
 
 
 def _warn(failed: Sequence[Rollout], n_rollouts: int, outcome: str, shown: set[FailureKind]) -> None:

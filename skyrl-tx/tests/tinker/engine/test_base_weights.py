@@ -44,7 +44,7 @@ def test_a_fingerprint_depends_on_the_weights_only(tmp_path: Path, minimal_model
     assert fingerprint(tmp_path) == fingerprint(minimal_model)
     assert fingerprint(changed) != fingerprint(minimal_model)
     (tmp_path / "model-1.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"lacks model-1\.safetensors, which model\.safetensors\.index\.json names"):
+    with pytest.raises(ModelError, match=r"lacks model-1\.safetensors, which model\.safetensors\.index\.json lists"):
         fingerprint(tmp_path)
 
 
