@@ -56,7 +56,7 @@ async def test_a_model_that_cannot_run_raises_at_start(
 ) -> None:
     tiny_tokenizer.save_pretrained(tmp_path)
     tiny_qwen3(tiny_tokenizer, seed=0, head_dim=16).save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match=r"cannot run this model here, use generator.backend=hf: .*head_dim=16"):
+    with pytest.raises(EngineError, match=r"cannot run this model here; use generator.backend=hf: .*head_dim=16"):
         new_engine(tmp_path)
     assert len((await new_engine().generate([REQUEST]))[0].token_ids) == 3
 
