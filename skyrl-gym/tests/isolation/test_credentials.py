@@ -1,21 +1,14 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from gym_kit.processes import run_python
 
 from skyrl_gym.isolation.credentials import is_readable_by_all, throwaway_user
 
 CODE = """
 import os, sys
+from gym_kit.processes import attempt
 from skyrl_gym.isolation.credentials import CAP_DAC_READ_SEARCH, become_user, throwaway_user
-
-def attempt(function, *args):
-    try:
-        return str(function(*args))
-    except OSError as error:
-        return type(error).__name__
 
 user, secret = throwaway_user(), sys.argv[1]
 attempt(become_user, user, [CAP_DAC_READ_SEARCH][: int(sys.argv[2])])
@@ -37,8 +30,7 @@ def test_root_becomes_a_user_without_rights(tmp_path: Path, n_capabilities: int,
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
     secret.chmod(0o600)
-    command = [sys.executable, "-c", CODE, str(secret), str(n_capabilities)]
-    output = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60, check=True).stdout
+    output = run_python(CODE, str(secret), str(n_capabilities)).stdout
     assert output.split() == ["True", "[]", "None", text, *["PermissionError"] * 3]
 
 

@@ -1,11 +1,9 @@
 """Landlock at every version of its interface, in processes of their own, since nothing lifts a restriction."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from gym_kit.processes import run_python
 
 from skyrl_gym.isolation.landlock import SCOPE_VERSION, landlock_version
 
@@ -13,13 +11,8 @@ pytestmark = pytest.mark.skipif(landlock_version() == 0, reason="this kernel has
 
 CODE = """
 import os, signal, sys
+from gym_kit.processes import attempt
 from skyrl_gym.isolation.landlock import restrict_access
-
-def attempt(function, *args):
-    try:
-        return str(function(*args))
-    except OSError as error:
-        return type(error).__name__
 
 parent, folder, version = os.getppid(), sys.argv[1], int(sys.argv[2])
 os.chdir(folder + "/inside")
@@ -46,8 +39,7 @@ def test_only_named_files_can_be_opened(tmp_path: Path, version: int) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "readable" / "file").write_text("shared")
     (tmp_path / "secret").write_text("hunter2")
-    command = [sys.executable, "-c", CODE, str(tmp_path), str(version)]
-    output = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60, check=True).stdout
+    output = run_python(CODE, str(tmp_path), str(version)).stdout
     signal = "PermissionError" if version >= SCOPE_VERSION else "None"
     refused = "PermissionError"
     assert output.split() == ["4", "4", "shared", *[refused] * 4, "None", refused, refused, signal]

@@ -1,6 +1,7 @@
 """Ray clusters on this machine, and runs of five steps that do not depend on where they run."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
@@ -8,7 +9,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from train_kit import runs
-from train_kit.runs import Run
+from train_kit.processes import TRAIN_FOLDER, find_descendants, python, wait_until
+from train_kit.runs import Run, run_of
 
 
 @pytest.fixture
@@ -56,3 +58,27 @@ def five_steps(catch_run: list[str]) -> list[str]:
 def train(five_steps: list[str]) -> Callable[..., Run]:
     """Run five steps under a name."""
     return lambda name, *overrides: runs.train(*five_steps, f"trainer.run_name={name}", *overrides)
+
+
+@pytest.fixture
+def kill_and_resume() -> Callable[..., str]:
+    """Run a module, kill one of `n` ranks after a checkpoint, run it again, and return the error of the first run."""
+
+    def run(module: str, overrides: list[str], *, step: int, n: int, rank: int) -> str:
+        killed = run_of(overrides)
+        command = [python(), "-m", module, *overrides]
+        options = {"cwd": TRAIN_FOLDER, "env": os.environ | {"RAY_ADDRESS": "local"}, "text": True}
+        with subprocess.Popen(command, stderr=subprocess.PIPE, **options) as process:
+            wait_until((killed.folder / f"ckpts/global_step_{step}").exists)
+            ranks = list(find_descendants("RankActor"))
+            assert len(ranks) == n
+            ranks[rank].kill()
+            _, messages = process.communicate(timeout=200)
+        assert process.returncode == 1
+        assert messages.count("error: ") == 1
+        assert "Traceback" not in messages
+        assert len(killed.steps) < 6
+        subprocess.run(command, check=True, **options)
+        return messages.partition("error: ")[2]
+
+    return run

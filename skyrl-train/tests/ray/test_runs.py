@@ -1,9 +1,7 @@
 """Runs on a Ray cluster equal those of one process, and end with their cause."""
 
 import logging
-import os
 import re
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from train_kit import runs
-from train_kit.processes import TRAIN_FOLDER, find_descendants, kill_descendant, python, wait_until
+from train_kit.processes import kill_descendant
 from train_kit.runs import AtStepEnd, Run, assert_close_runs, expect_error, read_lines, run_of, train_with
 
 from skyrl_train.launch.ray.placement import DeviceRequest, Reservation
@@ -162,27 +160,12 @@ def test_nodes_that_join_late_are_waited_for(
 
 
 def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
-    five_steps: list[str], train: Callable[..., Run], tiny_model_path: Path
+    five_steps: list[str], train: Callable[..., Run], tiny_model_path: Path, kill_and_resume: Callable[..., str]
 ) -> None:
     ppo = [*PPO, f"trainer.critic.model.path={tiny_model_path}"]
     overrides = ["trainer.run_name=killed", "trainer.ckpt_interval=1", "trainer.placement.policy_num_gpus_per_node=2"]
     overrides = [*five_steps, *ppo, *overrides]
-    run = run_of(overrides)
-    command = [python(), "-m", "examples.catch.main_catch", *overrides]
-    options = {"cwd": TRAIN_FOLDER, "env": os.environ | {"RAY_ADDRESS": "local"}, "text": True}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, **options) as process:
-        wait_until((run.folder / "ckpts/global_step_2").exists)
-        ranks = list(find_descendants("RankActor"))
-        assert len(ranks) == 6, "two of the policy, two of the critic, two of the reference"
-        ranks[1].kill()
-        _, messages = process.communicate(timeout=200)
-    assert process.returncode == 1
-    assert messages.count("error: ") == 1
-    assert "Traceback" not in messages
-    cause = messages.partition("error: ")[2]
-    assert "rank " in cause
-    assert "it was killed" in cause
-    assert "ended during" in cause
-    assert len(run.steps) < 6
-    subprocess.run(command, check=True, **options)
-    assert_close_runs(run, train("inline", *ppo))
+    # Two ranks of the policy, two of the critic and two of the reference.
+    cause = kill_and_resume("examples.catch.main_catch", overrides, step=2, n=6, rank=1)
+    assert re.search("rank .* ended during .*it was killed", cause, re.DOTALL), cause
+    assert_close_runs(run_of(overrides), train("inline", *ppo))

@@ -1,14 +1,11 @@
 """Training on fixed data on a Ray cluster equals that of one process, and ends with its cause."""
 
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from ray.cluster_utils import Cluster
 from train_kit.datasets import write_answers, write_pairs
-from train_kit.processes import TRAIN_FOLDER, find_descendants, python, wait_until
 from train_kit.runs import assert_close_runs, preference_run, run_of, supervised_run, train
 
 pytestmark = pytest.mark.timeout(600)
@@ -55,22 +52,10 @@ def test_two_ranks_train_like_one_process(
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
-    n_ranks: int, overrides_of: Overrides
+    n_ranks: int, overrides_of: Overrides, kill_and_resume: Callable[..., str]
 ) -> None:
     placement = ["trainer.placement.launcher=ray", f"trainer.placement.policy_num_gpus_per_node={n_ranks}"]
     overrides = overrides_of("sft", "killed", *placement)
-    run = run_of(overrides)
-    command = [python(), "-m", "skyrl_train.entrypoints.main_sft", *overrides]
-    options = {"cwd": TRAIN_FOLDER, "env": os.environ | {"RAY_ADDRESS": "local"}, "text": True}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, **options) as process:
-        wait_until((run.folder / "ckpts/global_step_1").exists)
-        ranks = list(find_descendants("RankActor"))
-        assert len(ranks) == n_ranks
-        ranks[-1].kill()
-        _, messages = process.communicate(timeout=200)
-    assert process.returncode == 1
-    assert messages.count("error: ") == 1
-    assert "it was killed" in messages.partition("error: ")[2]
-    assert len(run.steps) < 6
-    subprocess.run(command, check=True, **options)
-    assert_close_runs(run, train(*overrides_of("sft", "inline"), command="sft"), rel=1e-4)
+    cause = kill_and_resume("skyrl_train.entrypoints.main_sft", overrides, step=1, n=n_ranks, rank=-1)
+    assert "it was killed" in cause
+    assert_close_runs(run_of(overrides), train(*overrides_of("sft", "inline"), command="sft"), rel=1e-4)

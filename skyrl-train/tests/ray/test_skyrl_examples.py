@@ -192,6 +192,21 @@ if __name__ == "__main__":
     main()
 """
 
+LAUNCH = """
+data.train_data=['{folder}/rows.jsonl'] data.val_data=['{folder}/rows.jsonl'] trainer.output_dir={folder}/outputs
+trainer.policy.model.path={model} trainer.strategy=fsdp2 trainer.placement.colocate_all=true
+trainer.placement.policy_num_gpus_per_node=1 trainer.placement.ref_num_gpus_per_node=1
+trainer.epochs=1 trainer.update_epochs_per_batch=1 trainer.train_batch_size=4 trainer.policy_mini_batch_size=2
+trainer.micro_forward_batch_size_per_gpu=2 trainer.micro_train_batch_size_per_gpu=2 trainer.eval_batch_size=8
+trainer.eval_before_train=false trainer.eval_interval=2 trainer.ckpt_interval=-1 trainer.max_prompt_length=256
+trainer.policy.optimizer_config.lr=1.0e-4 trainer.algorithm.use_kl_loss=true trainer.logger=console
+trainer.project_name=examples trainer.run_name=test_run trainer.resume_mode=null
+generator.num_inference_engines=1 generator.inference_engine_tensor_parallel_size=1
+generator.sampling_params.max_generate_length=4 generator.n_samples_per_prompt=2 generator.async_engine=true
+generator.run_engines_locally=true generator.weight_sync_backend=nccl generator.batched=true
+generator.gpu_memory_utilization=0.4
+"""
+
 Launch = Callable[..., list[dict[str, Any]]]
 
 
@@ -206,40 +221,7 @@ def launch(tiny_model_path: Path, tmp_path: Path) -> Launch:
         write_jsonl(tmp_path / "rows.jsonl", [row] * 8)
         run_python(
             *command,
-            f"data.train_data=['{tmp_path}/rows.jsonl']",
-            f"data.val_data=['{tmp_path}/rows.jsonl']",
-            f"trainer.policy.model.path={tiny_model_path}",
-            f"trainer.output_dir={tmp_path}/outputs",
-            "trainer.placement.colocate_all=true",
-            "trainer.strategy=fsdp2",
-            "trainer.placement.policy_num_gpus_per_node=1",
-            "trainer.placement.ref_num_gpus_per_node=1",
-            "trainer.epochs=1",
-            "trainer.update_epochs_per_batch=1",
-            "trainer.train_batch_size=4",
-            "trainer.policy_mini_batch_size=2",
-            "trainer.micro_forward_batch_size_per_gpu=2",
-            "trainer.micro_train_batch_size_per_gpu=2",
-            "trainer.eval_batch_size=8",
-            "trainer.eval_before_train=false",
-            "trainer.eval_interval=2",
-            "trainer.ckpt_interval=-1",
-            "trainer.max_prompt_length=256",
-            "trainer.policy.optimizer_config.lr=1.0e-4",
-            "trainer.algorithm.use_kl_loss=true",
-            "trainer.logger=console",
-            "trainer.project_name=examples",
-            "trainer.run_name=test_run",
-            "trainer.resume_mode=null",
-            "generator.num_inference_engines=1",
-            "generator.inference_engine_tensor_parallel_size=1",
-            "generator.sampling_params.max_generate_length=4",
-            "generator.n_samples_per_prompt=2",
-            "generator.run_engines_locally=true",
-            "generator.weight_sync_backend=nccl",
-            "generator.async_engine=true",
-            "generator.batched=true",
-            "generator.gpu_memory_utilization=0.4",
+            *LAUNCH.format(folder=tmp_path, model=tiny_model_path).split(),
             *overrides,
             cwd=tmp_path,
             env=os.environ | {"RAY_ADDRESS": "local"},

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from train_kit.engines import SharedEngines
+from train_kit.engines import EngineKit, SharedEngines
+from train_kit.models import load_on_cpu
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import InferenceEngine
@@ -18,6 +19,7 @@ from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 
 NewEngine = Callable[..., VLLMEngine]
 SaveModel = Callable[[PretrainedConfig], Path]
+Start = Callable[[PretrainedConfig], tuple[VLLMEngine, EngineKit]]
 OPTIONS = {
     "dtype": "float32",
     "max_num_seqs": 32,
@@ -68,6 +70,17 @@ def save_model(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> SaveM
         return tmp_path
 
     return save
+
+
+@pytest.fixture
+def start(new_engine: NewEngine, save_model: SaveModel, tiny_tokenizer: PreTrainedTokenizerBase) -> Start:
+    """Return a function that starts an engine of a model of a configuration, with the kit of the same model."""
+
+    def start(config: PretrainedConfig) -> tuple[VLLMEngine, EngineKit]:
+        path = save_model(config)
+        return new_engine(path), EngineKit(new_engine, load_on_cpu(path), tiny_tokenizer, 1e-4, 32)
+
+    return start
 
 
 @pytest.fixture(scope="session")

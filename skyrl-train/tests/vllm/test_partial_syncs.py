@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from train_kit.engines import EngineKit, distance
+from train_kit.models import EXPERTS_OF_VLLM
 from train_kit.processes import find_descendants
 from train_kit.weight_sync import AdapterSource, TensorSource, add_random_adapter, change_adapter
-from transformers import GPT2Config, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3MoeConfig
+from transformers import GPT2Config, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
@@ -60,19 +61,15 @@ async def test_an_adapter_follows_its_base(
 
 
 async def test_an_adapter_of_transposed_matrices(
-    new_engine: NewEngine, tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel
+    start: Callable[[PretrainedConfig], tuple[VLLMEngine, EngineKit]],
 ) -> None:
-    path = save_model(
-        GPT2Config(vocab_size=488, n_embd=64, n_layer=2, n_head=2, n_positions=256, initializer_range=0.2)
-    )
-    model = load_model(str(path), dtype=torch.float32, device=CPU)
-    engine = new_engine(path)
-    add_random_adapter(model, rank=2, alpha=4)
-    kit = EngineKit(new_engine, model, tiny_tokenizer, 1e-4, 32)
+    config = GPT2Config(vocab_size=488, n_embd=64, n_layer=2, n_head=2, n_positions=256, initializer_range=0.2)
+    engine, kit = start(config)
+    add_random_adapter(kit.model, rank=2, alpha=4)
     options = SyncOptions("shared_memory", timeout_s=20.0)
-    sync = WeightSync(AdapterSource(model), {"the engine": engine}, options, kind="factors")
+    sync = WeightSync(AdapterSource(kit.model), {"the engine": engine}, options, kind="factors")
     for version in range(2):
-        change_adapter(model, version)
+        change_adapter(kit.model, version)
         await sync(version)
         assert await distance(engine, kit) < 1e-4
 
@@ -100,21 +97,7 @@ async def test_changes_of_bfloat16_weights(
 async def test_workers_of_experts_share_the_base_of_an_adapter(
     tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel, vllm_options: dict[str, Any]
 ) -> None:
-    config = Qwen3MoeConfig(
-        vocab_size=488,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    path = save_model(config)
+    path = save_model(EXPERTS_OF_VLLM)
     model = load_model(str(path), dtype=torch.float32, device=CPU)
     add_random_adapter(model, rank=2, alpha=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     options = {"model": str(path), **vllm_options, "tensor_parallel_size": 2}

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import ray
+from train_kit.models import EXPERTS_OF_VLLM
 from train_kit.processes import killing
-from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from skyrl_train.entrypoints import main_base, main_generate
 
@@ -88,20 +89,7 @@ def test_an_asynchronous_run_replaces_vllm_if_it_is_killed(
 
 
 def test_a_mixture_of_experts_trains(run: list[str], tmp_path: Path, save_model: SaveModel) -> None:
-    config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        max_position_embeddings=1024,
-    )
-    main_base.main([*run, f"trainer.policy.model.path='{save_model(config)}'"])
+    main_base.main([*run, f"trainer.policy.model.path='{save_model(EXPERTS_OF_VLLM)}'"])
     rows = metrics(tmp_path / "skyrl/test_run")
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:

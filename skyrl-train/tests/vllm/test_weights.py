@@ -1,7 +1,6 @@
 """Weights that vLLM can and cannot receive."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,11 +25,10 @@ from transformers import (
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
-from skyrl_train.models.loading import load_model
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 
 NewEngine = Callable[..., VLLMEngine]
-SaveModel = Callable[[PretrainedConfig], Path]
+Start = Callable[[PretrainedConfig], tuple[VLLMEngine, EngineKit]]
 
 SMALL = {
     "vocab_size": 488,
@@ -42,6 +40,7 @@ SMALL = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 ARCHITECTURES = {
     "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SMALL),
@@ -50,29 +49,16 @@ ARCHITECTURES = {
     ),
     "granite": GraniteConfig(**SMALL, logits_scaling=3.0, embedding_multiplier=2.0),
     "cohere": CohereConfig(**SMALL, logit_scale=0.25),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SMALL,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,  # padded on a CPU
-    ),
-    "qwen2_moe": Qwen2MoeConfig(
-        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64
-    ),
-    "olmoe": OlmoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=32, moe_intermediate_size=48),  # 48 is padded on a CPU
+    "qwen2_moe": Qwen2MoeConfig(**SMALL, **EXPERTS, moe_intermediate_size=32, shared_expert_intermediate_size=64),
+    "olmoe": OlmoeConfig(**SMALL, **EXPERTS),
     "gpt2": GPT2Config(vocab_size=488, n_embd=64, n_layer=2, n_head=2, n_positions=256, initializer_range=0.2),
 }
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-async def test_weights_of_other_architectures_are_received(
-    new_engine: NewEngine, tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel, name: str
-) -> None:
-    path = save_model(ARCHITECTURES[name])
-    model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
-    engine = new_engine(path)
-    kit = EngineKit(new_engine, model, tiny_tokenizer, 1e-4, 32)
+async def test_weights_of_other_architectures_are_received(start: Start, name: str) -> None:
+    engine, kit = start(ARCHITECTURES[name])
     assert await distance(engine, kit) < 1e-4
     for version in (1, 2):
         kit.add_noise(seed=version)
@@ -81,26 +67,16 @@ async def test_weights_of_other_architectures_are_received(
         assert await distance(engine, kit) < 1e-4
 
 
-async def test_a_tied_head_may_be_sent_as_well(
-    new_engine: NewEngine, tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel
-) -> None:
-    path = save_model(ARCHITECTURES["llama"])
-    model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
-    assert "lm_head.weight" in model.state_dict().keys() - dict(model.named_parameters()).keys()
-    engine = new_engine(path)
-    kit = EngineKit(new_engine, model, tiny_tokenizer, 1e-4, 32)
+async def test_a_tied_head_may_be_sent_as_well(start: Start) -> None:
+    engine, kit = start(ARCHITECTURES["llama"])
+    assert "lm_head.weight" in kit.model.state_dict().keys() - dict(kit.model.named_parameters()).keys()
     kit.add_noise()
-    await sync_weights(engine, lambda: model.state_dict().items(), 1)
+    await sync_weights(engine, lambda: kit.model.state_dict().items(), 1)
     assert await distance(engine, kit) < 1e-4
 
 
-async def test_experts_whose_weights_have_other_names_are_refused_in_the_first_sync(
-    new_engine: NewEngine, tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel
-) -> None:
-    path = save_model(MixtralConfig(**SMALL, num_local_experts=4))
-    model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))
-    engine = new_engine(path)
-    kit = EngineKit(new_engine, model, tiny_tokenizer, 1e-4, 32)
+async def test_experts_whose_weights_have_other_names_are_refused_in_the_first_sync(start: Start) -> None:
+    engine, kit = start(MixtralConfig(**SMALL, num_local_experts=4))
     with pytest.raises(EngineError, match=r"cannot take over the policy's weights: .*'layers\.0\.mlp' in Mixtral"):
         await kit.sync(engine, 0)
     assert await distance(engine, kit) < 1e-4  # it still has its own

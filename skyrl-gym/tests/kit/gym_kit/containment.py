@@ -22,7 +22,7 @@ from skyrl_gym.isolation.program import Level
 Identity = Literal["root", "user"]
 MEMORY_BYTES = 3 << 30
 N_PROCESSES = 400
-USER = 0x5EED_0000  # no account
+USER = 0x5EED_0000 + os.getpid()  # no account, and not that of another run of the tests
 SECONDS = 280.0
 
 

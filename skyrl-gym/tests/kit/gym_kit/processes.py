@@ -36,6 +36,14 @@ def run_python(
     return done
 
 
+def attempt(function: Callable[..., object], *args: object) -> str:
+    """Return the result of a call as text, or the name of its OSError."""
+    try:
+        return str(function(*args))
+    except OSError as error:
+        return type(error).__name__
+
+
 def free_port() -> int:
     """Return a port of this machine on which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:

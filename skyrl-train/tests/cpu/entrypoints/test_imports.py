@@ -5,19 +5,8 @@ import sys
 
 from train_kit.processes import TRAIN_FOLDER
 
-OPTIONAL = {
-    "datasets",
-    "matplotlib",
-    "pandas",
-    "plotly",
-    "ray",
-    "sglang",
-    "skyrl_tx",
-    "tensorboard",
-    "tinker",
-    "vllm",
-    "wandb",
-}
+OPTIONAL = {"datasets", "matplotlib", "pandas", "plotly", "ray", "sglang", "skyrl_tx"}
+OPTIONAL |= {"tensorboard", "tinker", "vllm", "wandb"}
 MAX_MODULES = 4_200  # about 4,000, most of them of torch and transformers
 IMPORT = """
 import gc, sys

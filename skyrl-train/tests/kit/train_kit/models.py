@@ -74,6 +74,14 @@ PREFIX_SHARING_ARCHITECTURES: dict[str, PreTrainedConfig] = {
 }
 """Architectures whose rows can share prefixes, so that ranks can divide their tokens."""
 
+EXPERTS_OF_VLLM = Qwen3MoeConfig(
+    **SMALL | {"vocab_size": 512, "hidden_size": 64, "head_dim": 32, "max_position_embeddings": 1024},
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+)
+"""A mixture of experts with the size of heads that vLLM needs on CPUs."""
+
 ROUTER_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 """Name of the buffer of `save_biased_router`."""
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from train_kit.models import SMALL, create_model
+from transformers import MistralConfig, PreTrainedModel
 
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf import attention
@@ -89,20 +90,7 @@ def test_padded_lengths() -> None:
 
 
 def make_mistral(sliding_window: int | None) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=sliding_window,
-    )
-    model = MistralForCausalLM(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    return create_model(MistralConfig(**SMALL, sliding_window=sliding_window)).eval()
 
 
 def samples_of(prompt_lengths: list[int], n_sampled: list[list[int]]) -> list[CachedSequence]:
