@@ -10,8 +10,6 @@ tests that name it.
     python dev/changed.py --base HEAD~3 --depth 2
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import subprocess

@@ -10,8 +10,6 @@ descendants of the process count, running ones too, except those that another pr
 fixture of a module or session counts for the first test that uses it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ Only docstrings, comments and pages are read. The bounds are the highest values 
 tinker-cookbook, httpx and torchtitan.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

@@ -6,8 +6,6 @@ finished with the same keys. Remove a run's folder to repeat it. Up to `--jobs` 
 each.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ The recipe of `make catch` is GRPO with PPO's clipped loss and a KL loss coeffic
 keys that its algorithm needs. No other key was tuned unless a comment says so.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 ESTIMATOR = "trainer.algorithm.advantage_estimator"

@@ -4,8 +4,6 @@
 The script writes `asynchronous.md` and `asynchronous.png` next to this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from pathlib import Path

@@ -3,8 +3,6 @@
 Both runs start from the same weights. The script writes `lora.md` and `lora.png` next to this file.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The script trains every combination with the recipe of `make catch`, one after t
 `results.png` next to this file.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import get_args

@@ -1,7 +1,5 @@
 """Catch with turns that take as long as remote tool calls."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

@@ -1,7 +1,5 @@
 """Page of a Catch benchmark: a table with a row per run, and their learning curves."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ trains on the same prompts with the same numbers of samples and tokens. The scri
 file.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -4,8 +4,6 @@ The engines take turns and run every workload several times. The script writes `
 this file. vLLM runs in `.venv-vllm` (see `make test-vllm`), behind the same interface as the embedded engine.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -5,8 +5,6 @@ time includes the environment. The memory is the growth of the process while all
 writes `loop.md` next to this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

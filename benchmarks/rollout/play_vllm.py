@@ -1,7 +1,5 @@
 """The vLLM side of `engines.py`, in vLLM's environment: runs the workload once per line on standard input."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

@@ -1,7 +1,5 @@
 """Workloads of `make bench-rollout`: conversations of random tokens with fixed lengths."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

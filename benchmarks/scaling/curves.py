@@ -4,8 +4,6 @@ Each curve changes one value of the base workload and measures the update and ge
 thread. Other processes disturb them less than wall-clock seconds. The script writes `curves.md` next to this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gc

@@ -5,8 +5,6 @@ Both variants train on two long rows. Without sequence parallelism, each rank ge
 one row after the other, half of its tokens each. The script writes `sequence_parallel.md` next to this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -7,8 +7,6 @@ checkpoint has 300 MB. Steps with and without a checkpoint alternate, so that a 
 from just before one checkpoint is due to just before the next. Processor seconds include all threads.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -5,8 +5,6 @@ bfloat16 to a second process on this machine. It keeps a mirror of them, as vLLM
 `changes.md` and `changes.json` next to this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

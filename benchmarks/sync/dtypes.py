@@ -5,8 +5,6 @@ receiver's tensors in a second process. The contenders take turns in one run. Th
 file.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -4,8 +4,6 @@ Random tensors in bfloat16 go through shared memory and through gloo, with and w
 tensors. The transports take turns in one run. The script writes `results.md` and `results.json` next to this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

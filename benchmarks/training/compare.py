@@ -6,8 +6,6 @@ and threads. They run in separate processes and take turns. The script writes `r
 this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -1,7 +1,5 @@
 """The child process of `make bench-training` that trains with SkyRL: `skyrl_child.py WORKLOAD FOLDER [key=value …]`."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The child process of `make bench-training` that trains with TRL: `trl_child.py WORKLOAD FOLDER`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

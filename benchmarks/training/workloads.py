@@ -1,7 +1,5 @@
 """Workloads of `make bench-training`. Both frameworks get the same model and prompts."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

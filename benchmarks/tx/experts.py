@@ -4,8 +4,6 @@ The two variants alternate in one run on random weights and tokens, for the forw
 script writes `experts.md` next to this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

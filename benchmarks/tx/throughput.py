@@ -4,8 +4,6 @@ The script starts a server with default settings on a small random Qwen3 and run
 alternating between the server and peft. It writes `throughput.md` and `throughput.json` next to this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 Exit status 1 means that a run ended below `MIN_RATE`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

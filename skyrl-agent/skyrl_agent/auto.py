@@ -1,7 +1,5 @@
 """Runners from task files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

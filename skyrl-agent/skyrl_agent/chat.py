@@ -1,7 +1,5 @@
 """An agent's conversation with the model. It records the sampled tokens for training."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -1,7 +1,5 @@
 """The `skyrl-agent` command."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A language model as a judge of answers, behind an OpenAI-compatible API."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Dotted class paths in task files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from skyrl_gym.envs.entry_point import load_attribute

@@ -1,7 +1,5 @@
 """Agents' workspaces: a folder and a shell, in a container or on this machine."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import logging

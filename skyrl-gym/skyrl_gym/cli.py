@@ -1,7 +1,5 @@
 """Check, play and list environments without a trainer: `skyrl-gym …`, or `skyrl env …`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -6,8 +6,6 @@ back (also a ValueError) ├── InvalidSettings an environment rejects its se
 returned an invalid value └── ToolFailure a tool fails through no fault of the model, which makes the rollout invalid
 """
 
-from __future__ import annotations
-
 
 class Error(Exception):
     """Base class for the exceptions of skyrl_gym."""

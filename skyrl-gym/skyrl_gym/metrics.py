@@ -1,7 +1,5 @@
 """Aggregation of per-episode metrics into logged numbers."""
 
-from __future__ import annotations
-
 import logging
 import math
 import numbers

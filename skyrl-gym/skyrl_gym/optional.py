@@ -1,7 +1,5 @@
 """Optional dependencies: the extras of skyrl-gym."""
 
-from __future__ import annotations
-
 import importlib.util
 
 

@@ -6,8 +6,6 @@ model, checkpoints and report are left out. From the same rollouts, the update p
 Shapes: B rollouts in a step, b in a mini-batch, L tokens in the longest, n trained tokens, V tokens in the vocabulary.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

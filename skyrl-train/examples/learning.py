@@ -3,8 +3,6 @@
 An example passes a `Recipe` to `main`. Steps with existing results are skipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -7,8 +7,6 @@ A script defines how a raw row becomes a dataset row. `prepare` does the rest:
 writes ``train.parquet`` and ``validation.parquet`` (run it from the folder that contains `examples`).
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import re

@@ -1,7 +1,5 @@
 """Train a tiny Qwen3 that knows the format of a task but not how to solve it: a language model of random attempts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -10,8 +10,6 @@
 `cfg` is a `skyrl_train.config.SkyRLConfig`, with the new keys as fields.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ this package:
 The home refuses names without a counterpart, as in the old layout (`skyrl_train.compat.skyrl.absent`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder

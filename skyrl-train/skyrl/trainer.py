@@ -1,7 +1,5 @@
 """SkyRL's trainers with the signatures of the new layout."""
 
-from __future__ import annotations
-
 from skyrl_train.compat.skyrl import trainer
 from skyrl_train.compat.skyrl.generator import GeneratorOutput
 

@@ -4,8 +4,6 @@ Only keys with the same meaning are listed. A value map translates values that a
 others unchanged. If it maps a value to None, the key is not set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

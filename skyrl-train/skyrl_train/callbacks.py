@@ -4,8 +4,6 @@ The trainer calls them in list order. Evaluation runs before logging, so that it
 checkpoints are saved after both.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Concurrent calls in one event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar

@@ -22,8 +22,6 @@
 `skyrl_gym.error.Error`, and reach the trainer only as invalid trajectories.
 """
 
-from __future__ import annotations
-
 import pickle
 
 from skyrl_gym.runtime.text import describe_error

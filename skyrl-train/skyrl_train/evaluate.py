@@ -1,7 +1,5 @@
 """Evaluation: play every validation prompt with `generator.eval_sampling_params`, and measure the rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The models of a run: scores, advantages and updates of a batch, and checkpoints."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Awaitable, Mapping

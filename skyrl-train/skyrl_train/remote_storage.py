@@ -1,7 +1,5 @@
 """Background upload of a run's checkpoints and evaluation trajectories."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

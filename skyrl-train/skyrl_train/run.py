@@ -1,7 +1,5 @@
 """Base class for training runs. A trainer implements the step; this module does the rest."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

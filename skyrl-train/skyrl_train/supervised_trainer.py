@@ -4,8 +4,6 @@ A step draws rows from the dataset and minimizes an objective. Its batch has B r
 are in the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ An operation of a small model takes microseconds and ends with its slowest threa
 one thread waits for a time slice, so a step takes ten times as long.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -3,8 +3,6 @@
 A step plays P prompts G times each. Its batch has B rows of L tokens, and the last R of them are the response.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence

@@ -1,7 +1,5 @@
 """Derive command lines from pydantic models: each field is a flag, with its docstring as help text."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Annotated, Any

@@ -5,8 +5,6 @@ The model is served by any OpenAI-compatible endpoint. An explanation is kept if
 answer that follows it. The new `answer` is the explanation, "Final Answer:" and the original answer.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Arguments that several tools share."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import threading

@@ -5,8 +5,6 @@
 SFT rows have `prompt` and `response` as text. RL rows have `prompt` as messages, `reward_model` and `extra_info`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -3,8 +3,6 @@
 The exit status is 1 if an answer is wrong or cannot be verified.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

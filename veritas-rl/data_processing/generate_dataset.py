@@ -5,8 +5,6 @@ missing tasks. Each line is a JSON object with the task's id, type and prompt, a
 the bare `raw_answer`.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

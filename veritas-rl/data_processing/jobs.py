@@ -1,7 +1,5 @@
 """Process many records concurrently. Each result is appended when it is done. A rerun processes the rest."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator

@@ -4,8 +4,6 @@ The model is served by any OpenAI-compatible endpoint. Without ids, the tasks co
 and scores are appended to `--output`. Rerun the command to evaluate missing tasks.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Base class for agents."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """An agent with a shell and an editor, as in CodeAct (Wang et al., 2024, arXiv:2402.01030)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

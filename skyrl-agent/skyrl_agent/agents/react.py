@@ -1,7 +1,5 @@
 """ReAct: the model thinks, calls a tool, reads the result, and repeats (Yao et al., 2022, arXiv:2210.03629)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Dispatchers that task files can name. Their limits hold across concurrent calls of `run`."""
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Backends that sample for agents and train them. Each module imports its framework on use."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase

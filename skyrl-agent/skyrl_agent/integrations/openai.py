@@ -1,7 +1,5 @@
 """Evaluation of a model behind the completions API of OpenAI, vLLM or SGLang."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -4,8 +4,6 @@ The task file sets the keys of `generator` that it knows: `num_trajectories` is 
 `max_iterations` is `generator.max_turns`, and so on. All other settings work as in `skyrl train`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path

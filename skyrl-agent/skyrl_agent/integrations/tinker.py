@@ -5,8 +5,6 @@
 Reads TINKER_API_KEY and TINKER_BASE_URL. Rerun the command with the same `--run_name` to resume.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

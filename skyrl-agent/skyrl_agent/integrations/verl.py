@@ -14,8 +14,6 @@ with this agent.yaml:
 verl's `data.max_response_length` must be at least the task file's token budget.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

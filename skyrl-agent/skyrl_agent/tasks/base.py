@@ -1,7 +1,5 @@
 """Base class for tasks."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

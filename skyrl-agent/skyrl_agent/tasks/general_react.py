@@ -1,7 +1,5 @@
 """Questions with an answer, graded by their dataset's rule."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Source: MemAgent (Yu et al., 2025, arXiv:2507.02259).
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Patches of repositories: collect what an agent changed, and apply it to a fresh copy."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shlex

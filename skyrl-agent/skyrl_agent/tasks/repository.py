@@ -1,7 +1,5 @@
 """Changes to repositories, graded by the exit status of a test command."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping

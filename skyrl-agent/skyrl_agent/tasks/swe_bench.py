@@ -1,7 +1,5 @@
 """Issues of SWE-bench (Jimenez et al., 2023, arXiv:2310.06770), graded by the package swebench."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import uuid

@@ -1,7 +1,5 @@
 """Questions that need web research. A model judges the answers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

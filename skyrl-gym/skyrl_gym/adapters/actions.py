@@ -1,7 +1,5 @@
 """Parsing of actions in a model's reply: text, numbers, JSON and tool calls."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

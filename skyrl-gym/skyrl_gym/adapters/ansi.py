@@ -1,7 +1,5 @@
 """Conversion of ANSI colors to brackets, for models that cannot see color."""
 
-from __future__ import annotations
-
 import re
 
 ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")

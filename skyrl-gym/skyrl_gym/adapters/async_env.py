@@ -1,7 +1,5 @@
 """Base class for asynchronous environments, with blocking methods for interactive use."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

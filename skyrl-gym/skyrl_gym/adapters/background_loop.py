@@ -1,7 +1,5 @@
 """An event loop for synchronous code."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine

@@ -1,7 +1,5 @@
 """Parsing of a model's reply as an action of a Gymnasium space: a name, a number, text, or JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Temporary replacement of the global random state, for code that uses the global generators."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Question answering with the tools of MCP servers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field

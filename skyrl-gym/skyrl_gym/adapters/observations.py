@@ -1,7 +1,5 @@
 """Conversion of other ecosystems' observations to chat messages."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rewards from a function in a file, called with verl's arguments for custom reward functions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Settings of adapters: the configuration section, a row's overrides, and the arguments of `reset`."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Mapping

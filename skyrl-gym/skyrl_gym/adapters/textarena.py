@@ -7,8 +7,6 @@ Many games need only the package: GuessTheNumber, TicTacToe, ConnectFour, KuhnPo
 such a game waits, it blocks all other games in this process.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import random

@@ -19,8 +19,6 @@ with, for example,
             return message
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Awaitable, Mapping

@@ -4,8 +4,6 @@ Blocking methods never run in the main thread, and consecutive calls of an episo
 run in one event loop. A thread cannot be killed, so a hanging call is left behind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sys

@@ -1,7 +1,5 @@
 """Play an environment by hand in a terminal, in the model's place."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Threads, child processes and files that an environment may leak in this process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Dataset rows for environments without a trainer, read and split as in training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

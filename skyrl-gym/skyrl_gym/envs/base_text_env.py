@@ -1,7 +1,5 @@
 """Base class for text environments: the model's reply goes in, chat messages come out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any

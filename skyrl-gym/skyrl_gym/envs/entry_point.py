@@ -1,7 +1,5 @@
 """Entry points such as ``"examples.catch.env:CatchEnv"``."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import importlib

@@ -4,8 +4,6 @@ Source: the normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), e
 is not -5, and 12 is not 1.2. Typography is ignored: all quotes, dashes and encodings of accents are equal.
 """
 
-from __future__ import annotations
-
 import re
 import string
 import unicodedata

@@ -1,7 +1,5 @@
 """Validation of options from the configuration and dataset rows."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """Base class for environments where the model sends tagged queries until it answers."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any, ClassVar
 

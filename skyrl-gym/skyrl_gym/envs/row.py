@@ -1,7 +1,5 @@
 """Readers for the dataset rows and configuration sections of environments."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

@@ -1,7 +1,5 @@
 """Base class for environments that grade a single reply."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Extraction of tagged text, e.g. `<search>…</search>`, in time linear in the length of the text."""
 
-from __future__ import annotations
-
 
 def first_between(text: str, opening: str, closing: str) -> str | None:
     """Return the text between the first `opening` and the next `closing`, or None.

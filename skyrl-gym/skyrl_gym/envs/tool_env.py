@@ -1,7 +1,5 @@
 """Base class for environments where the model calls tools until it answers."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any

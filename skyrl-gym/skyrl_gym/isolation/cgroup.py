@@ -4,8 +4,6 @@ It needs the right to create cgroups: as root outside most containers, or where 
 Versions 1 and 2 are supported.
 """
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os

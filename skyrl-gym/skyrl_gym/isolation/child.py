@@ -1,7 +1,5 @@
 """The child process that runs an untrusted program."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """A process's user and capabilities."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

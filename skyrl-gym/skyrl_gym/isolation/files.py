@@ -1,7 +1,5 @@
 """A program's files: their size, and their removal."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import stat

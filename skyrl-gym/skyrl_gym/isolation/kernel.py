@@ -1,7 +1,5 @@
 """Kernel interfaces that Python lacks, and resource limits."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

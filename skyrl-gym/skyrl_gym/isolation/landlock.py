@@ -4,8 +4,6 @@ Linux has it since 5.13, and each version of its interface (ABI) restricts more:
 abstract sockets. At every version, a restricted process cannot trace an unrestricted one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -1,7 +1,5 @@
 """Linux namespaces for a program: its own processes, network and file system."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

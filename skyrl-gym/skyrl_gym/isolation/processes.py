@@ -1,7 +1,5 @@
 """Running processes and their resource usage, read from /proc. Empty on systems without /proc."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ root, the program runs as a separate user at `landlock` and `limits`. No level i
 shared.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """System call filter for programs, and for workers that evaluate what models wrote."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

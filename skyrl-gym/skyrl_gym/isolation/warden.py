@@ -6,8 +6,6 @@ At the level `namespaces`, the program is alone in a process namespace, and endi
 At the other levels, it is a process group that nothing can leave, with a separate user if this process is root.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -4,8 +4,6 @@ r"""Extraction and comparison of mathematical answers.
 keeps a computer algebra system busy forever, and only a process can be killed. POSIX only.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

@@ -1,7 +1,5 @@
 """Worker process that compares answers: reads ``[answer, gold, seconds]``, writes ``{"is_correct": …}``."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Any

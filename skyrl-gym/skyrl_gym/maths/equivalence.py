@@ -12,8 +12,6 @@ math-verify decides whether two expressions are equal. An answer must also be a 
 Only the workers of `skyrl_gym.maths` import this module, because sympy is slow to import.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ for a loss. Words are therefore compared here:
 - Quantities of several numbers, as in 3 h 20 min, have the same numbers and words in the same order.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from fractions import Fraction

@@ -4,8 +4,6 @@ SQLite checks the time only between the steps of a query, but a single step may 
 queries run in worker processes with limits. POSIX only.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 It reads ``[file, sql, seconds]`` and writes ``{"columns": …, "rows": …}`` or ``{"error": …, "is_timeout": …}``.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import sqlite3

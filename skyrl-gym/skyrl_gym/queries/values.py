@@ -1,7 +1,5 @@
 """JSON encoding of database values: text, numbers and null are unchanged, blobs become objects."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`python -m skyrl_gym.retrieval --corpus wiki.jsonl`: serve keyword search, or vector search with `--encoder`."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

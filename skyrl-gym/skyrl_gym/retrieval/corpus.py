@@ -1,7 +1,5 @@
 """Documents of the retrieval server."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ per query. GET /health returns the number of documents. Requests run concurrentl
 `MAX_QUERIES` queries, or a query of more than `MAX_QUERY_CHARS` characters, are rejected.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException

@@ -1,7 +1,5 @@
 """A guarded console: if standard output or errors go away, only printed output is lost."""
 
-from __future__ import annotations
-
 import errno
 import io
 import logging

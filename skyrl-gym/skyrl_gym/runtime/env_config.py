@@ -1,7 +1,5 @@
 """An environment's configuration section, for processes without OmegaConf."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

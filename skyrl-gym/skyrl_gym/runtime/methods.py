@@ -4,8 +4,6 @@ Every method may have an asynchronous variant, e.g. `step_async` for `step`. The
 coroutine function.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

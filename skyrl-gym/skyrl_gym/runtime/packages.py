@@ -4,8 +4,6 @@ A second argument, a JSON list, adds import paths. Without it, modules in the cu
 environment cannot be imported or lacks a package, prints the fault and exits with status 1.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """JSON encoding of values that cross between the trainer and an environment's process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Sanitizing of outside text and metadata at the boundary, so that every tokenizer, file and tracker accepts them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from numbers import Real

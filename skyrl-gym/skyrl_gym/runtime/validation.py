@@ -3,8 +3,6 @@
 Environments' text enters training here, so it is cleaned here, with `skyrl_gym.runtime.text`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any

@@ -7,8 +7,6 @@ It exits when the socket closes or the parent process is gone. Only the original
 forks, the child ends when its call returns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Single-reply tasks: generated from an id, scored by a program."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

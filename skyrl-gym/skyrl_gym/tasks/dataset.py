@@ -1,7 +1,5 @@
 """Dataset rows that are generated from task ids when they are drawn."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The task family `openspiel`: single moves from `skyrl_gym.envs.openspiel`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Registry of task families, and the reward function for their rows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Parsing of replies to tasks. Thoughts, and text before the last "Final Answer:", are not part of the answer."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

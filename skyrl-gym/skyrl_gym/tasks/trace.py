@@ -1,7 +1,5 @@
 """The task family `trace`: predict exactly what a Python program prints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from random import Random

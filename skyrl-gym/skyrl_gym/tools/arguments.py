@@ -3,8 +3,6 @@
 Formats such as Qwen3-Coder's and GLM's write every value as text: `5`, `True`, `["a", "b"]`, `null`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote

@@ -1,7 +1,5 @@
 """A tool that runs Python programs in `skyrl_gym.isolation`."""
 
-from __future__ import annotations
-
 from skyrl_gym.isolation.program import Isolation, ProgramLimits, ProgramResult, level_for, run_once
 from skyrl_gym.tools.core import ToolGroup, tool
 

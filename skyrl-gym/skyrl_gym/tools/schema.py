@@ -1,7 +1,5 @@
 """A tool's JSON Schema from its function signature, and validation of call arguments."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ POST {"query": "…", "topk": 3, "return_scores": true} returns {"result": [[{"d
 0.7}, …]]}.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

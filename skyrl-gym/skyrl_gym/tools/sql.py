@@ -1,7 +1,5 @@
 """A tool that queries a SQLite database."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

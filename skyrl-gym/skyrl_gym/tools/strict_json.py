@@ -1,7 +1,5 @@
 """Strict parsing of a model's JSON: finite numbers only, and a depth that other libraries can process."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

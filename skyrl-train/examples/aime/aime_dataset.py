@@ -8,8 +8,6 @@ instead. They are enough for first runs and tests, but not a benchmark. Raw rows
 `prompt`, `ability`, `reward_model` with its `ground_truth`, and `extra_info`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import pyarrow as pa

@@ -3,8 +3,6 @@
 They are for first runs and tests, and far easier than AIME.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

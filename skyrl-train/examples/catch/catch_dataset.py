@@ -7,8 +7,6 @@ grid_w² starts (49 by default), so both files contain the same games with diffe
 how well the game is played, not generalization.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Sequence

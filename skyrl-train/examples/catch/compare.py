@@ -3,8 +3,6 @@
 python -m examples.catch.compare --seed 42
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

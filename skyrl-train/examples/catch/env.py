@@ -1,7 +1,5 @@
 """Catch as an environment: one reply per turn, shaped or episodic reward."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ python -m examples.catch.evaluate_catch data.val_data="['…/validation.parquet'
     generator.max_turns=5
 """
 
-from __future__ import annotations
-
 import sys
 
 from examples.catch.main_catch import register_catch

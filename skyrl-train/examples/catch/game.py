@@ -4,8 +4,6 @@ A ball falls one row per turn. The paddle, on the bottom row, moves one column l
 caught if it reaches the bottom row in the paddle's column.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Final
 

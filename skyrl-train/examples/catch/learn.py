@@ -6,8 +6,6 @@ Prepares the data and the model, trains with GRPO, and compares the result with 
 is 1 if the model did not learn.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -3,8 +3,6 @@
 python -m examples.catch.main_catch data.train_data=~/data/catch/train.parquet …
 """
 
-from __future__ import annotations
-
 from skyrl_gym.envs import register
 from skyrl_train.entrypoints import main_base
 

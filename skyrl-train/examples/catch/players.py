@@ -3,8 +3,6 @@
 A player receives the same messages as the model, and replies with text.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean

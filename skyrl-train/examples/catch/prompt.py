@@ -1,7 +1,5 @@
 """Text for the model: the rules once, then the game's state every turn."""
 
-from __future__ import annotations
-
 import re
 
 from examples.catch.game import CatchState

@@ -3,8 +3,6 @@
 Data → warm start on random play → GRPO. Steps with existing results are skipped.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from time import strftime

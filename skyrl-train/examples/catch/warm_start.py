@@ -7,8 +7,6 @@ with one letter, and how the board changes. It sees no rewards and no good play.
 catch the ball.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 `python -m examples.dpo.counting_pairs FOLDER` writes train.jsonl and val.jsonl.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from pathlib import Path

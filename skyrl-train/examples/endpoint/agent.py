@@ -3,8 +3,6 @@
 The loop is the same as in any agent: ask the model, execute its reply, report the outcome.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient

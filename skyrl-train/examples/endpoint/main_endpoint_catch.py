@@ -6,8 +6,6 @@ Prepares the data and model of the Catch example, trains through the endpoint, a
 plays. Exit status 1 means that it did not learn.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ reads openai/gsm8k from the Hub. `--source sample` generates 2,000 problems from
 first runs and tests, but not a benchmark. Raw rows have a `question`, and an `answer` that ends in ``#### 42``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pyarrow as pa

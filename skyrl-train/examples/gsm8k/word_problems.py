@@ -3,8 +3,6 @@
 They are for first runs and tests: a few kinds of problems with varying numbers. Results are not comparable to GSM8K.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 from collections.abc import Callable, Mapping

@@ -10,8 +10,6 @@ Raw rows have `problem` and `tests`, like DeepCoder, or `question_content`, `pub
 `--source PATH`. The tests become `reward_spec["ground_truth"]`, a JSON list.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

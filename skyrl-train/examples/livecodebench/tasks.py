@@ -3,8 +3,6 @@
 They are for first runs and tests, and far easier than LiveCodeBench.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

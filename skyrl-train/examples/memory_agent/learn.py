@@ -9,8 +9,6 @@ sections, and answer with it. The validation boxes have numbers that do not occu
 the model did not learn.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

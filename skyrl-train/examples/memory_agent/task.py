@@ -1,7 +1,5 @@
 """The task: remember the content of one of several boxes. Each box is described in its own document."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

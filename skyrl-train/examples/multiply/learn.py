@@ -7,8 +7,6 @@ The table's 36 questions are used for both training and validation: the example 
 does not test unseen numbers. Exit status 1 means that the model did not learn.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

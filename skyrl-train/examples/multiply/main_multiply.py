@@ -3,8 +3,6 @@
 python -m examples.multiply.main_multiply data.train_data="['$HOME/data/multiply/train.parquet']" …
 """
 
-from __future__ import annotations
-
 import hydra
 import ray
 from omegaconf import DictConfig

@@ -7,8 +7,6 @@ occur in training. The answer is expected in ``\boxed{…}``. Factors are drawn 
 of custom factors in the columns `a` and `b`.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ are also numbered, and the model may discover that a number is accepted. The val
 training. Exit status 1 means that the model did not learn.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from pathlib import Path

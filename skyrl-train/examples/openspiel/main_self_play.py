@@ -7,8 +7,6 @@ endpoint in this process serves it, and the environment `openspiel_game` request
 ordinary run. For the next generation, start a new run from the exported model.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any

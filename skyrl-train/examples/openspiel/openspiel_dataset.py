@@ -7,8 +7,6 @@ is in both files. With `--whole_games`, the model plays each game to its end. Th
 ``pip install -c ../constraints.txt -e '../skyrl-gym[openspiel]'`` in `skyrl-train/`.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

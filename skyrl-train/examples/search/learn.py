@@ -9,8 +9,6 @@ do not occur in training, so nothing can be memorized. A retrieval server (`skyr
 Exit status 1 means that the model did not learn.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -12,8 +12,6 @@ This is enough for first runs and tests, but not a benchmark: large models know 
 have `question`, and the accepted answers in `golden_answers` or ``reward_model["ground_truth"]["target"]``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model's greedy answers: `python -m examples.sft.answer MODEL ROWS.jsonl` also counts the correct ones."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

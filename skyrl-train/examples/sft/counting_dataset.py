@@ -1,7 +1,5 @@
 """Demonstrations of counting: `python -m examples.sft.counting_dataset FOLDER` writes train.jsonl and val.jsonl."""
 
-from __future__ import annotations
-
 import argparse
 import random
 from pathlib import Path

@@ -3,8 +3,6 @@
 Their rows are always the same, so the correct answers to questions about them do not depend on a seed.
 """
 
-from __future__ import annotations
-
 import random
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -11,8 +11,6 @@ Raw rows have `db_id`, `question` and the reference query, in the column of Spid
 (`sql`). `--data` names the set of `--source PATH`. Rows with SkyRL's columns keep their prompts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

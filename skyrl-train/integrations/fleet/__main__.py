@@ -3,8 +3,6 @@
 To train, use `integrations.fleet.entrypoints.main_fleet`. It also logs metrics by environment.
 """
 
-from __future__ import annotations
-
 from integrations.fleet.entrypoints.main_fleet import register_fleet
 from skyrl_train.entrypoints.cli import main
 

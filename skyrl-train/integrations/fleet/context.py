@@ -1,7 +1,5 @@
 """Tools with which the model manages its own context: search earlier messages and results, and drop old turns."""
 
-from __future__ import annotations
-
 import json
 import re
 from bisect import bisect_right

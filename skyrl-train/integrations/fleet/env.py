@@ -6,8 +6,6 @@ Rows of `integrations.fleet.prepare_dataset` name their task. OpenEnv provisions
 them and runs the task's verifier. The Fleet SDK is never used directly.
 """
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import importlib

@@ -1,7 +1,5 @@
 """Metrics of Fleet runs by environment, under the same names in both entrypoints, and alerts on failing tools."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import statistics

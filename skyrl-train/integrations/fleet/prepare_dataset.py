@@ -7,8 +7,6 @@ of an environment and modality form a stratum. A stratum with fewer than 5 expec
 A held-out stratum is only evaluated on.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 from collections import Counter, defaultdict

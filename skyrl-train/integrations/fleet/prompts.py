@@ -1,7 +1,5 @@
 """Prompts and observations of Fleet tasks."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@
 prints the message's timestamp. Pass it to `--thread` in a later call to reply in the thread.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

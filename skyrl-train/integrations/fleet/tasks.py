@@ -1,7 +1,5 @@
 """Fleet tasks, read from the JSON file that Fleet exports."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Dynamic sampling: draw prompts until enough groups have unequal rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random

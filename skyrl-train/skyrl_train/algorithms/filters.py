@@ -4,8 +4,6 @@ A filter only sets the loss mask to 0, so the rewards still count in the group's
 stages that change rewards.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ They read the registry, so custom functions obey the same rules as built-in ones
 are in `skyrl_train.config.rules`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Files and folders that survive a power cut, because content and names are synced to disk, and locks of folders."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -3,8 +3,6 @@
 The checksum is XXH3, because it is faster than any disk. It detects accidents, not forgery.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

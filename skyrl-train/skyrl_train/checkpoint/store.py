@@ -17,8 +17,6 @@ The invariant is that a folder named global_step_N is complete. A save of step 4
 5. Remove checkpoints beyond the number to keep. Each removal starts with a rename.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

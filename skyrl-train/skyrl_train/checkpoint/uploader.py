@@ -1,7 +1,5 @@
 """Upload folders in a background thread."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The configuration: Hydra parses the command line, and typed sections check it. Never imports torch or ray."""
 
-from __future__ import annotations
-
 from skyrl_train.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, GdpoConfig, KLControllerConfig
 from skyrl_train.config.cli import compose_config, config_dir, get_default_config, parse_cli, rewrite_overrides
 from skyrl_train.config.generator import EvalSamplingConfig, GeneratorConfig, SamplingConfig

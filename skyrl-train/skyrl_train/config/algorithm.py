@@ -1,7 +1,5 @@
 """`trainer.algorithm.*`: advantages, policy loss, KL and entropy terms."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Lt

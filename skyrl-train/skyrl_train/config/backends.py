@@ -3,8 +3,6 @@
 Other code checks a trait, not a name. A new engine is a folder in `inference_engines/` and a row here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

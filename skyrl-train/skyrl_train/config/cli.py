@@ -8,8 +8,6 @@ for a mistyped one. `rewrite_overrides` marks keys of sections that do not exist
 (`++key=value`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Key aliases of SkyRL and verl. The tables are in `skyrl_train.compat` and are loaded by name."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import Any

@@ -4,8 +4,6 @@
 outdated.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import textwrap

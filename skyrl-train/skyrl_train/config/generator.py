@@ -1,7 +1,5 @@
 """`generator.*`: the inference engine, sampling and the agent loop."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le

@@ -1,7 +1,5 @@
 """Load the typed configuration from Hydra or a nested mapping, and write it as YAML."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`trainer.policy.*`, `trainer.critic.*` and `trainer.ref.*`: the models and their optimizers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal

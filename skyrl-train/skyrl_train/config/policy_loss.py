@@ -1,7 +1,5 @@
 """Settings of each policy loss, `trainer.algorithm.<name>.*`, and `trainer.algorithm.off_policy_correction.*`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le

@@ -1,7 +1,5 @@
 """Configurations for training on preferences: direct preference optimization (DPO) and reward models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Describe configuration problems, one sentence each: the key, its value, the allowed values, a fix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import SequenceMatcher, get_close_matches

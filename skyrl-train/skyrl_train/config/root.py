@@ -1,7 +1,5 @@
 """The whole configuration: `data.*`, `trainer.*`, `generator.*` and `environment.*`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt

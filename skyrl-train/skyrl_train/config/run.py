@@ -1,7 +1,5 @@
 """The part of `trainer.*` that all kinds of training share: length, outputs and memory limits."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The configuration of supervised fine-tuning: `data.*` and `trainer.*`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Literal

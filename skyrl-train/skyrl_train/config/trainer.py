@@ -1,7 +1,5 @@
 """`trainer.*`: the steps of a run, its batches, and its outputs."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from annotated_types import Ge

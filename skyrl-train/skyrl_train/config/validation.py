@@ -4,8 +4,6 @@ The type and range of a single key belong to its field. Rules about the register
 `skyrl_train.algorithms.rules`.
 """
 
-from __future__ import annotations
-
 from skyrl_train.config.base import Section
 from skyrl_train.config.problems import Rule
 from skyrl_train.config.rules import algorithm, data, engine, placement, run

@@ -1,7 +1,5 @@
 """Conversion of trajectories to training batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """User-defined dataset classes (`data.custom_cls`). Their rows are read when they are drawn."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -4,8 +4,6 @@ A row is a conversation, a prompt with a response, or a prompt with a chosen and
 torch nor transformers.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

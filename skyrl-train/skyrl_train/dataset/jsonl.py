@@ -1,7 +1,5 @@
 """Random access to a JSON-lines file. Values are parsed when they are read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

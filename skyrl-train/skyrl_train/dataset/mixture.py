@@ -1,7 +1,5 @@
 """Batches with a fixed fraction of prompts from each data source."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from array import array

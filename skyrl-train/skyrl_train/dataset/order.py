@@ -1,7 +1,5 @@
 """The order of training prompts."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections import deque

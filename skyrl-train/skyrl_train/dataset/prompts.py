@@ -1,7 +1,5 @@
 """A dataset of chat prompts."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Checks of prompt rows that run before any tokenizer or model is loaded. Imports neither torch nor transformers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ rewrites the history, e.g. removes the reasoning of earlier turns, the turn star
 model will see.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Fully sharded data parallelism: every rank holds a slice of each parameter, and gathers one block at a time."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Strategies for Hugging Face models: every rank has all modules, with the whole or a shard of each parameter."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Interface of strategies that shard a model over ranks, and their common work."""
 
-from __future__ import annotations
-
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Rollouts of agents: programs that call the model under training through OpenAI's API."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect

@@ -1,7 +1,5 @@
 """ASGI parts of the endpoint: active requests, disconnects, event streams and error responses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine

@@ -4,8 +4,6 @@ trainer → endpoint    start, open_session, end_session, serve_others, hold_oth
 endpoint → trainer    calls to the engine, because the engine stays in the trainer's process
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil

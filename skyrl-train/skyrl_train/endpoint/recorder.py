@@ -9,8 +9,6 @@ recorded tokens plus the tokens of the new part. Sampled text is never tokenized
     no recorded reply                           in a new row
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

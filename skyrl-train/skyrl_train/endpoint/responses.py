@@ -1,7 +1,5 @@
 """Responses of the endpoint: the text of replies, and bodies in OpenAI's format, whole or in chunks."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections import Counter

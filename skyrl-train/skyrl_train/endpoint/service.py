@@ -1,7 +1,5 @@
 """Turns requests into prompts and prompts into replies, and records them. This module knows nothing about HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

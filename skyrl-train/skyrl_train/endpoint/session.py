@@ -1,7 +1,5 @@
 """An agent's session: the sampling parameters, seeds and caches of its requests, and their recording."""
 
-from __future__ import annotations
-
 import logging
 from array import array
 from collections.abc import Mapping

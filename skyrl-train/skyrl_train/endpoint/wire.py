@@ -7,8 +7,6 @@ The types of the `openai` package are not used. Its request types check neither 
 response types make this code longer and each chunk slower to build.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn

@@ -1,7 +1,5 @@
 """Base class for experiments: run folder and locks, logging, seeds, compute thread, trackers, launchers, interrupts."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

@@ -1,7 +1,5 @@
 """The plan of a run before anything is loaded: model, data, steps, devices, memory and disk."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """`skyrl doctor`: check what a run needs before you pay for a machine. Each failed check says how to fix it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

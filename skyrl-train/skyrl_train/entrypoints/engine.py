@@ -1,7 +1,5 @@
 """The inference engine of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

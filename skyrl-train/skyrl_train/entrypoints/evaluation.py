@@ -4,8 +4,6 @@ It plays the validation prompts like an evaluation during training, with `genera
 `generator.eval_n_samples_per_prompt`. It writes the same files, to `evals/eval_only/` in the run folder.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from contextlib import nullcontext

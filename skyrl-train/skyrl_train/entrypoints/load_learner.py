@@ -1,7 +1,5 @@
 """The learner of a run, with its policy, critic and reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

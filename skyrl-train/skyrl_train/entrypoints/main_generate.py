@@ -3,8 +3,6 @@
 An alias of `skyrl generate`. It imports PyTorch only after checking the configuration.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Training on pairs of answers: direct preference optimization (DPO) and reward models."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """Checks of the files, folders and names that a run needs, before PyTorch is imported or the Hub is contacted."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The prompts of a run, as its generator renders them. Importing this module imports PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal

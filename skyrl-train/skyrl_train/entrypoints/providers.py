@@ -1,7 +1,5 @@
 """Balances and capacity at clouds that SkyPilot rents GPUs from, as far as their HTTP APIs report them."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -1,7 +1,5 @@
 """The commands `skyrl report`: report of a run, comparison of runs, comparison of a run's trajectories at two steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

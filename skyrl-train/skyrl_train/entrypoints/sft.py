@@ -1,7 +1,5 @@
 """A run on fixed data, built from its configuration. Override a `get_*` method to replace a part."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property

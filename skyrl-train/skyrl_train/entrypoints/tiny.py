@@ -3,8 +3,6 @@
 It needs no download, so use it for first runs, examples and tests. It is saved as an ordinary Hugging Face folder.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

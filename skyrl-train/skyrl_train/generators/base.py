@@ -1,7 +1,5 @@
 """The interface between the trainer and the generators that play its rollouts."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Rollouts of asynchronous training. They are played ahead of the steps that train on them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

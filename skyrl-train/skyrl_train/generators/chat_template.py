@@ -3,8 +3,6 @@
 The template renders the messages that enter a conversation: first the prompt, then each observation.
 """
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence

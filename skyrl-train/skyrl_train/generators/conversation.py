@@ -6,8 +6,6 @@
 `conversation_factory`.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial

@@ -9,8 +9,6 @@ slot. When the call returns, its old thread closes the environment and ends. Use
 that may hang.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -5,8 +5,6 @@
 If an environment or the engine fails, only that rollout becomes invalid. It is then retried with a fresh environment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import logging

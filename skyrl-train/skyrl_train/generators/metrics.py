@@ -1,7 +1,5 @@
 """Metrics of rollouts. Invalid trajectories are counted but otherwise ignored."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import statistics

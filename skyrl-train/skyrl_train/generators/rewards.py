@@ -11,8 +11,6 @@ A plain function runs in a thread, one call at a time. An `async` function is aw
 Neither has a time limit: a function that may hang must set its own, as `judge` does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """The state of a rollout in progress, its retries, and its conversion to a trajectory."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field

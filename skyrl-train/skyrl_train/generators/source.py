@@ -1,7 +1,5 @@
 """Sources of training data: the trajectories of each step."""
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections import Counter

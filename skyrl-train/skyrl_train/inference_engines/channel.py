@@ -4,8 +4,6 @@ Messages queued at the same time share a frame. Unpickling can run arbitrary cod
 other end has proven that it belongs to the same run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import secrets

@@ -1,7 +1,5 @@
 """Several engines behind the interface of one: routing by session, and replacement of lost engines."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

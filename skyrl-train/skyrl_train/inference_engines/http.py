@@ -1,7 +1,5 @@
 """Base class for engines behind an HTTP server, with one streamed HTTP request per response."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

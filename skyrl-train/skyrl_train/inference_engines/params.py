@@ -1,7 +1,5 @@
 """Conversion between `SamplingParams` and dicts with SkyRL's and vLLM's names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any

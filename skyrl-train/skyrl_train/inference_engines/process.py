@@ -1,7 +1,5 @@
 """Inference engines and other objects in separate processes on this machine."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import multiprocessing

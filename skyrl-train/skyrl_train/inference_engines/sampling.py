@@ -1,7 +1,5 @@
 """Batched sampling of the next token. Each row has its own parameters and random numbers."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Base classes for engines whose backend schedules requests itself."""
 
-from __future__ import annotations
-
 import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """State of a request in progress, and the rules that end its response."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Inputs for starting an engine."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path

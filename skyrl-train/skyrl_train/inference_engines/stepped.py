@@ -19,8 +19,6 @@ If a step fails, all waiting requests fail and all caches are dropped. If that w
 request's future is resolved exactly once: with a result, with an error, or by its caller's cancellation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -4,8 +4,6 @@ The engine generates with the policy's own tensors, or it has a copy of the weig
 process, or on servers.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor

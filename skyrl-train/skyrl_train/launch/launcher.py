@@ -1,7 +1,5 @@
 """Interfaces that give a run its models, its engine and the weight sync between them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Devices whose memory an engine and models use in turn."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

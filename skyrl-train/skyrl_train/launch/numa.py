@@ -1,7 +1,5 @@
 """NUMA affinity: compute on the cores next to the GPU, so that host memory is allocated there."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

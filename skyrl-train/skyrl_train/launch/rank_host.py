@@ -1,7 +1,5 @@
 """The part of a rank that runs inside the rank's process."""
 
-from __future__ import annotations
-
 import pickle
 from contextlib import suppress
 from multiprocessing.connection import Connection

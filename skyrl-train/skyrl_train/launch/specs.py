@@ -1,7 +1,5 @@
 """Model and optimizer specifications from a run's configuration."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Timeouts of collectives, and a check that weight syncs time out earlier. Does not import torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Weight syncs with a check that the engines compute with the policy's weights, and syncs that pause the engines."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Forecast the memory and the disk space of a run, before anything is loaded."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

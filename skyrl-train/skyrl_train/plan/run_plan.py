@@ -1,7 +1,5 @@
 """The plan of a training run: roles and ranks, engines and their weights, steps, memory and disk."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

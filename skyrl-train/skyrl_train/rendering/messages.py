@@ -1,7 +1,5 @@
 """Prepare messages for chat templates. Imports neither torch nor transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Published templates differ in how they write thoughts, tool calls and past turns
 It renders a conversation a second time with placeholders (`MARK`) for some of its text, and looks where they end up.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

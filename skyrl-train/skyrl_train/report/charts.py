@@ -1,7 +1,5 @@
 """Line charts as inline SVG. The page's stylesheet sets the colors, for light and dark mode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby

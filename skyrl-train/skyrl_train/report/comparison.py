@@ -1,7 +1,5 @@
 """`skyrl report compare`: several runs on one self-contained page."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

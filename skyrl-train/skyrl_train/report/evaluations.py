@@ -1,7 +1,5 @@
 """Evaluated trajectories, read from `evals/global_step_N/<data_source>.jsonl`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

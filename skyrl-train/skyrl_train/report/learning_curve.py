@@ -1,7 +1,5 @@
 """Learning curves of one or several runs as PNG. Importing this module does not import matplotlib."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple

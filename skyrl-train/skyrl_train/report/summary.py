@@ -1,7 +1,5 @@
 """The summary of a run: headlines, time by stage and the most important settings."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Reads `evals/global_step_N/<data_source>.jsonl` in a run folder or remote storage, as written by this project or SkyRL.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

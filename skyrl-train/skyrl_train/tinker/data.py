@@ -1,7 +1,5 @@
 """Convert trajectories to training data of a Tinker service."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Sample rollouts with a Tinker service."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

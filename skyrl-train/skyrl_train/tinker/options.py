@@ -1,7 +1,5 @@
 """Command line of a run with a Tinker service."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields

@@ -7,8 +7,6 @@ Subclass `TinkerRun` to change the generator, checks, metrics or alerts, and `Ti
 Reads TINKER_API_KEY and TINKER_BASE_URL. Rerun the command with the same `--run_name` to resume.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

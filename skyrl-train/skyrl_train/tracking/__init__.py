@@ -1,7 +1,5 @@
 """Metrics, progress line and run folder."""
 
-from __future__ import annotations
-
 from skyrl_train.tracking.jsonl import MetricsFile, read_metrics
 from skyrl_train.tracking.progress import Progress
 from skyrl_train.tracking.run_folder import RunFolder, log_to_file

@@ -4,8 +4,6 @@ NaN and infinite numbers are written as `null`, because JSON has neither, so rea
 killed while it writes leaves a truncated last line, which is dropped when the file is next opened or read.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Detection of steps that the policy cannot learn from."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 N_STEPS = 3

@@ -1,7 +1,5 @@
 """Metrics of the machine."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Background file writes, so that a slow disk does not delay training."""
 
-from __future__ import annotations
-
 import errno
 import queue
 import threading

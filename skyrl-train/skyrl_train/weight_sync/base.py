@@ -1,7 +1,5 @@
 """The plan of a weight sync, and the receipt that each end returns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain

@@ -1,7 +1,5 @@
 """A checksum that detects changed and swapped values, and that adds up over the tensors of a model."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from functools import cache

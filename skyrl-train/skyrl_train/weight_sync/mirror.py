@@ -4,8 +4,6 @@ Such an engine (vLLM fuses matrices, for example) can only load whole tensors un
 only changes, or only the factors of an adapter, they are applied to a copy of the weights in host memory, the mirror.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Protocol
 

@@ -3,8 +3,6 @@
 If an end closes its connection, fails or is silent for too long, the sync fails at once, and the error says which end.
 """
 
-from __future__ import annotations
-
 import json
 import selectors
 import socket

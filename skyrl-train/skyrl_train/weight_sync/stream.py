@@ -23,8 +23,6 @@ slots on its GPU. Only rank 0 exchanges messages with receivers, and a barrier b
 ranks have written the piece.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Weight sync from end to end: from a model to everything that holds a copy of its weights."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

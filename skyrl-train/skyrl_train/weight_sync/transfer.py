@@ -1,7 +1,5 @@
 """Write the tensors of a plan to a stream, and read them back as whole tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Mapping
 from typing import NamedTuple
 

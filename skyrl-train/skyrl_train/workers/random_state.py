@@ -1,7 +1,5 @@
 """The state of a process's random generators, in types that `torch.load(weights_only=True)` accepts."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Split a batch over data-parallel ranks and micro-batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Save and load adapters in peft's layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Letters: S rows · T positions of a row · K key-value heads · G query heads fo
 on a page.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Load and save models in Hugging Face folders. Their matrices are (out, in), ours (in, out)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack

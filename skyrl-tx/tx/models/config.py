@@ -1,7 +1,5 @@
 """A model's architecture, from the `config.json` of its Hugging Face folder."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ Training and sampling share one function, with different attention.
 Letters: S rows · T positions · D hidden size · V vocabulary · R targets of a position.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Adapters are never merged and never modified in place. Training creates new arra
 are unaffected. The rows of a batch may have different adapters.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

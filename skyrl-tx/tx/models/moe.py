@@ -10,8 +10,6 @@ result is bitwise independent of the other rows. For few rows, the cost is domin
 Letters: S rows · T positions · D hidden size · E experts · N tokens, S × T · B tokens of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

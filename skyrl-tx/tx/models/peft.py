@@ -1,7 +1,5 @@
 """File layout of peft adapters. vLLM and Hugging Face also read it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Axis `tp` splits matrices where heads and hidden units are independent. Axis `fs
 the rows of a micro-batch. The compiler inserts the communication.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

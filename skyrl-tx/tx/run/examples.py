@@ -1,7 +1,5 @@
 """Convert dataset rows to training data: tokens and loss weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tx serve`, `tx train`, `tx status` and `tx version`."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import version
 

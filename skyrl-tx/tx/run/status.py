@@ -1,7 +1,5 @@
 """`tx status`: print a server's state."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ Rerun the command to resume. Checkpoints of the complete state are written to `c
 `--save-steps` steps and on a signal. Data order and updates are determined by the seed and the step number.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

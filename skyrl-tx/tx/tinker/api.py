@@ -4,8 +4,6 @@ It serves clients and writes their requests to the database. The engine, a separ
 supervises, computes them.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import socket

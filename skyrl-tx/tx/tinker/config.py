@@ -3,8 +3,6 @@
 Secrets come from the environment or a file, never from the command line.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -4,8 +4,6 @@ A request is accepted when its row is committed. The engine takes a model's pend
 and the server answers from finished rows, as often as clients ask.
 """
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any

@@ -18,8 +18,6 @@ cispo, however far lp and q are apart. In dro, they count through their distance
 The functions serve JAX and PyTorch: `xp` provides `exp`, `clip`, `where`, `sum` and `stop_gradient`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors for requests that the server does not accept."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 from tx.tinker.types import UserError

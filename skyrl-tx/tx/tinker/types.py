@@ -1,7 +1,5 @@
 """Types shared by the server, the engine and the backends. The wire formats are in `wire/`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Calls `skyrl merge adapter` with the flags of older recipes. Given a folder that
 `lora_adapter/` inside.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

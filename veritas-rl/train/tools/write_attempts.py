@@ -5,8 +5,6 @@ Fine-tuning a tiny model on these rows teaches it the answer format, so that som
 signal.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Parsing of replies as OpenEnv actions: text, a value, JSON, or tool calls."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -6,8 +6,6 @@ The server's `/schema` determines how a reply becomes an action. For example, an
 the whole reply is its value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

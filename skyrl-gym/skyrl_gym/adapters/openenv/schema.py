@@ -1,7 +1,5 @@
 """An OpenEnv server's action schema: `GET /schema`, fetched once per server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """A limit on this process's concurrent sessions on a server, either configured or found by trial."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

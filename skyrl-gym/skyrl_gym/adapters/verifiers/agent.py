@@ -7,8 +7,6 @@ In front of it, a harness like verifiers' own `null` runs the chat in this proce
 
 # mypy: disable-error-code="import-untyped"
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

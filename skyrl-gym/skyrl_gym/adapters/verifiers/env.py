@@ -8,8 +8,6 @@ Write the dataset with a script:
 Then train with `environment.env_class=verifiers`, and `generator.max_turns` set to the episodes' maximum.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

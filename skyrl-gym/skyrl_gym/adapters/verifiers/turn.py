@@ -1,7 +1,5 @@
 """Messages between a verifiers environment and the model, for both generations of verifiers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

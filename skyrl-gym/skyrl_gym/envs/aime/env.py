@@ -1,7 +1,5 @@
 """AIME and DAPO's training set: one reply, +1 if correct, else -1."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

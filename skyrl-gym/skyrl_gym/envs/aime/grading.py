@@ -1,7 +1,5 @@
 r"""Grading of competition problems as in DAPO: +1 or -1 for the answer at the end of the reply."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import TypedDict

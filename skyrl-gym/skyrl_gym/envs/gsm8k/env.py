@@ -1,7 +1,5 @@
 """GSM8K: one reply, 1 if correct, else 0."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

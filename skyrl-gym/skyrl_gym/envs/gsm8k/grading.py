@@ -1,7 +1,5 @@
 """Grading of word problems. GSM8K's solutions end with a number: ``#### 42``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """GSM8K with retries: the model tries until its answer is right or it runs out of turns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programming tasks: one reply, whose last code block must pass all tests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

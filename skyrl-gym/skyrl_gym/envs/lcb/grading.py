@@ -3,8 +3,6 @@
 Source of the test format and of the comparison: LiveCodeBench (Jain et al., 2024, arXiv:2403.07974).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

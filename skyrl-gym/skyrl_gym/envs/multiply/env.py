@@ -1,7 +1,5 @@
 r"""Multiplication with the answer in ``\boxed{…}``: the example of SkyRL's tutorial."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

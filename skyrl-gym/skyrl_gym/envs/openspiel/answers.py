@@ -8,8 +8,6 @@ Negated mentions do not count, as in "do not call". Illegal moves are mentions t
 move, however many legal moves it discusses. A reply that lists several moves, as in "c3 or d4", names no move either.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Cases: OpenSpiel games with their parameters, such as ``hex(board_size=5)``."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Single moves in OpenSpiel games, rewarded for being legal or for their outcome."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A match: one game from a position to its end, with an opponent in every other seat."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass

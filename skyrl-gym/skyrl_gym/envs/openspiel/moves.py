@@ -1,7 +1,5 @@
 """The legal moves of a decision, and the names by which a model refers to them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

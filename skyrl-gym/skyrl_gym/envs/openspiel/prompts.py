@@ -1,7 +1,5 @@
 """Prompts that describe a decision, for the trained model and for language models as opponents."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from skyrl_gym.envs.openspiel.cases import Game, State, open_spiel

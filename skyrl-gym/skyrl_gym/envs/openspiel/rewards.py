@@ -1,7 +1,5 @@
 """Rewards from 0 (worst) to 1: for single moves, by their outcome in random games, and for finished games."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 A model is only shown decisions: the player to move decides or, in simultaneous games, a seat.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 

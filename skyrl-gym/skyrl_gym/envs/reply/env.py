@@ -1,7 +1,5 @@
 """A single reply without an environment reward, for rewards computed elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Question answering with a search engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

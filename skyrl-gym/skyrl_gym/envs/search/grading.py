@@ -1,7 +1,5 @@
 """The reward of Search-R1 (Jin et al., 2025, arXiv:2503.09516): exact match on the last answer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Numeric question answering with a search engine and Python."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

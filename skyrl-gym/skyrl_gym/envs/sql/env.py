@@ -1,7 +1,5 @@
 """Text to SQL: the model explores a database with queries, then submits the query that answers the question."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

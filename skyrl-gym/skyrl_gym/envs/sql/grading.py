@@ -3,8 +3,6 @@
 Source: the format of SkyRL-SQL (Liu et al., 2025): think, query the database, think again, …, and give the solution.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sqlite3

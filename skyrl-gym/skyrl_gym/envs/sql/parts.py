@@ -1,7 +1,5 @@
 """Parts of a database: a query that reads the data gives a different result on each."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

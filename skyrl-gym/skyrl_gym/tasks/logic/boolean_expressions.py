@@ -1,7 +1,5 @@
 """Find the true statements among combinations of facts with "and", "or" and "not"."""
 
-from __future__ import annotations
-
 import calendar
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Find the digits behind the letters of an equation that has one solution."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice

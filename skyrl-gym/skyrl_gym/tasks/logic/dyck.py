@@ -1,7 +1,5 @@
 """Bracket sequences: complete the end, complete the start, or find the errors in a step-by-step reading."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from random import Random

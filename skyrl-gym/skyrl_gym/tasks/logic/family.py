@@ -1,7 +1,5 @@
 """The task family `lgc-v2`. A task id is the task type's number times 100,000,000, plus a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from random import Random

@@ -1,7 +1,5 @@
 """Reach a target using every number once, or say that it is impossible."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Evaluate an expression with newly defined operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random

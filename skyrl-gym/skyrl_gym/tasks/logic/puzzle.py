@@ -1,7 +1,5 @@
 """A generated puzzle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random

@@ -1,7 +1,5 @@
 """Complete a Sudoku grid."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from random import Random

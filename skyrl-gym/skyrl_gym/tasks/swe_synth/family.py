@@ -4,8 +4,6 @@ Hidden tests run in `skyrl_gym.isolation`. They call the functions with JSON arg
 the sandbox, so a patched file can neither see nor change the expected values.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import inspect

@@ -3,8 +3,6 @@
 Their sources are part of the tasks: changing a function changes its tasks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random

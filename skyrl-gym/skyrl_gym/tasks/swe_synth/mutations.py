@@ -1,7 +1,5 @@
 """Small bugs: copies of a function's source with one operator or number changed."""
 
-from __future__ import annotations
-
 import ast
 import copy
 

@@ -1,7 +1,5 @@
 """Unified diffs of one file, as models write them: line numbers may be wrong, but every context line must match."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

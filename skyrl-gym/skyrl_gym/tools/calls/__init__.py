@@ -17,8 +17,6 @@ A reply may have several calls. The last one may lack its closing tag, because t
 not the end of a value. Only calls after the last thought count.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

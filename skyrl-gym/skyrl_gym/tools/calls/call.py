@@ -1,7 +1,5 @@
 """A tool call, and the code that its formats share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@
 <｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "Mount Fuji"}<｜tool▁call▁end｜>
 """
 
-from __future__ import annotations
-
 import re
 
 from skyrl_gym.tools.calls.call import Format, MalformedCall, Parsed, named_call, parse_json_in, skip_space

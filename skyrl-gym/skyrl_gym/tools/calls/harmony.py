@@ -6,8 +6,6 @@ The recipient may also come before the channel: `<|start|>assistant to=functions
 prompt ends with `<|start|>assistant`, so a reply may start with the recipient.
 """
 
-from __future__ import annotations
-
 import re
 
 from skyrl_gym.tools.calls.call import Format, Parsed, named_call, parse_closing, parse_json_in, skip_space

@@ -3,8 +3,6 @@
 <|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "Mount Fuji"}<|tool_call_end|>
 """
 
-from __future__ import annotations
-
 import re
 
 from skyrl_gym.tools.calls.call import Format, MalformedCall, Parsed, named_call, parse_closing, parse_json_in

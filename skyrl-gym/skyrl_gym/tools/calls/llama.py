@@ -5,8 +5,6 @@
 Llama 3.2 and 4 write bare JSON or a list in Python's notation. Nothing marks these as calls, so they are text.
 """
 
-from __future__ import annotations
-
 from skyrl_gym.tools.calls.call import Format, Parsed, parse_json_in, skip_space, to_call
 
 

@@ -4,8 +4,6 @@
 [TOOL_CALLS]search[ARGS]{"query": "Mount Fuji"}
 """
 
-from __future__ import annotations
-
 import re
 
 from skyrl_gym.tools.calls.call import Format, MalformedCall, Parsed, named_call, parse_json_in, skip_space, to_call

@@ -15,8 +15,6 @@ A value ends with the first closing tag that the next parameter, the end of the 
 it may contain tags. What remains ambiguous is an error: a truncated value would be a call that the model did not write.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@
 Aliases: `<function_call>` for `<tool_call>`, `tool` for `name`, `parameters` and `params` for `arguments`.
 """
 
-from __future__ import annotations
-
 import re
 
 from skyrl_gym.tools.calls.call import Format, Parsed, ToolCall, parse_closing, parse_json_in, to_call

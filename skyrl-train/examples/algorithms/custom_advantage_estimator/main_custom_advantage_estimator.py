@@ -3,8 +3,6 @@
 bash examples/algorithms/custom_advantage_estimator/run_custom_advantage_estimator.sh
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

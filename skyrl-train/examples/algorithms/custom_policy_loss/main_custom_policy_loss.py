@@ -3,8 +3,6 @@
 bash examples/algorithms/custom_policy_loss/run_custom_policy_loss.sh
 """
 
-from __future__ import annotations
-
 import torch
 
 from examples.catch.main_catch import main

@@ -5,8 +5,6 @@ Works like `skyrl train`, with the environment `fleet_task`, metrics by environm
 when Fleet stops its software.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

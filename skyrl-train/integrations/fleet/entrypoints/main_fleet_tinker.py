@@ -6,8 +6,6 @@ Reads TINKER_API_KEY and TINKER_BASE_URL. Rollouts, context limits, rewards and 
 Rerun the command with the same `--run_name` to resume.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

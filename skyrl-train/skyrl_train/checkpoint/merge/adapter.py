@@ -1,7 +1,5 @@
 """Merge an adapter into its base."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass

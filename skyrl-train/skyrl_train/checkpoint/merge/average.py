@@ -1,7 +1,5 @@
 """Average models: the weighted mean of their weights."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Report of a merge, and the comparison of its logits with the sources."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Merge a training checkpoint's model into one folder."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Modules, names, methods and attributes of SkyRL that do not exist here, each with a replacement to suggest."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec

@@ -1,7 +1,5 @@
 """The batch passed to the hooks of SkyRL's trainer, and the conversion of token lists to tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine with SkyRL's interface for generators: conversations in, text and token ids out."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypedDict, overload

@@ -1,7 +1,5 @@
 """SkyRL's Ray task: `ray.get(skyrl_entrypoint.remote(cfg))` runs an experiment."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from skyrl_train.entrypoints.command import importing_torch

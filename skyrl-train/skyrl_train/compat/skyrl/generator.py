@@ -1,7 +1,5 @@
 """SkyRL's interface for generators: `generate` takes and returns parallel lists."""
 
-from __future__ import annotations
-
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence, Sized

@@ -4,8 +4,6 @@ The functions that take messages tokenize them, so the result can differ from th
 knows the sampled tokens, return those instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 

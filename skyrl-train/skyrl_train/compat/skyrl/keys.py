@@ -1,7 +1,5 @@
 """Keys of other SkyRL versions: aliases, keys without an effect, and rejected keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from skyrl_train.aliases import Alias

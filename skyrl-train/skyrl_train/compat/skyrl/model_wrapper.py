@@ -1,7 +1,5 @@
 """A model that scores the last tokens of each row, with SkyRL's constructor and `forward`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

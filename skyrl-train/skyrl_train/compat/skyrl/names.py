@@ -4,8 +4,6 @@ The modules themselves do not define these names. Instead, `skyrl_train` install
 missing names here. Modules that exist only for SkyRL's scripts are files of three lines, listed in a test.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from functools import partial

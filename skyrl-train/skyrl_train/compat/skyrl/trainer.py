@@ -1,7 +1,5 @@
 """SkyRL's trainer, with its constructor and hooks, for scripts that subclass it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """SkyRL's helper functions around a training step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import Enum
 

@@ -1,7 +1,5 @@
 """Translation of command lines for verl's `main_ppo` and `fsdp_sft_trainer` into our overrides."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence

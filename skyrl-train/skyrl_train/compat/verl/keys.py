@@ -1,7 +1,5 @@
 """Keys of verl with the same meaning here, mapped to ours."""
 
-from __future__ import annotations
-
 from skyrl_train.aliases import Alias
 
 KL_IN_REWARD = "trainer.algorithm.use_kl_in_reward"

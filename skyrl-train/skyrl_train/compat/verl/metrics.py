@@ -1,7 +1,5 @@
 """Metrics of reinforcement learning under the names that verl and its recipes use."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

@@ -3,8 +3,6 @@
 Options with an equivalent key are in the alias tables.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

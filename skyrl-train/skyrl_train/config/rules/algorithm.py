@@ -1,7 +1,5 @@
 """Rules of the algorithm that read only the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from skyrl_train.config.base import value_at

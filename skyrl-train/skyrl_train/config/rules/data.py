@@ -1,7 +1,5 @@
 """Rules for data, environments and rewards."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules for the inference engine and sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import product

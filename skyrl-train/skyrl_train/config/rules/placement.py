@@ -1,7 +1,5 @@
 """Rules for processes and for sharding models over them."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

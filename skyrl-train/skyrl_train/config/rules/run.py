@@ -1,7 +1,5 @@
 """Rules for all kinds of runs: outputs, trackers, optimizers and adapters."""
 
-from __future__ import annotations
-
 import netrc
 import os
 import re

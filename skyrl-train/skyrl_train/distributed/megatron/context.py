@@ -5,8 +5,6 @@ equally many keys in causal attention. With 2 ranks and 8 tokens, rank 0 has tok
 keys), rank 1 has 2 3 and 4 5 (4 + 6 keys). Megatron-Core returns position embeddings in this order.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region

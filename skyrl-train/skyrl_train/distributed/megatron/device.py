@@ -1,7 +1,5 @@
 """Run Megatron-Core on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

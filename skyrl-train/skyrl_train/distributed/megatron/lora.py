@@ -1,7 +1,5 @@
 """Low-rank adapters for Megatron-Core's joint and sharded matrices, with the same results as peft's modules."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

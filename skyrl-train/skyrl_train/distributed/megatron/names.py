@@ -10,8 +10,6 @@ rank 0's `Part` of q_proj selects q0 q1 from its half, and stacking the slices o
 Joining the slices along `dim` always yields the Hugging Face tensor: weight syncs, exports and checkpoints rely on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Data-parallel copies of such a group of ranks get different rows.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext

@@ -4,8 +4,6 @@
 server that imitates SGLang's API and samples with the embedded engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import shutil

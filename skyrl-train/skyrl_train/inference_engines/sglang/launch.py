@@ -1,7 +1,5 @@
 """SGLang in a run: a server that the run starts on this machine, or a running server."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

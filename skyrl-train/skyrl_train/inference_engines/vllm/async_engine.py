@@ -3,8 +3,6 @@
 Uses the same core client as vLLM's `AsyncLLM`, but without its tokenizers, because requests and results are tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -1,7 +1,5 @@
 """The vLLM engine in this process: vLLM schedules, caches and runs the model, and our sampler chooses the tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

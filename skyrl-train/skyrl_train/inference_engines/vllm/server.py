@@ -4,8 +4,6 @@
 endpoints controls the server, so keep its port inside a trusted network.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any

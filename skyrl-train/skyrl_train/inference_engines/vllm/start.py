@@ -1,7 +1,5 @@
 """vLLM in a run: on this machine, or as a server."""
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages between an engine and vLLM's workers, as plain values that can travel over HTTP. Does not need vLLM."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields

@@ -1,7 +1,5 @@
 """Engines in Ray actors. Ray only places and ends the actor, while requests and tokens go over a socket."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """The processes of a run on a Ray cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

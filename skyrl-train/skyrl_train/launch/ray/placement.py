@@ -1,7 +1,5 @@
 """Reservation of a cluster's GPUs (or CPUs) for the models and engines of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -1,7 +1,5 @@
 """Ranks in Ray actors."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

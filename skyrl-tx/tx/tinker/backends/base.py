@@ -1,7 +1,5 @@
 """The backend protocol. A backend owns the base model, the models under training, and the samplers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of the backends, `--backend-config '{"dtype": "bfloat16"}'`."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Create a backend by name. Other backends' packages need not be installed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path

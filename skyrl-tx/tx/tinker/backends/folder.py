@@ -1,7 +1,5 @@
 """Files of a saved model other than its weights. All backends share the format and read each other's folders."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """A backend's models under training, and the results of their passes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence, Sized
 from typing import Generic, TypeVar

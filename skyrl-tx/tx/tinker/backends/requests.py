@@ -1,7 +1,5 @@
 """State and scheduling of sample requests."""
 
-from __future__ import annotations
-
 import secrets
 from bisect import insort
 from collections import Counter

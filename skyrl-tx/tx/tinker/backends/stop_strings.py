@@ -1,7 +1,5 @@
 """Detect stop strings in sampled tokens. Only this part of the server decodes text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path

@@ -5,8 +5,6 @@ log-probs are at temperature 1, unless you add `--logprobs-mode processed_logpro
 crashes if prompt log-probs are requested while a second request runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

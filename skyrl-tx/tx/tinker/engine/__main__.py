@@ -1,7 +1,5 @@
 """`python -m tx.tinker.engine`: started by the server, or separately, next to a server with `--no-start-engine`."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import sys

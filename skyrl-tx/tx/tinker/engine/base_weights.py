@@ -1,7 +1,5 @@
 """Bind a base model's name to its weights, by their fingerprint: adapters and checkpoints fit no other weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Handlers for a model's requests, except passes and samples: the loop runs these."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The engine's loop: it interleaves all work in small slices, so that no request blocks all other work."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

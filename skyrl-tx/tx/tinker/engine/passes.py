@@ -1,7 +1,5 @@
 """Running passes, one per model. Users take turns, as do a user's models."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator

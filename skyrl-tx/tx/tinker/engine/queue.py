@@ -4,8 +4,6 @@ Payloads are read when a request begins, so a long queue takes no memory. The nu
 that was running each time an engine died is suspect, runs alone, and is finally given up.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

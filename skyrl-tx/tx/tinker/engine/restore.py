@@ -10,8 +10,6 @@ is repeated too, because its gradients were only in memory. A pass that was stil
 client notices only a delay.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import time

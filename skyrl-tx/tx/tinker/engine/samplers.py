@@ -1,7 +1,5 @@
 """Frozen weights to sample from, by the names that clients use. Folders hold all, memory only the recently used."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Running samples."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple

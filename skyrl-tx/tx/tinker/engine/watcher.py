@@ -1,7 +1,5 @@
 """A thread next to the engine's loop, because the loop may be in one computation for minutes."""
 
-from __future__ import annotations
-
 import logging
 import select
 import signal

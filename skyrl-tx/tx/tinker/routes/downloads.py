@@ -1,7 +1,5 @@
 """Create download addresses and serve the files."""
 
-from __future__ import annotations
-
 import time
 from datetime import UTC, datetime
 from email.utils import format_datetime

@@ -1,7 +1,5 @@
 """Results. A poll is held until the result exists or the hold time is over."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The status page and the Prometheus endpoint."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from functools import lru_cache, partial
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """Training runs and their checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Sampling sessions and samples."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, Response
 
 from tx.tinker.db_models import Kind

@@ -1,7 +1,5 @@
 """Client settings and the life cycle of sessions."""
 
-from __future__ import annotations
-
 import uuid
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Models under training. All endpoints except `get_info` queue a request for the engine and return a promise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Identify clients by their API keys. Without configured keys, all clients are the same user."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hmac

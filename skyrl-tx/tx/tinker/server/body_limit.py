@@ -1,7 +1,5 @@
 """Read and decompress request bodies before the routes see them, up to a maximum size."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 

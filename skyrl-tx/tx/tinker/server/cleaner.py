@@ -1,7 +1,5 @@
 """Clean up: end stale sessions, delete expired checkpoints and old results."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Sampling on an external server. A thread of the API server sends the samples, so training never delays them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

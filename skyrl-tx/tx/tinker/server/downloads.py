@@ -1,7 +1,5 @@
 """Signed download addresses for checkpoint files. The address and its expiry are the only access control."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

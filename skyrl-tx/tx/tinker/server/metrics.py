@@ -1,7 +1,5 @@
 """Prometheus metrics, served at /metrics."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 from importlib.metadata import version

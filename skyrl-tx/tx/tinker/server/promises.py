@@ -4,8 +4,6 @@ It only queries recently finished requests, so its cost does not depend on the n
 `BACKUP_SEC` it queries all pending requests, because signals may get lost and clocks may be wrong.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

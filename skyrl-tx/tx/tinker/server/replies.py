@@ -1,7 +1,5 @@
 """HTTP replies and the mapping from errors to replies."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

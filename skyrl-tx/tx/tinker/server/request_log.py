@@ -1,7 +1,5 @@
 """Log each HTTP request in one line and record its metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """The state shared by all routes: settings, database, waiting clients, engine and metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

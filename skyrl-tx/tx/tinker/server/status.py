@@ -1,7 +1,5 @@
 """Query the data of the status page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta

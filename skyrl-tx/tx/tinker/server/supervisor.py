@@ -1,7 +1,5 @@
 """Supervise the engine: start it as a child process, restart it when it dies, and stop it with the server."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

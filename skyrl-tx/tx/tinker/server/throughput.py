@@ -1,7 +1,5 @@
 """Recent throughput of the engine: trained and sampled tokens per second, from its counters."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """List a user's training runs, checkpoints and sessions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Mapping
 from datetime import UTC

@@ -3,8 +3,6 @@
 A folder is filled under a temporary name and then renamed, so it is complete or absent, even after a kill.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

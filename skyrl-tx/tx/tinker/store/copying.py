@@ -1,7 +1,5 @@
 """Copy a checkpoint into a separate run that is never trained."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import uuid

@@ -6,8 +6,6 @@ fails, whereas two declared writers wait for each other. On PostgreSQL, an advis
 way. So no decision is based on rows that a concurrent writer is changing, and request numbers become visible in order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

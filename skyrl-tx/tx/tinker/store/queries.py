@@ -1,7 +1,5 @@
 """Queries for accepting and answering requests. All take a database session."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

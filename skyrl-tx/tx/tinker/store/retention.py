@@ -1,7 +1,5 @@
 """Find and delete expired rows."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from datetime import datetime, timedelta
 from typing import Any

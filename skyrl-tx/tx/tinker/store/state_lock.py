@@ -5,8 +5,6 @@ The locks are kernel locks on files in the folder and next to the database, or P
 process that holds them, however it ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -1,7 +1,5 @@
 """Limits on pending requests. Counts are cached: accepted requests are added to the last database count."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Accept sampling sessions (with immutable weights) and sample requests."""
 
-from __future__ import annotations
-
 from tx.tinker.backends.stop_strings import MAX_STOP_CHARACTERS
 from tx.tinker.db_models import EngineState, Kind, SamplingSession, TxRequest
 from tx.tinker.losses import LOSSES

@@ -1,7 +1,5 @@
 """Accept training requests: check them, fill in defaults and names, and queue them for the engine."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 The base model's limits are known once the engine is up. Before that, the engine checks them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

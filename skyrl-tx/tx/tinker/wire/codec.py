@@ -3,8 +3,6 @@
 The codec checks sizes, layouts and dtypes. `validation` checks whether a model can be trained on the data.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise

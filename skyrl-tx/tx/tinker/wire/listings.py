@@ -1,7 +1,5 @@
 """Messages about runs, checkpoints and sessions, and the search for sessions."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated, Literal
 

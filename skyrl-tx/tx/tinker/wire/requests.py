@@ -1,7 +1,5 @@
 """JSON request bodies. Unknown keys are ignored, since newer clients send more."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len, Lt

@@ -1,7 +1,5 @@
 """JSON response bodies, and the results that the engine writes as JSON. Fields that are None are omitted."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Literal
 

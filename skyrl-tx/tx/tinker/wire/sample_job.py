@@ -1,7 +1,5 @@
 """Payload of a `SAMPLE` request: the validated request and its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict

@@ -1,7 +1,5 @@
 """Decode clients' arrays: packed or listed, dense or compressed sparse rows (CSR)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

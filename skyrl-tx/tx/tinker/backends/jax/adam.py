@@ -4,8 +4,6 @@ Everything is computed in float32. Most updates are too small to change a bfloat
 their weights in float32 (Micikevicius et al., 2018, arXiv:1710.03740) and compute with rounded copies.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The JAX backend."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence

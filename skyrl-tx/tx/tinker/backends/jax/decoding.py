@@ -4,8 +4,6 @@ Letters: S lanes, each with one sequence · C tokens of a prompt chunk · V voca
 P positions on a page of the cache.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

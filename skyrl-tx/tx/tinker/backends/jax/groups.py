@@ -2,8 +2,6 @@
 and a block shares an adapter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field

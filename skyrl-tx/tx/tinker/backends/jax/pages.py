@@ -1,7 +1,5 @@
 """Allocation of cache pages, with reference counts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

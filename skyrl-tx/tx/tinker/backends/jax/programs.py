@@ -1,7 +1,5 @@
 """Compiled programs: cached on disk, counted and logged."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -3,8 +3,6 @@
 A sample's tokens do not depend on the number of other samples, their lengths or their adapters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A micro-batch holds data of a single pass, and its shape depends only on that da
 results alone and alongside other models, and needs no memory for their adapters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The PyTorch backend: any Hugging Face model that the embedded engine of `skyrl_train` supports."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ optimizer's tensors have the weights' names with the prefixes `first.` and `seco
 weights of bfloat16 models.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

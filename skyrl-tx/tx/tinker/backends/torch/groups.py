@@ -1,7 +1,5 @@
 """Requests and the lanes of their samples. Lanes with the same weights form groups of fixed size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

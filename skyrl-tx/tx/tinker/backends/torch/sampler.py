@@ -8,8 +8,6 @@ The forward passes and the cache come from the embedded engine of `skyrl_train`.
 its batch size varies and it supports neither adapters nor prompt log-probs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np

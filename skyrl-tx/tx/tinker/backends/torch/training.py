@@ -4,8 +4,6 @@ Each pass is computed by itself, in micro-batches that depend only on its data, 
 results alone and alongside other models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 After a change to `db_models`, add a file to `versions/`. A test compares the migrated tables with the models.
 """
 
-from __future__ import annotations
-
 import logging
 
 from alembic import context

@@ -1,7 +1,5 @@
 """The tables of the first release."""
 
-from __future__ import annotations
-
 from datetime import datetime
 
 import sqlalchemy as sa

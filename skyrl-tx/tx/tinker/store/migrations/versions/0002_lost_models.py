@@ -1,7 +1,5 @@
 """Record why a model could not be restored, and which weights a base model's name stands for."""
 
-from __future__ import annotations
-
 import sqlalchemy as sa
 from alembic import op
 from sqlmodel.sql.sqltypes import AutoString
