@@ -3,8 +3,6 @@
 No rank ever holds the whole model.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -94,7 +92,7 @@ def create_without_weights(
         config = AutoConfig.from_pretrained(folder, **settings)
         config.name_or_path = path
         with no_init_weights():  # the OS backs memory with pages only when it is written
-            model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            model: PreTrainedModel = auto_class.from_config(config, dtype=dtype)
         model.tie_weights()  # `no_init_weights` also skips this
         files, shapes = _list_tensors(folder)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:  # the full load reports the fault

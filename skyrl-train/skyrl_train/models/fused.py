@@ -5,8 +5,6 @@ and in all models on a GPU, their memory traffic takes as long as the matrix pro
 their original operations.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -32,14 +30,15 @@ def fuse_operations(model: PreTrainedModel) -> None:
     Architectures vary (Gemma adds 1 to the norm's weight), so each is compared with the fused version on random
     inputs. The rotary function belongs to a module of transformers, so all models of the architecture get the new one.
     """
-    norms: dict[type, bool] = {}
+    norms: dict[tuple[type, int], bool] = {}  # by class and number of parameters: some norms of Gemma 4 have no weight
     last_norm = getattr(model.base_model, "norm", None)
     for module in model.modules():
         cls = type(module)
         if cls.__name__.endswith("RMSNorm"):
-            if cls not in norms:
-                norms[cls] = _is_rms_norm(module)
-            if norms[cls]:
+            kind = (cls, len(list(module.parameters())))
+            if kind not in norms:
+                norms[kind] = _is_rms_norm(module)
+            if norms[kind]:
                 forward = _last_norm_forward if module is last_norm else _rms_norm_forward
                 module.forward = MethodType(forward, module)
         source = sys.modules[cls.__module__]

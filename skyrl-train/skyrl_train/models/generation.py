@@ -1,7 +1,5 @@
 """Save models with the generation config that they were loaded with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from pathlib import Path

@@ -5,8 +5,6 @@ tokens in an update, the last token of each prompt in generation. This is for sm
 layers there is little to gain, and GPU kernels would need a mask of queries and keys.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scores of chosen tokens from a linear head, without ever holding all logits in memory."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache, wraps

@@ -1,7 +1,5 @@
 """Load models and their tokenizers from a Hugging Face folder or Hub name."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -223,9 +221,7 @@ def _load(
             transformers_logger.setLevel(logging.ERROR)  # missing weights are reported below
         try:
             with _loading(kind, key, path):
-                model, report = auto_class.from_pretrained(
-                    path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **settings
-                )
+                model, report = auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True, **settings)
         finally:
             transformers_logger.setLevel(level)
     if has_head and not isinstance(getattr(model, "score", None), torch.nn.Linear):
@@ -315,6 +311,11 @@ def _prepare(
     if (fault := _find_fault(model.config.get_text_config())) is not None:
         raise ConfigError(f"{key}={path}: a {type(model).__name__} {fault}; use another model")
     module: torch.nn.Module = model.eval()
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # PyTorch's attention would ignore it
+    if model.base_model is model:  # Llama 4's text model has the prefix of the model with images
+        children = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+        model.base_model_prefix = next(iter(children), model.base_model_prefix)
     if not is_deferred:
         module.to(device)
         for parameter in model.parameters():
@@ -337,14 +338,10 @@ def _find_fault(config: PretrainedConfig) -> str | None:
     `check_head` and `find_sharing_fault` compute only short rows, so features that depend on the length are rejected by
     name. Longrope (Phi-3.5) and dynamic NTK choose the frequencies of all rows by the longest row.
     """
-    if getattr(config, "attn_logit_softcapping", None):
-        return "has attn_logit_softcapping in its config.json, which PyTorch's attention ignores"
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per layer type
         if (kind := part.get("rope_type")) in LENGTH_DEPENDENT_ROPE:
             return f"has position embeddings of rope_type {kind}, which depend on the longest row of a batch"
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        return "has layers with chunked_attention, which are not computed in chunks here"
     return None
 
 

@@ -1,7 +1,5 @@
 """Log-probs of chosen tokens. The language-model head runs on trained positions only."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel

@@ -4,8 +4,6 @@
 engine, then computes with the adapter.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

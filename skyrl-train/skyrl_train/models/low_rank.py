@@ -1,7 +1,5 @@
 """Low-rank changes of matrices, and the names of their factors in weight syncs."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

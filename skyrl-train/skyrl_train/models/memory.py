@@ -1,7 +1,5 @@
 """Estimates of a model's memory, and the default size of a micro-batch."""
 
-from __future__ import annotations
-
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -38,6 +36,11 @@ def cache_bytes_per_token(model: PreTrainedModel, *, bf16: bool = False) -> int:
 def config_cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Return the KV-cache bytes of one token, for a model that is not loaded."""
     config = config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return int(2 * config.num_hidden_layers * n_heads * head_dim * dtype.itemsize)
+    n_layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    # Heads may differ by layer, as in Gemma 4. Older versions of transformers have no such models.
+    layers = getattr(config, "per_layer_config", None) or [config] * n_layers
+    n_values = 0
+    for layer in layers[:n_layers]:
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        n_values += 2 * head_dim * (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
+    return int(n_values * dtype.itemsize)

@@ -1,7 +1,5 @@
 """Offloading: release the device memory of tensors while their values wait in host memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

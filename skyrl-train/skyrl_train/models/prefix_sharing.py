@@ -19,8 +19,6 @@ On a CPU, the last layer computes keys and values of all tokens, but everything 
 (`models/last_layer.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +27,7 @@ from itertools import groupby, pairwise
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow, widen_last_layer
@@ -299,6 +297,16 @@ def _attend(
 AttentionInterface.register(NAME, _attend)
 
 
+def find_mask_fault(config: PretrainedConfig) -> str | None:
+    """Return why attention that masks by position and sliding window alone is wrong for a model, or None.
+
+    The probes are shorter than the chunks of Llama 4, so they would not notice.
+    """
+    if "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
+        return "its tokens attend only to their chunk"
+    return None
+
+
 @torch.no_grad()
 def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = None) -> str | None:
     """Return why rows of a model cannot share prefixes, or None if they can.
@@ -310,6 +318,8 @@ def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = Non
     Raises:
         ConfigError: the model's heads cannot be split across the ranks.
     """
+    if (mask_fault := find_mask_fault(model.config)) is not None:
+        return mask_fault
     rows = [np.array(row) for row in ([1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 2], [1, 2, 3, 4, 5, 6, 7, 8, 1])]
     expected = []
     for row in rows:

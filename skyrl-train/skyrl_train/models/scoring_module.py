@@ -1,7 +1,5 @@
 """A model and its head as one module, for a strategy to wrap."""
 
-from __future__ import annotations
-
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping

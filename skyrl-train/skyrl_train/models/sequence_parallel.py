@@ -6,8 +6,6 @@ ranks, 10 tokens and 4 heads, a rank has tokens 0-4 with all 4 heads, then heads
 with all heads again.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The weight files of a model folder. Imports neither torch nor transformers."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from pathlib import Path

@@ -17,8 +17,6 @@ rest, and the whole is w · o_prefix + (1 - w) · o_rest with w = e^a / (e^a + e
 2024, arXiv:2402.05099).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A region is contiguous, so attention reads the keys of neighboring sequences in place.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass

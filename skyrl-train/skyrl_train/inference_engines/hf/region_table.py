@@ -8,8 +8,6 @@ that step (`Deferral.SOON`), copy 199 tokens, and read only the last one, whose 
 When space runs out, the least recently used idle regions are evicted.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

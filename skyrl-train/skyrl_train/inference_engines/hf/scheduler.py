@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from skyrl_train.inference_engines.hf.embedded import DrawnSequence
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy
 from skyrl_train.inference_engines.hf.region_table import Deferral, Region, RegionTable, prefix_keys
-from skyrl_train.inference_engines.sampling import Draw
-from skyrl_train.inference_engines.sequence import ActiveSequence
 
 
 @dataclass(slots=True, eq=False)
-class CachedSequence(ActiveSequence):
+class CachedSequence(DrawnSequence):
     """A sequence with the region that stores its keys and values."""
 
     region: Region | None = None  # None while the sequence waits
-    draw: Draw = field(init=False)
     _keys: list[int] = field(default_factory=list)
     _prompt_keys: list[int] | None = None
 

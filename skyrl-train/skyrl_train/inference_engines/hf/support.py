@@ -1,6 +1,4 @@
-"""Check that a model supports packed sequences. Some architectures mix neighboring tokens outside attention."""
-
-from __future__ import annotations
+"""Check how a model can be run. Some architectures mix neighboring tokens outside attention."""
 
 import logging
 
@@ -11,11 +9,12 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf.attention import hidden_states
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
+from skyrl_train.inference_engines.hf.padded_cache import PaddedCache
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
 from skyrl_train.models.last_layer import is_narrow, widen_last_layer
 from skyrl_train.models.loading import autocast
-from skyrl_train.models.prefix_sharing import LOW_PRECISION_TOLERANCE, TOLERANCE
+from skyrl_train.models.prefix_sharing import LOW_PRECISION_TOLERANCE, TOLERANCE, find_mask_fault
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +48,10 @@ def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> Non
         sequence = CachedSequence(request, n_tokens)
         sequence.region = Region(i * UNIT, UNIT, sequence.token_ids, session_id=None)
         sequences.append(sequence)
-    packed, separate = [], []
-    cannot = f"the embedded engine cannot run a {type(model).__name__}, use generator.backend=vllm"
+    packed = []
+    cannot = f"a {type(model).__name__} cannot be packed"
+    if (fault := find_mask_fault(model.config)) is not None:
+        raise EngineError(f"{cannot}: {fault}")
     try:
         with autocast(model.device, bf16):
             for lengths in (FIRST, SECOND):
@@ -59,17 +60,80 @@ def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> Non
                 packed.append(states.split(1 if last_only else list(lengths)))
                 for row in rows:
                     row.region.n_cached += row.n_new
-            for sequence in sequences:
-                input_ids = torch.tensor([sequence.token_ids], device=model.device)
-                output = model.base_model(input_ids=input_ids, use_cache=False)
-                separate.append(output.last_hidden_state[0].float())  # (t, H)
+            separate = [_read_alone(model, sequence.token_ids) for sequence in sequences]
     except Exception as error:
         raise EngineError(f"{cannot}: {error}") from error
-    tolerance = LOW_PRECISION_TOLERANCE if bf16 or model.dtype != torch.float32 else TOLERANCE
     for i, (expected, first) in enumerate(zip(separate, FIRST, strict=True)):
         states = torch.cat([parts[i] for parts in packed])  # (t, H)
         if last_only:
             expected = expected[[first - 1, -1]]
-        difference = ((states - expected).abs().max() / expected.abs().max()).item()
-        if not difference < tolerance:
-            raise EngineError(f"{cannot}: its hidden states differ by {difference:.1%} from those it should have")
+        _compare(states, expected, model, bf16, cannot)
+
+
+@torch.inference_mode()
+def check_cache(model: PreTrainedModel, bf16: bool, *, is_padded: bool) -> None:
+    """Compare the hidden states of three sequences with the model's own cache and without a cache.
+
+    A and B start together, C joins two tokens later, B leaves, and A and C read two more tokens. They have different
+    lengths if `is_padded`, else the same.
+
+    Raises:
+        EngineError: a pass fails, or the hidden states differ.
+    """
+    cannot = f"the embedded engine cannot run a {type(model).__name__}, use generator.backend=vllm"
+    tokens = {name: list(range(start, start + 9)) for name, start in (("A", 2), ("B", 5), ("C", 8))}
+    n_read = {"A": 5, "B": 3, "C": 2} if is_padded else {"A": 4, "B": 4, "C": 6}
+    cache, joining = PaddedCache(model), PaddedCache(model)
+    states: dict[str, list[torch.Tensor]] = {name: [] for name in tokens}  # after the tokens at `positions`
+    positions: dict[str, list[int]] = {name: [] for name in tokens}
+
+    def read(cache: PaddedCache, names: str, rows: list[list[int]]) -> None:
+        for name, state in zip(names, cache.read(rows), strict=True):
+            states[name].append(state.float())
+            positions[name].append(n_read[name] - 1)
+
+    def read_one(names: str) -> None:
+        rows = [tokens[name][n_read[name] : n_read[name] + 1] for name in names]
+        n_read.update({name: n_read[name] + 1 for name in names})
+        read(cache, names, rows)
+
+    try:
+        with autocast(model.device, bf16):
+            read(cache, "AB", [tokens[name][: n_read[name]] for name in "AB"])
+            read_one("AB")
+            read_one("AB")
+            read(joining, "C", [tokens["C"][: n_read["C"]]])
+            cache.join(joining)
+            read_one("ABC")
+            cache.select([0, 2])
+            read_one("AC")
+            expected = {name: _read_alone(model, row) for name, row in tokens.items()}
+    except Exception as error:
+        raise EngineError(f"{cannot}: {error}") from error
+    for name in tokens:
+        _compare(torch.stack(states[name]), expected[name][positions[name]], model, bf16, cannot)
+
+
+def measure_cache(model: PreTrainedModel, bf16: bool) -> tuple[int, int]:
+    """Return the bytes of a model's own cache for each sequence, and for each token of it."""
+    sizes = []
+    for n_tokens in (1, 2):
+        cache = PaddedCache(model)
+        with torch.inference_mode(), autocast(model.device, bf16):
+            cache.read([[2] * n_tokens])
+        sizes.append(cache.n_bytes)
+    return 2 * sizes[0] - sizes[1], sizes[1] - sizes[0]
+
+
+def _read_alone(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """Return the hidden states (t, H) of a sequence without a cache."""
+    output = model.base_model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False)
+    states: torch.Tensor = output.last_hidden_state[0].float()
+    return states
+
+
+def _compare(states: torch.Tensor, expected: torch.Tensor, model: PreTrainedModel, bf16: bool, cannot: str) -> None:
+    tolerance = LOW_PRECISION_TOLERANCE if bf16 or model.dtype != torch.float32 else TOLERANCE
+    difference, scale = (states - expected).abs().max().item(), expected.abs().max().item()
+    if not difference <= tolerance * scale:
+        raise EngineError(f"{cannot}: its hidden states, up to {scale:.2g}, are wrong by {difference:.2g}")

@@ -9,9 +9,7 @@ from safetensors.torch import load_file, save_file
 from train_kit.models import CPU, SMALL, create_model, load_on_cpu
 from transformers import (
     AutoTokenizer,
-    Gemma2Config,
     Gemma3TextConfig,
-    Llama4TextConfig,
     LlamaConfig,
     Phi3Config,
     PreTrainedTokenizerBase,
@@ -128,7 +126,6 @@ LOCAL = {"rope_type": "default", "rope_theta": 10_000.0}
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Gemma2Config(**SMALL), "has attn_logit_softcapping"),
         (
             Phi3Config(**SMALL, pad_token_id=0, original_max_position_embeddings=32, rope_parameters=LONGROPE),
             "rope_type longrope",
@@ -138,7 +135,6 @@ LOCAL = {"rope_type": "default", "rope_theta": 10_000.0}
             Gemma3TextConfig(**SMALL, rope_parameters={"full_attention": DYNAMIC, "sliding_attention": LOCAL}),
             "rope_type dynamic",
         ),
-        (Llama4TextConfig(**SMALL, intermediate_size_mlp=64, moe_layers=[]), "layers with chunked_attention"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else value[:24],
 )

@@ -208,7 +208,7 @@ async def test_bfloat16_autocast_runs_on_float32_weights(
 ) -> None:
     """As on a GPU, rotary embeddings return float32 keys, and values are bfloat16."""
     autocast = torch.autocast("cpu", dtype=torch.bfloat16)
-    monkeypatch.setattr("skyrl_train.inference_engines.hf.engine.autocast", lambda device, bf16: autocast)
+    monkeypatch.setattr("skyrl_train.inference_engines.hf.packed.autocast", lambda device, bf16: autocast)
     engine = new_engine(tiny_model, bf16=True)
     (first,) = await engine.generate([request(prompt(9), session="s")])
     turn = request(prompt(9) + first.token_ids + prompt(4), session="s")

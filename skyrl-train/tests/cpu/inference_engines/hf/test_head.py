@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.inference_engines.hf import engine
-from skyrl_train.inference_engines.hf.engine import Head
+from skyrl_train.inference_engines.hf import embedded
+from skyrl_train.inference_engines.hf.embedded import Head
 
 
 def test_logits_equal_those_of_the_model_and_reuse_memory(tiny_model: PreTrainedModel) -> None:
@@ -26,5 +26,5 @@ def test_logits_equal_those_of_the_model_and_reuse_memory(tiny_model: PreTrained
 
 def test_max_rows_depends_on_the_chunk_size(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     for n_logits, max_rows in ((3 * tiny_model.config.vocab_size + 1, 3), (1, 1)):
-        monkeypatch.setattr(engine, "CHUNK_LOGITS", n_logits)
+        monkeypatch.setattr(embedded, "CHUNK_LOGITS", n_logits)
         assert Head(tiny_model).max_rows == max_rows

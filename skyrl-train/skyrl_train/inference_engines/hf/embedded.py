@@ -1,0 +1,167 @@
+"""Base class of the embedded engine: a Hugging Face model that may share the policy's tensors."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens
+from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
+from skyrl_train.inference_engines.stepped import EngineThread, MemoryPart, SteppedEngine
+from skyrl_train.models.logprobs import lm_head_logits, scaled_logits
+from skyrl_train.models.lora import trained_parameters
+from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
+from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
+
+CHUNK_LOGITS = 1 << 24  # logits in memory at once: 64 MiB
+
+
+@dataclass(slots=True, eq=False)
+class DrawnSequence(ActiveSequence):
+    """A sequence whose next token depends on its draw."""
+
+    draw: Draw = field(init=False)
+
+
+S = TypeVar("S", bound=DrawnSequence)
+
+
+class EmbeddedEngine(SteppedEngine[S]):
+    """An engine that generates with the tensors of `model`, so if a trainer updates them, only the version changes.
+
+    Subclasses differ in how they run the model and store what it remembers of a sequence.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        bf16: bool,
+        executor: ThreadPoolExecutor | None,
+        owns_model: bool,
+    ) -> None:
+        """Run the model in the single thread of `executor`, or in a new thread if it is None.
+
+        With `owns_model`, the weights move to host memory while the engine sleeps.
+
+        Raises:
+            EngineError: the engine cannot run the model.
+        """
+        thread = EngineThread(executor, "hf-engine")
+        thread.run_blocking(self._probe, model, bf16)
+        ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+        super().__init__(
+            context_length=int(model.config.get_text_config().max_position_embeddings),
+            vocab_size=int(model.config.get_text_config().vocab_size),
+            eos_ids=all_eos_ids(ids, tokenizer.eos_token_id),
+            tokenizer=tokenizer,
+            thread=thread,
+        )
+        self._model = model
+        self._bf16 = bf16
+        self._head = Head(model)
+        self._owns_model = owns_model
+        self._offloaded: OffloadedTensors | None = None  # the weights, while the engine sleeps
+
+    @abstractmethod
+    def _probe(self, model: PreTrainedModel, bf16: bool) -> None:
+        """Run a few tokens. Raise EngineError if the hidden states are wrong."""
+
+    @abstractmethod
+    def _restart_all(self) -> None:
+        """Drop everything that the model remembers of the sequences. They wait, and are prefilled again."""
+
+    async def _load_weights(self, plan: SyncPlan) -> Receipt:
+        self._restart_all()  # before the transfer, because a failed one leaves some new weights
+        return await self._thread.run(self._copy_weights, plan)
+
+    @torch.no_grad()
+    def _copy_weights(self, plan: SyncPlan) -> Receipt:
+        """Copy weights into the model, except tensors that share the policy's memory."""
+        parameters = trained_parameters(self._model) if plan.kind == "adapter" else dict(self._model.named_parameters())
+        receiver = Receiver(plan, into=parameters)
+        received = set()
+        for name, tensor in receiver:
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                shape = tuple(parameters[name].shape) if name in parameters else "none"
+                raise EngineError(
+                    f"the policy sends {name} of shape {tuple(tensor.shape)} but the engine's model has {shape}; "
+                    "load the engine from the policy's folder"
+                )
+            received.add(name)
+            if parameters[name].data_ptr() != tensor.data_ptr():
+                parameters[name].copy_(tensor)
+        if missing := sorted(parameters.keys() - received):
+            raise EngineError(f"the policy has no {missing[0]} ({len(missing)} tensors in all) for the engine's model")
+        return receiver.receipt
+
+    async def _release_memory(self) -> None:
+        self._drop_caches()
+        if self._owns_model:
+            await self._thread.run(self._offload)
+
+    def _offload(self) -> None:
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        self._offloaded = OffloadedTensors(tensors, self._model.device)
+        release_cached_memory(self._model.device)
+
+    async def _restore_memory(self, part: MemoryPart) -> None:
+        if part == "weights" and self._offloaded is not None:
+            await self._thread.run(self._offloaded.restore)
+            self._offloaded = None
+
+    async def _shut_down(self) -> None:
+        self._drop_caches()
+
+    def _drop_caches(self) -> None:
+        self._restart_all()
+        self._head.release()
+
+    def _choose_tokens(self, states: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
+        """Sample the token after each hidden state (b, H)."""
+        n_rows = self._head.max_rows
+        return [
+            choice
+            for i in range(0, len(draws), n_rows)
+            for choice in choose_tokens(self._head.logits(states[i : i + n_rows]), draws[i : i + n_rows])
+        ]
+
+
+class Head:
+    """A model's language-model head that reuses one block of memory for the logits of every step.
+
+    With a vocabulary of 150,000, a step's logits take tens of megabytes, and on a CPU, allocating them takes as long
+    as computing them.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._n_tokens = model.get_output_embeddings().weight.shape[0]
+        self._memory: torch.Tensor | None = None
+
+    @property
+    def max_rows(self) -> int:
+        """Maximum number of rows to compute at once."""
+        return max(1, CHUNK_LOGITS // self._n_tokens)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits (b, V) of hidden states (b, H), valid until the next call. Callers may change them."""
+        head = self._model.get_output_embeddings()
+        is_plain = type(head) is torch.nn.Linear and head.bias is None and head.weight.dtype == torch.float32
+        if not is_plain or hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return lm_head_logits(self._model, hidden)
+        if self._memory is None or len(self._memory) < len(hidden):
+            self._memory = hidden.new_empty(len(hidden), self._n_tokens)
+        out = self._memory[: len(hidden)]
+        torch.mm(hidden, head.weight.t(), out=out)
+        return scaled_logits(self._model, out)
+
+    def release(self) -> None:
+        """Release the memory."""
+        self._memory = None

@@ -1,0 +1,195 @@
+"""The general embedded engine: any causal model of transformers, with the model's own cache.
+
+A step either reads the prompts of new sequences or one token of every running sequence. Samples of one prompt read it
+once, and then each gets a copy of its cache. New sequences join the batch of the running ones (`padded_cache`). If a
+model's hidden states change with padding, only sequences of equal length share a batch, and the batches take turns.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
+from skyrl_train.inference_engines.hf.embedded import DrawnSequence, EmbeddedEngine
+from skyrl_train.inference_engines.hf.padded_cache import PaddedCache
+from skyrl_train.inference_engines.hf.support import check_cache, measure_cache
+from skyrl_train.inference_engines.sampling import Draw, SampledToken
+from skyrl_train.models.loading import autocast
+
+
+class Batch:
+    """Running sequences, and the cache that has each as a row."""
+
+    def __init__(self, cache: PaddedCache, sequences: list[DrawnSequence]) -> None:
+        self.cache = cache
+        self.sequences = sequences
+
+    def remove_finished(self) -> None:
+        """Remove sequences that are over."""
+        kept = [row for row, sequence in enumerate(self.sequences) if not sequence.is_over]
+        if len(kept) < len(self.sequences):
+            if kept:
+                self.cache.select(kept)
+            self.sequences = [self.sequences[row] for row in kept]
+
+
+class GeneralEngine(EmbeddedEngine[DrawnSequence]):
+    """An engine that runs a model as transformers does, several sequences in a padded batch.
+
+    It keeps no cache after a sequence ends, so every turn of a session reads its whole prompt, in a single step.
+    """
+
+    _is_padded = True
+    _bytes_per_row, _bytes_per_token = 0, 0
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_cache_bytes: int,
+        bf16: bool = False,
+        executor: ThreadPoolExecutor | None = None,
+        owns_model: bool = False,
+    ) -> None:
+        """Run at most `max_num_seqs` sequences at once, whose caches take at most `max_cache_bytes` in all.
+
+        The other arguments are those of `HFEngine`.
+
+        Raises:
+            EngineError: the model's hidden states change if it reads tokens one at a time.
+        """
+        super().__init__(model, tokenizer, bf16=bf16, executor=executor, owns_model=owns_model)
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_cache_bytes = max_cache_bytes
+        n_tokens = (max_cache_bytes - self._bytes_per_row) // max(1, self._bytes_per_token)
+        self.info = EngineInfo(self.info.context_length, min(self.info.context_length, n_tokens))
+        self._waiting: deque[DrawnSequence] = deque()
+        self._running: list[DrawnSequence] = []
+        self._batches: deque[Batch] = deque()  # of the running sequences, changed only in the thread or between steps
+
+    def _probe(self, model: PreTrainedModel, bf16: bool) -> None:
+        try:
+            check_cache(model, bf16, is_padded=True)
+        except EngineError:
+            check_cache(model, bf16, is_padded=False)
+            self._is_padded = False
+        self._bytes_per_row, self._bytes_per_token = measure_cache(model, bf16)
+
+    async def end_session(self, session_id: str) -> None:
+        """Do nothing, because sessions keep no cache."""
+
+    def _new_sequence(self, request: EngineRequest, max_tokens: int) -> DrawnSequence:
+        if max_tokens > self.info.longest_sequence:
+            raise EngineError(
+                f"a sequence of {max_tokens} tokens needs {self._n_bytes(1, max_tokens):,} bytes of cache but only "
+                f"{self._max_cache_bytes:,} are available; raise generator.gpu_memory_utilization or lower "
+                "generator.max_input_length or sampling_params.max_generate_length"
+            )
+        sequence = DrawnSequence(request, max_tokens)
+        sequence.draw = Draw(request.sampling, request.seed, sequence.token_ids, sequence.n_prompt, self._eos_ids)
+        return sequence
+
+    def _n_bytes(self, n_rows: int, n_tokens: int) -> int:
+        return n_rows * (self._bytes_per_row + n_tokens * self._bytes_per_token)
+
+    def _add(self, sequences: Sequence[DrawnSequence]) -> None:
+        self._waiting.extend(sequences)
+
+    def _active_sequences(self) -> Iterable[DrawnSequence]:
+        return chain(self._running, self._waiting)
+
+    def _take_finished(self) -> list[DrawnSequence]:
+        over = [sequence for sequence in self._active_sequences() if sequence.is_over]
+        self._running = [sequence for sequence in self._running if not sequence.is_over]
+        self._waiting = deque(sequence for sequence in self._waiting if not sequence.is_over)
+        return over
+
+    async def _step(self) -> None:
+        """Read the prompts of new sequences, or else one token of each sequence of the next batch."""
+        if new := self._take_new():
+            choices = await self._thread.run(self._prefill, new)
+        else:
+            new, choices = await self._thread.run(self._decode)
+        for sequence, choice in zip(new, choices, strict=True):
+            self._append(sequence, choice)
+
+    def _take_new(self) -> list[DrawnSequence]:
+        """Return the waiting sequences to read in this step, first come, first served, and remove them from the queue.
+
+        Each has room for its last token, so it never has to stop for others. The batch counts as wide as its longest
+        sequence will be.
+        """
+        n_rows, n_columns = len(self._running), max((sequence.max_tokens for sequence in self._running), default=0)
+        new: list[DrawnSequence] = []
+        prompts: set[tuple[int, ...]] = set()
+        n_read = 0
+        while self._waiting and n_rows < self._max_num_seqs:
+            sequence = self._waiting[0]
+            n_rows, n_columns = n_rows + 1, max(n_columns, sequence.max_tokens)
+            prompts.add(tuple(sequence.token_ids))
+            n_read = max(n_read, len(sequence.token_ids))
+            is_wanted = self._n_bytes(n_rows, n_columns) <= self._max_cache_bytes and (
+                not new
+                or (
+                    len(prompts) * n_read <= self._max_num_batched_tokens
+                    and (self._is_padded or len(sequence.token_ids) == len(new[0].token_ids))
+                )
+            )
+            if not is_wanted:
+                break
+            new.append(self._waiting.popleft())
+        self._running += new
+        return new
+
+    async def _drop_all(self) -> None:
+        self._running = []
+        self._waiting.clear()
+        self._drop_caches()
+
+    def _restart_all(self) -> None:
+        self._waiting.extendleft(reversed(self._running))
+        self._running = []
+        self._batches.clear()
+
+    @torch.inference_mode()
+    def _prefill(self, sequences: list[DrawnSequence]) -> list[SampledToken]:
+        """Read all tokens of new sequences, add the sequences to a batch, and return their next tokens."""
+        rows = {tokens: i for i, tokens in enumerate(dict.fromkeys(tuple(s.token_ids) for s in sequences))}
+        cache = PaddedCache(self._model)
+        with autocast(self._model.device, self._bf16):
+            states = cache.read(list(rows))
+            copies = [rows[tuple(sequence.token_ids)] for sequence in sequences]
+            choices = self._choose_tokens(states[copies], [sequence.draw for sequence in sequences])
+        cache.select(copies)
+        for batch in self._batches:
+            batch.remove_finished()
+            if batch.sequences and (self._is_padded or batch.cache.length == cache.length):
+                batch.cache.join(cache)
+                batch.sequences += sequences
+                return choices
+        self._batches.append(Batch(cache, sequences))
+        return choices
+
+    @torch.inference_mode()
+    def _decode(self) -> tuple[list[DrawnSequence], list[SampledToken]]:
+        """Read the last token of each sequence of the next batch, and return the sequences with their next tokens."""
+        for batch in self._batches:
+            batch.remove_finished()
+        self._batches = deque(batch for batch in self._batches if batch.sequences)
+        if not self._batches:
+            return [], []
+        batch = self._batches[0]
+        self._batches.rotate(-1)
+        with autocast(self._model.device, self._bf16):
+            states = batch.cache.read([sequence.token_ids[-1:] for sequence in batch.sequences])
+            choices = self._choose_tokens(states, [sequence.draw for sequence in batch.sequences])
+        return list(batch.sequences), choices

@@ -1,0 +1,119 @@
+"""A model's own cache, with sequences as the rows of one batch.
+
+Rows are padded on the left to the longest one, so that all of them end in the same column. A mask hides the padding
+from attention, and recurrent layers read zeros there, which leave a zero state unchanged. Three sequences of 5, 3 and 2
+tokens, the last of which has just joined:
+
+    row 0   a a a a a
+    row 1   . . b b b      columns that only padding fills are cut off when row 0 leaves
+    row 2   . . . c c
+
+Transformers writes the layers of a cache, and `Cache.reorder_cache` repeats and removes rows in all of them. Padding
+and joining are here. A layer holds keys and values in the columns of tokens, the last `window - 1` of them if its
+attention has a window, or one state per row, whose size does not depend on the tokens, or both.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.nn.functional import pad
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+
+BY_TOKEN = ("keys", "values", "indexer_keys")
+"""Tensors (b, …, tokens, d) of a layer."""
+
+BY_ROW = ("conv_states", "recurrent_states")
+"""Dicts of tensors (b, …) of a layer."""
+
+
+class PaddedCache:
+    """The cache of b rows, of which row i has read `lengths[i]` tokens."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._cache: Cache | None = None
+        self.lengths: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """Columns: the tokens of the longest row."""
+        return max(self.lengths, default=0)
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of all layers."""
+        return sum(states.nbytes for layer in self._layers() for _, _, states in _tensors(layer))
+
+    def read(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Read new tokens of all rows, the same number of each if the cache is not empty.
+
+        Returns:
+            (b, H) hidden states of the last tokens.
+        """
+        device, n_before = self._model.device, self.lengths or [0] * len(rows)
+        n_new = max(map(len, rows))
+        input_ids = torch.tensor([[0] * (n_new - len(row)) + list(row) for row in rows], device=device)  # (b, n_new)
+        first = torch.tensor([before + len(row) - n_new for before, row in zip(n_before, rows, strict=True)])
+        positions = (first[:, None] + torch.arange(n_new)).to(device)
+        n_padding = max(n_before) + n_new - torch.tensor([b + len(row) for b, row in zip(n_before, rows, strict=True)])
+        mask = None
+        if n_padding.any():
+            mask = (torch.arange(max(n_before) + n_new) >= n_padding[:, None]).long().to(device)
+        output = self._model.base_model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions.clamp(min=0),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._cache = output.past_key_values
+        self.lengths = [before + len(row) for before, row in zip(n_before, rows, strict=True)]
+        states: torch.Tensor = output.last_hidden_state[:, -1]
+        return states
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order. A row may be repeated. Cut off columns that hold only padding."""
+        assert self._cache is not None
+        before = self.length
+        if list(rows) != list(range(len(self.lengths))):
+            self._cache.reorder_cache(torch.tensor(rows, device=self._model.device))  # type: ignore[arg-type]
+            self.lengths = [self.lengths[row] for row in rows]
+        self._add_columns(self.length - before)
+
+    def join(self, other: "PaddedCache") -> None:
+        """Append the rows of another cache."""
+        difference = self.length - other.length
+        (other if difference > 0 else self)._add_columns(abs(difference))
+        for layer, new in zip(self._layers(), other._layers(), strict=True):
+            for (owner, key, states), (_, _, more) in zip(_tensors(layer), _tensors(new), strict=True):
+                owner[key] = torch.cat([states, more])
+        self.lengths += other.lengths
+
+    def _layers(self) -> Sequence[object]:
+        return [] if self._cache is None else self._cache.layers
+
+    def _add_columns(self, n: int) -> None:
+        """Add columns of padding on the left, or cut off -n."""
+        for layer in self._layers() if n else ():
+            window = None
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length += n
+                window = min(layer.cumulative_length, layer.sliding_window - 1)
+            for owner, key, states in _tensors(layer):
+                if key in BY_TOKEN:
+                    size = states.shape[-2] + n if window is None else window
+                    owner[key] = pad(states, (0, 0, size - states.shape[-2], 0))
+
+
+def _tensors(layer: object) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:
+    """Yield (dict, key, tensor) of each tensor of a layer."""
+    attributes = vars(layer)
+    for name in BY_TOKEN:
+        if isinstance(states := attributes.get(name), torch.Tensor) and states.numel():
+            yield attributes, name, states
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for name in BY_ROW:
+            for key, states in list(attributes[name].items()):
+                if states is not None:
+                    yield attributes[name], key, states
