@@ -90,7 +90,7 @@ def test_check_reports_violations(folder: Path) -> None:
 def test_check_of_a_hanging_environment_ends_with_its_processes(folder: Path, name: str, line: str) -> None:
     result = run(folder, "check", f"hanging:{name}", "--timeout", "0.5")
     assert result.returncode == 1
-    message = "step() did not return within 0.5 s, for the reply: empty text. It is in"
+    message = "step() did not return within 0.5 s, for the reply: empty text. It hangs in"
     assert f"✗ accepts any reply\n    {message}\n      hanging.py, line " in result.stdout
     assert line in result.stdout
     assert result.stdout.endswith(f"hanging:{name}: 1 passed, 1 failed, 0 suggestions, 9 not checked\n")

@@ -25,8 +25,8 @@ from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
 N_PROBED_ROWS, N_PROBED_TOKENS, N_PROBED_PAIRS = 2, 8, 4
-"""Size of the sample on which `check_weights` tests the new weights: rows, response tokens of each row, and (for a
-reward model) whole pairs. The sample is small because every checkpoint waits for the test."""
+"""Size of the sample on which `check_weights` tests the new weights: rows, response tokens after the first trained one,
+and (for a reward model) whole pairs. The sample is small because every checkpoint waits for the test."""
 
 MIN_MEAN_LOGPROB = -100.0
 """Minimum mean log-prob of trained tokens after an update: exp(-100) is 0 in float32. It also limits the mean distance
@@ -49,7 +49,7 @@ class TrainedModels:
             pairs = lengths.argsort(stable=True)[:N_PROBED_PAIRS, None]
             self._probe = batch.select((2 * pairs + torch.arange(2)).flatten())
         else:
-            self._probe = _first_tokens(batch)
+            self._probe = _select_probe(batch)
 
     async def score_reference(self, batch: TrainingBatch) -> TrainingBatch:
         """Fill in the reference's log-probs (B, R), if any."""
@@ -167,7 +167,7 @@ class Learner(TrainedModels):
         view = TrajectoryView(batch)
         assert batch.rewards is not None
         totals = view.join(batch.rewards.double()).sum(dim=-1)  # (T,)
-        draws = view.of_last_rows(batch.draws).tolist()
+        draws = view.take_last_rows(batch.draws).tolist()
         kept = informative_groups(totals.tolist(), draws, algorithm.zero_variance_filter_tol)
         is_kept = torch.tensor([draw in kept for draw in batch.draws.tolist()])  # (B,)
         n_filtered = sum(draw not in kept for draw in draws)
@@ -208,7 +208,7 @@ class Learner(TrainedModels):
         """Fill in `advantages` and `returns` (B, R) with the configured estimator."""
         view = TrajectoryView(batch)
         inputs = named_inputs(self._estimator, estimator_inputs(batch, view, self._cfg.algorithm))
-        advantages, returns = (view.divide(values) for values in self._estimator(**inputs))
+        advantages, returns = (view.split(values) for values in self._estimator(**inputs))
         return replace(batch, advantages=advantages, returns=returns)
 
     def normalize_advantages(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
@@ -286,19 +286,21 @@ class Learner(TrainedModels):
         return groups
 
 
-def _first_tokens(batch: TrainingBatch) -> TrainingBatch | None:
-    """Return the rows whose first trained tokens come earliest, truncated soon after them.
+def _select_probe(batch: TrainingBatch) -> TrainingBatch | None:
+    """Return the `N_PROBED_ROWS` rows with the fewest tokens before their first trained one, truncated.
+
+    They keep `N_PROBED_TOKENS` columns after the last of these first tokens.
 
     Return None if no token is trained.
     """
     prompt_length = batch.sequences.shape[1] - batch.response_length
-    first = batch.loss_mask.argmax(dim=1)  # (B,) column of the response
+    first = batch.loss_mask.argmax(dim=1)  # (B,) response column of the first trained token
     n_before = (batch.attention_mask[:, :prompt_length].sum(dim=1) + first).tolist()
-    trained = sorted(batch.loss_mask.any(dim=1).nonzero()[:, 0].tolist(), key=n_before.__getitem__)[:N_PROBED_ROWS]
-    if not trained:
+    probed = sorted(batch.loss_mask.any(dim=1).nonzero()[:, 0].tolist(), key=n_before.__getitem__)[:N_PROBED_ROWS]
+    if not probed:
         return None
-    end = int(first[trained].max()) + N_PROBED_TOKENS
-    rows = batch.select(trained)
+    end = int(first[probed].max()) + N_PROBED_TOKENS
+    rows = batch.select(probed)
     return TrainingBatch(
         sequences=rows.sequences[:, : prompt_length + end],
         attention_mask=rows.attention_mask[:, : prompt_length + end],

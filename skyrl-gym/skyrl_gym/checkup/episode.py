@@ -206,7 +206,7 @@ def validate_result(result: CallResult, method: str, context: str, validate: Cal
         Hang: the call did not return.
     """
     if result.hangs_at is not None:
-        raise Hang(f"{method} did not return within {result.seconds:g} s{context}. It is in\n{result.hangs_at}")
+        raise Hang(f"{method} did not return within {result.seconds:g} s{context}. It hangs in\n{result.hangs_at}")
     if result.error is not None:
         hint = f"; {THREAD_HINT}" if "thread" in str(result.error) else ""
         raise RuleViolation(f"{method} raised {_describe(result.error)}{context}{hint}") from result.error

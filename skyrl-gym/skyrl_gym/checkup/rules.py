@@ -101,7 +101,7 @@ class Checkup:
             if self._executor.was_stopped:
                 raise RuleViolation("it stopped the event loop, in which the trainer and all other environments run")
         except Hang as hang:
-            return Finding(rule, "failed", f"{hang}\nThe check ends here: the remaining rules would hang too")
+            return Finding(rule, "failed", f"{hang}\nThe remaining rules were skipped, because they would hang too")
         except RuleViolation as violation:
             return Finding(rule, "failed", str(violation))
         return Finding(rule, "passed") if advice is None else Finding(rule, "advice", advice)

@@ -349,8 +349,8 @@ class HangsAmongOthers(GoodEnv):
 @pytest.mark.parametrize(
     ("cls", "rule", "message"),
     [
-        (env_with(__init__=hang), FIRST_RULE, "the constructor did not return within 0.2 s. It is in"),
-        (env_with(close=hang), FIRST_RULE, "close() did not return within 0.2 s. It is in"),
+        (env_with(__init__=hang), FIRST_RULE, "the constructor did not return within 0.2 s. It hangs in"),
+        (env_with(close=hang), FIRST_RULE, "close() did not return within 0.2 s. It hangs in"),
         (env_with(hang_at_tools), ANY_REPLY, "did not return within 0.2 s, for the reply: unclosed tags. It"),
         (HangsAsync, ANY_REPLY, "in answer: await asyncio.Event().wait()"),
         (env_with(step_async=block_the_loop), ANY_REPLY, "in block_the_loop: hang()"),
@@ -368,4 +368,4 @@ def test_hanging_call_ends_the_check(cls: type[GoodEnv], rule: str, message: str
     assert (last.rule, last.verdict) == (rule, "failed")
     assert message in last.detail
     assert "  test_rules.py, line " in last.detail
-    assert last.detail.endswith("\nThe check ends here: the remaining rules would hang too")
+    assert last.detail.endswith("\nThe remaining rules were skipped, because they would hang too")

@@ -50,9 +50,9 @@ def named_inputs(estimator: AdvantageEstimator, available: Mapping[str, Any]) ->
 class TrajectoryView:
     """The T trajectories of a batch, each as one row of R' tokens.
 
-    A trajectory whose history was rewritten has several rows. They are joined with one unmasked column in between, like
-    an observation, so estimators count time, turns and tokens over the whole trajectory, and advantages do not depend
-    on its division into rows. For example, responses `a b` and `c` of one trajectory are joined to `a b . c`.
+    A trajectory whose history was rewritten has several rows. They are joined with one column between them whose mask
+    is 0, as for an observation. So estimators count time, turns and tokens over the whole trajectory, and advantages do
+    not depend on how it was split. For example, responses `a b` and `c` are joined into `a b . c`.
     """
 
     def __init__(self, batch: TrainingBatch) -> None:
@@ -61,17 +61,19 @@ class TrajectoryView:
         self._is_trivial = bool(is_last.all())
         if self._is_trivial:
             return
-        response = batch.attention_mask[:, -batch.response_length :]  # (B, R), ones first
+        response = batch.attention_mask[:, -batch.response_length :]  # (B, R), padded on the right
         lengths = response.sum(dim=1)  # (B,)
         trajectory = is_last.long().cumsum(0) - is_last.long()  # (B,) trajectory of each row, from 0
-        ends = (lengths + 1).cumsum(0)  # (B,) with the column between rows
+        ends = (lengths + 1).cumsum(0)  # (B,) including the column between rows
         starts = ends - (lengths + 1)
         first_rows = torch.cat([torch.zeros(1, dtype=torch.long), self.last_rows[:-1] + 1])
         offsets = starts - starts[first_rows][trajectory]  # (B,) columns of the trajectory's earlier rows
         self._width = int((offsets + lengths).max())
         columns = offsets[:, None] + torch.arange(batch.response_length)
         self._is_token = response > 0  # (B, R)
-        self._index = (trajectory[:, None] * self._width + columns)[self._is_token]  # (N,) in the flat (T, R')
+        self._index = (trajectory[:, None] * self._width + columns)[
+            self._is_token
+        ]  # (N,) indices into the flattened (T, R')
 
     def __len__(self) -> int:
         return len(self.last_rows)
@@ -84,15 +86,15 @@ class TrajectoryView:
         joined[self._index] = values[self._is_token]
         return joined.view(len(self), self._width)
 
-    def divide(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of trajectories (T, R') as values of rows (B, R). It inverts `join` on the tokens."""
+    def split(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of trajectories (T, R') as values of rows (B, R), 0 on padding: the inverse of `join`."""
         if self._is_trivial:
             return values
-        divided = values.new_zeros(self._is_token.shape)
-        divided[self._is_token] = values.reshape(-1)[self._index]
-        return divided
+        split_values = values.new_zeros(self._is_token.shape)
+        split_values[self._is_token] = values.reshape(-1)[self._index]
+        return split_values
 
-    def of_last_rows(self, values: torch.Tensor) -> torch.Tensor:
+    def take_last_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Return one value per trajectory (T,) from values (B,) that all its rows share."""
         return values[self.last_rows]
 
@@ -110,13 +112,13 @@ def estimator_inputs(batch: TrainingBatch, view: TrajectoryView, config: Algorit
     inputs: dict[str, Any] = {
         "token_level_rewards": view.join(batch.rewards),
         "response_mask": view.join(batch.loss_mask),
-        "index": [str(draw) for draw in view.of_last_rows(batch.draws).tolist()],
-        "reward_components": {name: view.of_last_rows(total) for name, total in batch.reward_components.items()},
+        "index": [str(draw) for draw in view.take_last_rows(batch.draws).tolist()],
+        "reward_components": {name: view.take_last_rows(total) for name, total in batch.reward_components.items()},
         **{name: view.join(tensor) for name, tensor in computed.items() if tensor is not None},
         **collect_settings(config),
     }
     if batch.greedy_rewards is not None:
-        inputs["greedy_rewards"] = view.of_last_rows(batch.greedy_rewards)
+        inputs["greedy_rewards"] = view.take_last_rows(batch.greedy_rewards)
     return inputs
 
 

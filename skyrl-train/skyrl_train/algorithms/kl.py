@@ -98,16 +98,16 @@ def _estimate(d: torch.Tensor, estimator: str) -> torch.Tensor:
 
 
 class FixedKLController:
-    """A constant weight of the KL penalty in the reward."""
+    """A constant coefficient of the KL penalty in the reward."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
-    def update(self, current: float, n_steps: int) -> None:
-        """Keep the weight."""
+    def update(self, current: float, n_trajectories: int) -> None:
+        """Keep the coefficient."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return {}, because a resumed run reads the weight from its configuration."""
+        """Return {}, because a resumed run reads the coefficient from its configuration."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -115,13 +115,13 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """A weight that rises while the KL is above its target, and falls while it is below.
+    """A KL coefficient that rises while the KL is above its target, and falls while it is below.
 
     value *= 1 + clip(KL / target - 1, ±0.2) · min(n / horizon, 1), for a step of n trajectories. So no step changes the
-    weight by more than a fifth or flips its sign. A NaN is ignored.
+    coefficient by more than a fifth or flips its sign. A NaN is ignored.
 
     >>> controller = AdaptiveKLController(init_kl_coef=0.1, target=0.02, horizon=1000)
-    >>> controller.update(current=0.03, n_steps=100)  # 50% above the target: clipped to 20%, times 100 / 1000
+    >>> controller.update(current=0.03, n_trajectories=100)  # 50% above the target: clipped to 20%, times 100 / 1000
     >>> round(controller.value, 6)
     0.102
 
@@ -136,25 +136,25 @@ class AdaptiveKLController:
         """
         if target <= 0 or horizon <= 0:
             raise ConfigError(
-                f"the adaptive KL controller has target={target} and horizon={horizon}, but both must be above 0"
+                f"kl_ctrl.kl_target={target} and kl_ctrl.horizon={horizon} of an adaptive controller must be above 0"
             )
         self.value = init_kl_coef
         self._target = target
         self._horizon = horizon
 
-    def update(self, current: float, n_steps: int) -> None:
-        """Adapt the weight to the mean KL per token of a step of `n_steps` trajectories."""
+    def update(self, current: float, n_trajectories: int) -> None:
+        """Adapt the coefficient to `current`, the mean KL per token of a step of `n_trajectories`."""
         if math.isnan(current):
             return
         error = min(max(current / self._target - 1, -0.2), 0.2)
-        self.value *= 1 + error * min(n_steps / self._horizon, 1)
+        self.value *= 1 + error * min(n_trajectories / self._horizon, 1)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the weight."""
+        """Return the coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a state. The state of a fixed controller has no value and is ignored."""
+        """Restore the coefficient. A fixed controller saves none, and then the initial one stays."""
         self.value = state.get("value", self.value)
 
 

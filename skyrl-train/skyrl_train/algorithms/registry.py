@@ -196,7 +196,7 @@ def register_advantage_estimator(
     The keyword arguments declare its `EstimatorTraits`. Undeclared ones are observed on an example batch.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is reserved, or another custom estimator has it.
     """
 
     def decorator(function: Function) -> Function:
@@ -218,10 +218,10 @@ def register_policy_loss(
     """Make a function available as `trainer.algorithm.policy_loss_type=name`.
 
     The keyword arguments declare its `LossTraits`. A loss with `whole_batch` is called once with the whole mini-batch.
-    If the mini-batch is split into several parts, that costs one more forward pass.
+    This costs another forward pass if the mini-batch is split into micro-batches or across ranks.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is reserved, or another custom loss has it.
     """
     traits = LossTraits(whole_batch, per_sequence, reads_rollout_logprobs, reads_eps_clip, loss_reduction)
 

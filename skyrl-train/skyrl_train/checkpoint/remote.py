@@ -309,7 +309,7 @@ class RemoteCheckpoints:
         if complete is None:
             return f"No other checkpoint in {self.folder.url} is complete. Set trainer.resume_mode=none to start over"
         return (
-            f"The latest other one is {self._folder(complete).url}. Set trainer.resume_mode=from_path and "
+            f"The latest intact checkpoint is {self._folder(complete).url}. Set trainer.resume_mode=from_path and "
             f"trainer.resume_path={self._folder(complete).url} to resume from it"
         )
 

@@ -128,9 +128,10 @@ class BufferedRollouts(Rollouts):
                 await self._can_start.wait()
                 self._running.add(task)
                 try:
-                    calls = [self._play([prompt], self._version + 1)]
+                    step = self._version + 1  # the step that weights of this version play for
+                    calls = [self._play([prompt], step)]
                     if self._with_greedy_rewards:
-                        calls.append(self._play([prompt], self._version + 1, greedy=True))
+                        calls.append(self._play([prompt], step, greedy=True))
                     sampled, *greedy = await gather_or_cancel(calls)
                     for (trajectory,) in greedy:
                         self._greedy[prompt.draw] = trajectory

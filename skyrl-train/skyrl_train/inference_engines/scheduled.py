@@ -42,7 +42,7 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
     async def _exchange(self, new: Mapping[str, ActiveSequence]) -> list[Output]:
         """Submit new requests to the backend and return its next outputs.
 
-        A request that was interrupted continues after its tokens so far.
+        An interrupted request resumes after the tokens that it has generated.
         """
 
     @abstractmethod
@@ -96,10 +96,11 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
 
 
 class AsyncEngine(ScheduledEngine):
-    """An engine whose backend is another process that steps on its own and sends outputs as they arrive.
+    """An engine whose backend is another process, which takes its own steps and streams its outputs.
 
-    To hold the engine, its requests are aborted. They continue later after their tokens so far. If the backend samples
-    by seed and position, the interruption changes no token.
+    While the engine is held, running requests are aborted in the backend. They are submitted again afterwards, with the
+    tokens that they have generated. If the backend derives each sample from the seed and the position, the tokens do
+    not change.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -109,7 +110,7 @@ class AsyncEngine(ScheduledEngine):
 
     @abstractmethod
     async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
-        """Submit new requests to the backend. Their outputs go into the queue."""
+        """Submit new requests to the backend, whose outputs the subclass puts into `_outputs`."""
 
     def _interrupt_step(self) -> None:
         self._outputs.put_nowait(None)
@@ -119,9 +120,9 @@ class AsyncEngine(ScheduledEngine):
         received = [await self._outputs.get()]
         while not self._outputs.empty():
             received.append(self._outputs.get_nowait())
-        for error in received:
-            if isinstance(error, Exception):
-                raise error
+        for item in received:
+            if isinstance(item, Exception):
+                raise item
         return [output for output in received if isinstance(output, Output)]
 
     async def _step(self) -> None:

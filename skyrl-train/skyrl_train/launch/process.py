@@ -86,11 +86,13 @@ class ProcessRank(ConnectedRank):
     def _describe_end(self) -> str:
         self._process.join(timeout=5)
         status = self._process.exitcode
-        name = f" ({signal.strsignal(-status)})" if status is not None and status < 0 else ""
+        if status is None:
+            return f"(process {self._process.pid}) closed its connection, but is still running"
+        name = f" ({signal.strsignal(-status)})" if status < 0 else ""
         return f"(process {self._process.pid}) ended with exit status {status}{name}"
 
     async def close(self) -> None:
-        """End the process. Kill it if it hangs in a collective."""
+        """Close the connection, which ends the process. Kill it after 5 s, e.g. if it is stuck in a collective."""
         await super().close()
         await asyncio.to_thread(self._process.join, 5)
         if self._process.is_alive():

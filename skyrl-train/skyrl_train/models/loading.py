@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
-MEDIUM = re.compile("image|video|audio|vision", re.IGNORECASE)
+MEDIA_TOKEN = re.compile("image|video|audio|vision", re.IGNORECASE)
 
 POLICY_PATH = "trainer.policy.model.path"
 REF_PATH = "trainer.ref.model.path"
@@ -103,7 +103,7 @@ def load_tokenizer(
 def _check_embeddings(tokenizer: PreTrainedTokenizerBase, key: str, path: str) -> None:
     """Raise ConfigError if the tokenizer has tokens without an embedding in the model.
 
-    Image placeholders are exempt: Gemma 3's text models have one without an embedding.
+    Placeholders of images, video and audio are exempt: the tokenizer of Gemma 3's text models has such a token.
     """
     try:
         size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
@@ -111,10 +111,10 @@ def _check_embeddings(tokenizer: PreTrainedTokenizerBase, key: str, path: str) -
         logger.debug("%s=%s has no configuration with a vocabulary size: %r", key, path, error)
         return
     unknown = [token for token, token_id in tokenizer.get_vocab().items() if token_id >= size]
-    if missing := sorted(token for token in unknown if not MEDIUM.search(token)):
+    if missing := sorted(token for token in unknown if not MEDIA_TOKEN.search(token)):
         raise ConfigError(
-            f"{key}={path} has embeddings of {size:,} tokens, but its tokenizer has {len(missing)} more, e.g. "
-            f"{missing[0]!r}; enlarge the model with resize_token_embeddings, or save the tokenizer without them"
+            f"{key}={path} has {size:,} embeddings, but {len(missing)} tokens of its tokenizer have larger ids, e.g. "
+            f"{missing[0]!r}; enlarge the embeddings with resize_token_embeddings, or remove these tokens"
         )
 
 
@@ -244,7 +244,7 @@ def check_vocabulary_size(size: int, key: str, path: str, needed: int) -> None:
     """Raise ConfigError if a model has fewer embeddings (`size`) than the policy that samples its inputs (`needed`)."""
     if size < needed:
         raise ConfigError(
-            f"{key}={path} has embeddings of {size:,} tokens, fewer than the {needed:,} of the policy; use a model "
+            f"{key}={path} has {size:,} embeddings, fewer than the {needed:,} of the policy; use a model "
             "with the policy's vocabulary, or enlarge its embeddings with resize_token_embeddings"
         )
 

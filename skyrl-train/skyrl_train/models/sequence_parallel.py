@@ -19,7 +19,7 @@ from skyrl_train.errors import ConfigError
 class SequenceGroup:
     """The ranks that split a micro-batch's tokens into equal slices, one per rank.
 
-    U is the number of tokens, u = ⌈U / size⌉ the length of a slice. The last slices end with padding.
+    Of U tokens, each slice has u = ⌈U / size⌉. The last slices may end with padding.
     """
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
@@ -46,16 +46,22 @@ class SequenceGroup:
     ) -> list[torch.Tensor]:
         """Exchange all heads of this rank's tokens, (u, heads, d) each, for a share of the heads of all U tokens.
 
-        U is `n_tokens`. A rank gets its query heads together with the key and value heads that they read. If there are
-        fewer key and value heads than ranks, several ranks get a copy of the same head.
+        A rank gets its query heads together with the key and value heads that they read. If the number of key and value
+        heads is not a multiple of the number of ranks, heads are copied, so several ranks may have the same head.
+
+        Args:
+            query, key, value: (u, heads, d) each.
+            n_tokens: U.
 
         Raises:
             ConfigError: the number of query heads is not a multiple of the number of ranks.
         """
         n_heads = query.shape[1]
         if n_heads % self.size:
-            divisors = " or ".join(str(n) for n in range(1, n_heads + 1) if n_heads % n == 0)
-            raise ConfigError(f"{self.setting} must divide the {n_heads} attention heads of the model; try {divisors}")
+            divisors = ", ".join(str(n) for n in range(1, n_heads + 1) if n_heads % n == 0)
+            raise ConfigError(
+                f"{self.setting} must divide the model's {n_heads} attention heads; try one of {divisors}"
+            )
         parts = []
         for states in (query, key, value):
             n_copies = math.lcm(states.shape[1], self.size) // states.shape[1]
@@ -85,7 +91,7 @@ class SequenceGroup:
         return torch.cat(parts)[:n_tokens]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the ranks' values, as `sum_over_ranks`."""
+        """Return the sum of the ranks' values. Gradients are as in `sum_over_ranks`."""
         return sum_over_ranks(values, self._group)
 
 

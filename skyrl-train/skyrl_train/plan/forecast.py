@@ -147,8 +147,8 @@ class DiskForecast:
 
     checkpoint_bytes: int
     interval: int
-    n_kept: int | None  # at most; None if all are kept
-    n_checkpoints: int | None  # in the whole run; None before the data is downloaded
+    n_kept: int | None  # maximum; None keeps all
+    n_checkpoints: int | None  # in the whole run; None if its number of steps is unknown
     export_bytes: int
     n_exports: int | None
 
@@ -159,22 +159,31 @@ class DiskForecast:
 
     @property
     def total_bytes(self) -> int:
-        """Maximum disk space of the whole run, if its length is known, including a checkpoint in progress."""
+        """Maximum disk space of the run, including a checkpoint in progress.
+
+        If the number of steps is unknown, it counts two checkpoints and no exports.
+        """
         n_checkpoints = 1 if self.n_checkpoints is None else self.n_checkpoints
         n_kept = n_checkpoints if self.n_kept is None else min(self.n_kept, n_checkpoints)
-        n_there = min(n_kept + 1, max(n_checkpoints, 2)) if self.checkpoint_bytes else 0
-        return n_there * self.checkpoint_bytes + (self.n_exports or 0) * self.export_bytes
+        n_on_disk = min(n_kept + 1, max(n_checkpoints, 2)) if self.checkpoint_bytes else 0
+        return n_on_disk * self.checkpoint_bytes + (self.n_exports or 0) * self.export_bytes
 
     def describe(self) -> str:
         """Return the forecast in one line."""
         parts = []
         if self.checkpoint_bytes:
-            kept = "all kept" if self.n_kept is None else f"the last {self.n_kept} kept"
+            kept = (
+                "all kept"
+                if self.n_kept is None
+                else "the last one kept"
+                if self.n_kept == 1
+                else f"the last {self.n_kept} kept"
+            )
             every = format_count(self.interval, "step")
             parts.append(f"{format_bytes(self.checkpoint_bytes)} per checkpoint, every {every}, {kept}")
         if self.export_bytes:
-            n_exports = "" if self.n_exports is None else f"{self.n_exports:,} × "
-            parts.append(f"exports {n_exports}{format_bytes(self.export_bytes)}")
+            size = format_bytes(self.export_bytes)
+            parts.append(f"{size} per export" if self.n_exports is None else f"exports {self.n_exports:,} × {size}")
         if self.n_checkpoints is not None:
             parts.append(f"up to {format_bytes(self.total_bytes)}")
         return " · ".join(parts) or "no checkpoints and no exports"

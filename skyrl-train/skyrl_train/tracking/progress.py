@@ -27,7 +27,7 @@ class Progress:
         self._initial_step = initial_step
         self._seconds_between_lines = seconds_between_lines
         self._started = time.monotonic()
-        self._last_line: float | None = None
+        self._last_line_at: float | None = None
         self._shown: dict[str, str] = {}
         self._bar: tqdm | None = None
         # In some containers a terminal has a width of 0, and a bar would show nothing.
@@ -52,14 +52,14 @@ class Progress:
         eval_metrics: Mapping[str, float] | None = None,
         tokens_per_second: float | None = None,
     ) -> None:
-        """Show that `step` is done. Values that are not passed keep their latest value on the line."""
+        """Show that `step` is done. Metrics that are not passed stay on the line with their last value."""
         if reward is not None:
-            self._shown["reward"] = f"reward {reward:.3f}" + (f" ({n_failed} rollouts failed)" if n_failed else "")
+            self._shown["reward"] = f"reward {reward:.3f}" + (f" ({n_failed} failed)" if n_failed else "")
         if loss is not None:
             self._shown["loss"] = f"loss {loss:.4f}"
         if eval_metrics:
-            newest = list(eval_metrics.items())[:_MAX_EVAL_METRICS]
-            values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in newest)
+            first = list(eval_metrics.items())[:_MAX_EVAL_METRICS]
+            values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in first)
             self._shown["eval"] = f"eval at step {step}: {values}"
         if tokens_per_second is not None:
             self._shown["speed"] = f"{tokens_per_second:,.0f} tok/s"
@@ -70,9 +70,9 @@ class Progress:
             self._bar.refresh()
             return
         now = time.monotonic()
-        is_recent = self._last_line is not None and now - self._last_line < self._seconds_between_lines
+        is_recent = self._last_line_at is not None and now - self._last_line_at < self._seconds_between_lines
         if not is_recent or eval_metrics or step >= self._total_steps:
-            self._last_line = now
+            self._last_line_at = now
             self._write_line(step, shown, now - self._started)
 
     def _write_line(self, step: int, shown: list[str], elapsed: float) -> None:

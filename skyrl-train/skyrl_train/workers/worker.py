@@ -336,7 +336,7 @@ class Worker:
     def _follow_schedule(self) -> None:
         """Set the learning rate to this schedule's value at the loaded step. Warn if the checkpoint had another value.
 
-        A checkpoint from before the first update has no optimizer state, so it has no learning rate either.
+        The checkpoint's value is read from its schedule, because before the first update it has no optimizer state.
         """
         optimizer, scheduler = self._state.optimizer, self._state.scheduler
         if optimizer is None or scheduler is None:

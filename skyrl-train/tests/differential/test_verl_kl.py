@@ -37,13 +37,13 @@ def test_penalty_in_the_rewards(batch: Batch) -> None:
 @given(
     divergences=st.lists(st.floats(0, 10), min_size=1, max_size=20),
     target=st.floats(0.01, 5),
-    n_steps=st.integers(1, 1000),
+    n_trajectories=st.integers(1, 1000),
 )
-def test_adaptive_controller(divergences: list[float], target: float, n_steps: int) -> None:
+def test_adaptive_controller(divergences: list[float], target: float, n_trajectories: int) -> None:
     """Steps have at most as many trajectories as the horizon; beyond it we bound the change of the weight."""
     ours = AdaptiveKLController(0.2, target, horizon=1000)
     theirs = verl.AdaptiveKLController(0.2, target, 1000)
     for divergence in divergences:
-        ours.update(divergence, n_steps)
-        theirs.update(divergence, n_steps)
+        ours.update(divergence, n_trajectories)
+        theirs.update(divergence, n_trajectories)
         assert ours.value == pytest.approx(theirs.value, rel=EXACT)

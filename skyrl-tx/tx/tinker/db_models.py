@@ -91,7 +91,7 @@ class ClientSession(SQLModel, table=True):
 
 
 class Model(SQLModel, table=True):
-    """A model under training, also called a training run. Its id is `<session>:train:<number>`."""
+    """A model being trained, which the API calls a training run. Its id is `<session>:train:<number>`."""
 
     __tablename__ = "models"
 
@@ -105,9 +105,8 @@ class Model(SQLModel, table=True):
     status: ModelStatus = Field(default=ModelStatus.PENDING, index=True)
     created_at: datetime = Field(default_factory=now)
     last_request_at: datetime = Field(default_factory=now)
-    restored_until: int = Field(
-        default=0, sa_column=Column(BigNumber, nullable=False)
-    )  # the last request that its latest restore point includes
+    # The last request that its latest restore point includes, or 0 without a restore point.
+    restored_until: int = Field(default=0, sa_column=Column(BigNumber, nullable=False))
     lost_because: str | None = None  # why the engine could not restore it. Its requests wait for an engine that can.
 
 

@@ -190,7 +190,10 @@ class OpenEnvEnv(AsyncEnv):
         return append_observation(prompt, "\n\n".join(part for part in (text, instructions) if part))
 
     async def _send(self, fields: dict[str, Any], texts: list[str]) -> StepResult | None:
-        """Play one action and append the text for the model to `texts`. Return None if the action was rejected."""
+        """Play one action and append the text for the model to `texts`.
+
+        Return None if the server rejected the action, or it failed and `execution_error` is `tell`.
+        """
         fixed = self.settings.action.get("fixed") or {}
         try:
             result = await self._session.step({**fields, **fixed})

@@ -211,7 +211,7 @@ class TrainedAgent(vf.Agent):
         on_trace: Callable[[vf.Trace], None] | None = None,
         collect_artifacts: bool = False,
     ) -> vf.Trace:
-        """Run a task with the episode's tools."""
+        """Run a task. `tools` defaults to the episode's."""
         return await super().run(
             task,
             runtime=runtime,
@@ -229,7 +229,7 @@ class TrainedAgent(vf.Agent):
         tools: Mapping[str, SharedToolServer] | None = None,
         on_trace: Callable[[vf.Trace], None] | None = None,
     ) -> AsyncIterator[Any]:
-        """Open an interaction with the episode's tools."""
+        """Open an interaction. `tools` defaults to the episode's."""
         tools = self._tools if tools is None else tools
         context = super().interaction(task, runtime=runtime, tools=tools, on_trace=self._watch(on_trace))
         async with context as interaction:
@@ -239,7 +239,7 @@ class TrainedAgent(vf.Agent):
         def watch(trace: vf.Trace) -> None:
             if self._traces:
                 raise RuntimeError(
-                    f"{self._name!r} starts a second conversation; a rollout must be a single conversation"
+                    f"agent {self._name!r} started a second conversation; a rollout must be a single conversation"
                 )
             trace.agent.name = self._name
             self._traces.append(trace)

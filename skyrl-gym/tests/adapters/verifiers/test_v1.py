@@ -163,7 +163,7 @@ class TestGame:
 
     @pytest.mark.parametrize(
         ("fault", "error", "message"),
-        [("run", ConnectionError, "no dice"), ("twice", RuntimeError, "'player' starts a second conversation")],
+        [("run", ConnectionError, "no dice"), ("twice", RuntimeError, "'player' started a second conversation")],
     )
     async def test_errors_of_the_environment_are_propagated(
         self, fault: str, error: type[Exception], message: str

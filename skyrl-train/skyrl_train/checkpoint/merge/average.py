@@ -31,20 +31,20 @@ def average_models(
     Args:
         sources: two or more folders or Hub names.
         target: the folder to write.
-        weights: one weight per model, with a sum of 1. Equal by default.
+        weights: one weight per model, summing to 1. Defaults to equal weights.
         dtype: dtype of the merged weights. Defaults to the first model's.
 
     Raises:
         ConfigError: `target` exists, the weights do not add up to 1, or the models have different tensors.
-        CheckpointError: all models are equal, or the result cannot be written or has wrong logits.
+        CheckpointError: the average equals the first model, or the result cannot be written or has wrong logits.
     """
     if len(sources) < 2:
         raise ConfigError(f"an average needs two or more models, but got {len(sources)}; add another")
     shares = list(weights or [1 / len(sources)] * len(sources))
     if len(shares) != len(sources) or not math.isclose(sum(shares), 1, abs_tol=1e-6):
         raise ConfigError(
-            f"{len(shares)} weights with the sum {sum(shares):g} for {len(sources)} models; pass one for each, with a "
-            "sum of 1"
+            f"got {len(shares)} weights (sum {sum(shares):g}) for {len(sources)} models; pass one weight per model, "
+            "summing to 1"
         )
     models = [open_model(source) for source in sources]
     first = models[0]
@@ -65,7 +65,7 @@ def average_models(
     def probe_sources(dtype: torch.dtype) -> torch.Tensor:
         mean = load_model(first.folder, dtype, role)
         parameters = _averaged_tensors(mean)
-        is_stored = parameters.keys() <= {spec.name for spec in first.specs}  # False if transformers joins experts
+        is_stored = parameters.keys() <= {spec.name for spec in first.specs}  # False if transformers fuses experts
         for parameter in parameters.values():
             parameter.mul_(shares[0])
         for share, model in zip(shares[1:], models[1:], strict=True):
@@ -80,7 +80,7 @@ def average_models(
         write_model(partial, first.specs, _average(models, shares, dtype, changed), dtype)
         if not changed:
             raise CheckpointError(
-                f"the average of {', '.join(sources)} has the weights of {sources[0]}; use models that differ"
+                f"the average of {', '.join(sources)} is identical to {sources[0]}; use other models or weights"
             )
         gap = compare(partial, probe_sources, role)
     return MergeReport(target, len(first.specs), len(changed), gap)

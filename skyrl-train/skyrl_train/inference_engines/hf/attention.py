@@ -1,8 +1,9 @@
 """Attention of one packed forward pass: new tokens of all sequences in one row, keys read in place.
 
 The new tokens of all sequences are one row of N tokens without padding. Everything but attention treats them alike.
-For attention, sequences with neighboring regions of the same size and equally many new tokens form a run, and a run is
-one call of PyTorch's attention. For example, three sequences decode one token each:
+For attention, sequences with equally many new tokens and neighboring regions of the same size form a run, and a run is
+one call of PyTorch's attention. (In an isolated pass, the regions of short sequences may be anywhere.) For example,
+three sequences decode one token each:
 
     region (128 tokens each)    0 … 127    128 … 255    256 … 383
     stored after this pass      70         80           75
@@ -80,30 +81,30 @@ class SharedPrefix:
 
 @dataclass(slots=True)
 class RowRun:
-    """n sequences of T new tokens each, in neighboring regions of the same size."""
+    """n sequences of T new tokens each that share one call of attention."""
 
     tokens: slice  # the run's tokens among the tokens of the pass
-    stored: PoolSlice  # tokens stored after the pass, as many as in the longest sequence
+    stored: PoolSlice  # tokens stored after the pass, up to the longest sequence or the `padded_length`
     positions: torch.Tensor  # (n, T)
     is_causal: bool  # True if nothing was stored before, so queries and keys are the same tokens
     sees_all: bool  # True if every query sees all keys
     prefix: SharedPrefix | None = None  # set if reading it only once saves time
     _masks: dict[tuple[int, int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, queries: slice, n_keys: int, n_heads: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return the mask (n, 1, heads · queries, keys) to add to the attention scores.
+    def mask(self, queries: slice, n_keys: int, n_shared: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return the mask (n, 1, heads per key head · queries, keys) to add to the attention scores.
 
-        It is 0 for the keys that a query sees, up to itself and within the sliding window, and -inf for all others. A
-        mask of all queries is cached, because every layer needs it.
+        Keys that a query may attend to (itself and earlier ones, within the sliding window) get 0, all others -inf. A
+        mask of all queries is cached for the other layers. `n_shared` is the number of query heads per key head.
         """
-        key = (n_heads, window, dtype)
+        key = (n_shared, window, dtype)
         if key in self._masks:
             return self._masks[key]
         keys = torch.arange(n_keys, device=self.positions.device)
         distance = self.positions[:, None, queries, None] - keys
         is_hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-        mask = torch.zeros_like(is_hidden, dtype=dtype).masked_fill_(is_hidden, -torch.inf).repeat(1, 1, n_heads, 1)
-        if mask.shape[2] == n_heads * self.positions.shape[1]:
+        mask = torch.zeros_like(is_hidden, dtype=dtype).masked_fill_(is_hidden, -torch.inf).repeat(1, 1, n_shared, 1)
+        if mask.shape[2] == n_shared * self.positions.shape[1]:
             self._masks[key] = mask
         return mask
 

@@ -35,12 +35,12 @@ def check_supported(model: PreTrainedModel, bf16: bool) -> None:
         try:
             _check_packed(model, bf16, last_only=True)
         except EngineError as error:
-            logger.info("The last layer computes all tokens: %s", error)
+            logger.info("The last layer computes all tokens, because %s", error)
             widen_last_layer(model)
 
 
 def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> None:
-    """Compare the packed and separate states of all tokens, or with `last_only` of each pass's last tokens."""
+    """Raise EngineError unless packed and separate states agree: of all tokens, or of the last of each pass."""
     memory = KVMemory(len(FIRST) * UNIT)
     sequences = []
     for i, n_tokens in enumerate(map(sum, zip(FIRST, SECOND, strict=True))):
@@ -49,9 +49,9 @@ def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> Non
         sequence.region = Region(i * UNIT, UNIT, sequence.token_ids, session_id=None)
         sequences.append(sequence)
     packed = []
-    cannot = f"a {type(model).__name__} cannot be packed"
+    failure = f"a {type(model).__name__} cannot be packed"
     if (fault := find_mask_fault(model.config)) is not None:
-        raise EngineError(f"{cannot}: {fault}")
+        raise EngineError(f"{failure}: {fault}")
     try:
         with autocast(model.device, bf16):
             for lengths in (FIRST, SECOND):
@@ -62,12 +62,12 @@ def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> Non
                     row.region.n_cached += row.n_new
             separate = [_read_alone(model, sequence.token_ids) for sequence in sequences]
     except Exception as error:
-        raise EngineError(f"{cannot}: {error}") from error
+        raise EngineError(f"{failure}: {error}") from error
     for i, (expected, first) in enumerate(zip(separate, FIRST, strict=True)):
         states = torch.cat([parts[i] for parts in packed])  # (t, H)
         if last_only:
             expected = expected[[first - 1, -1]]
-        _compare(states, expected, model, bf16, cannot)
+        _compare(states, expected, model, bf16, failure)
 
 
 @torch.inference_mode()
@@ -80,7 +80,7 @@ def check_cache(model: PreTrainedModel, bf16: bool, *, is_padded: bool) -> None:
     Raises:
         EngineError: a pass fails, or the hidden states differ.
     """
-    cannot = f"the embedded engine cannot run a {type(model).__name__}, use generator.backend=vllm"
+    failure = f"the embedded engine cannot run a {type(model).__name__}, use generator.backend=vllm"
     tokens = {name: list(range(start, start + 9)) for name, start in (("A", 2), ("B", 5), ("C", 8))}
     n_read = {"A": 5, "B": 3, "C": 2} if is_padded else {"A": 4, "B": 4, "C": 6}
     cache, joining = PaddedCache(model), PaddedCache(model)
@@ -109,9 +109,9 @@ def check_cache(model: PreTrainedModel, bf16: bool, *, is_padded: bool) -> None:
             read_one("AC")
             expected = {name: _read_alone(model, row) for name, row in tokens.items()}
     except Exception as error:
-        raise EngineError(f"{cannot}: {error}") from error
+        raise EngineError(f"{failure}: {error}") from error
     for name in tokens:
-        _compare(torch.stack(states[name]), expected[name][positions[name]], model, bf16, cannot)
+        _compare(torch.stack(states[name]), expected[name][positions[name]], model, bf16, failure)
 
 
 def measure_cache(model: PreTrainedModel, bf16: bool) -> tuple[int, int]:
@@ -132,8 +132,8 @@ def _read_alone(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     return states
 
 
-def _compare(states: torch.Tensor, expected: torch.Tensor, model: PreTrainedModel, bf16: bool, cannot: str) -> None:
+def _compare(states: torch.Tensor, expected: torch.Tensor, model: PreTrainedModel, bf16: bool, failure: str) -> None:
     tolerance = LOW_PRECISION_TOLERANCE if bf16 or model.dtype != torch.float32 else TOLERANCE
     difference, scale = (states - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= tolerance * scale:
-        raise EngineError(f"{cannot}: its hidden states, up to {scale:.2g}, are wrong by {difference:.2g}")
+        raise EngineError(f"{failure}: its hidden states, up to {scale:.2g}, are wrong by {difference:.2g}")

@@ -66,7 +66,7 @@ def estimates(name: str, batch: TrainingBatch, **algorithm: Any) -> tuple[torch.
     """Return advantages and returns of all sampled tokens of the batch, in order."""
     view, estimator = TrajectoryView(batch), advantage_estimator(name)
     inputs = estimator_inputs(batch, view, AlgorithmConfig(**algorithm))
-    advantages, returns = (view.divide(values) for values in estimator(**named_inputs(estimator, inputs)))
+    advantages, returns = (view.split(values) for values in estimator(**named_inputs(estimator, inputs)))
     assert not advantages[batch.loss_mask == 0].any()
     return advantages[batch.loss_mask > 0], returns[batch.loss_mask > 0]
 
@@ -88,6 +88,6 @@ def test_a_row_without_trained_tokens_still_counts_for_its_trajectory() -> None:
     assert batch.rewards is not None
     view = TrajectoryView(batch)
     inputs = estimator_inputs(batch, view, AlgorithmConfig())
-    advantages = view.divide(advantage_estimator("grpo")(**inputs)[0])
+    advantages = view.split(advantage_estimator("grpo")(**inputs)[0])
     assert advantages[0, 0] == advantages[1, 0] > 0, "its reward of 1.75 is above its group's mean"
     assert not advantages[2].any()

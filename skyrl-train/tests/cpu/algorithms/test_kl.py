@@ -175,7 +175,7 @@ def test_the_adaptive_weight_stays_positive_and_is_restored_from_a_checkpoint(st
 
 @pytest.mark.parametrize(("target", "horizon"), [(0.0, 10), (0.1, 0)])
 def test_a_target_or_horizon_of_zero_is_refused(target: float, horizon: int) -> None:
-    with pytest.raises(ConfigError, match=f"target={target} and horizon={horizon}, but both must be above 0"):
+    with pytest.raises(ConfigError, match=f"kl_target={target} and kl_ctrl.horizon={horizon} .* must be above 0"):
         AdaptiveKLController(0.5, target, horizon)
 
 

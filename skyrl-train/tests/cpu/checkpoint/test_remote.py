@@ -79,7 +79,7 @@ def test_a_changed_byte_in_any_file_is_named(remote: RemoteCheckpoints, tmp_path
         assert content is not None
         position = random.randrange(len(content))
         folder.write(name, content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
-        with pytest.raises(CheckpointError, match=rf"{name}.*The latest other one is .*global_step_5"):
+        with pytest.raises(CheckpointError, match=rf"{name}.*The latest intact checkpoint is .*global_step_5"):
             download(remote, 10, tmp_path / f"copy-{name.replace('/', '-')}")
         folder.write(name, content)
 

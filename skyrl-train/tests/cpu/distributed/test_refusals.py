@@ -21,7 +21,7 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         param(
             "tokens",
             Qwen3Config(**SMALL | {"num_attention_heads": 5, "num_key_value_heads": 1}),
-            r"trainer\.policy\.sequence_parallel_size=2 must divide the 5 attention heads of the model; try 1 or 5",
+            r"trainer\.policy\.sequence_parallel_size=2 must divide the model's 5 attention heads; try one of 1, 5",
             name="tokens, heads",
         ),
         param(

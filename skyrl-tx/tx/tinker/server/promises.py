@@ -18,7 +18,8 @@ PAUSE_SEC = 0.005
 """Minimum seconds between two queries, so that a thousand signals do not cause a thousand queries."""
 
 BACKUP_SEC = 1.0
-"""Seconds between queries without a signal, because an engine may die between its commit and its signal."""
+"""Seconds between queries for all pending requests, because an engine may die between its commit and its signal. Also
+the pause after a database error."""
 
 
 class Promises:
@@ -29,7 +30,7 @@ class Promises:
         self._recent_ids = recent_ids
         self._all_checked_at = 0.0
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
-        self._wakeup = asyncio.Event()
+        self._has_news = asyncio.Event()
         self.is_released = False
 
     @property
@@ -39,21 +40,21 @@ class Promises:
 
     def wake(self) -> None:
         """Signal that there may be new results."""
-        self._wakeup.set()
+        self._has_news.set()
 
     def release(self) -> None:
-        """Wake all clients and make later waits return immediately: the server is stopping or has no engine."""
+        """Wake all clients and make later waits return immediately, when the server stops or has lost its engine."""
         self.is_released = True
         for waiting in self._waiting.values():
-            _wake(waiting)
+            _resolve(waiting)
 
     async def wait(self, request_id: int, seconds: float) -> None:
-        """Wait until a request is probably done, or for `seconds`."""
+        """Wait until a request is probably done, for at most `seconds`."""
         if self.is_released:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(request_id, set()).add(future)
-        self._wakeup.set()
+        self._has_news.set()
         try:
             async with asyncio.timeout(seconds):
                 await future
@@ -70,10 +71,10 @@ class Promises:
         while True:
             try:
                 async with asyncio.timeout(poll_sec() if self._waiting else None):
-                    await self._wakeup.wait()
+                    await self._has_news.wait()
             except TimeoutError:
                 pass
-            self._wakeup.clear()
+            self._has_news.clear()
             if self._waiting:
                 await self._query()
                 await asyncio.sleep(PAUSE_SEC)
@@ -92,10 +93,10 @@ class Promises:
             await asyncio.sleep(BACKUP_SEC)
             return
         for request_id in done & self._waiting.keys():
-            _wake(self._waiting[request_id])
+            _resolve(self._waiting[request_id])
 
 
-def _wake(waiting: set[asyncio.Future[None]]) -> None:
+def _resolve(waiting: set[asyncio.Future[None]]) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(None)

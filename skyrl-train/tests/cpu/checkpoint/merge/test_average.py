@@ -51,10 +51,10 @@ def test_models_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
     wide = str(save_base(tmp_path / "wide", hidden_size=64))
     for sources, weights, message in (
         ([one], None, "two or more models, but got 1"),
-        ([one, other], [0.5, 0.6], "2 weights with the sum 1.1 for 2 models"),
-        ([one, other], [1.0], "1 weights with the sum 1 for 2 models"),
+        ([one, other], [0.5, 0.6], r"got 2 weights \(sum 1.1\) for 2 models"),
+        ([one, other], [1.0], r"got 1 weights \(sum 1\) for 2 models"),
         ([one, wide], None, r"has shape .* in .*, but .* in .*wide; average models of the same architecture"),
-        ([one, one], None, "has the weights of"),
+        ([one, one], None, "is identical to"),
         ([one, str(tmp_path / "none")], None, "there is no model"),
     ):
         with pytest.raises((CheckpointError, ConfigError), match=message):
