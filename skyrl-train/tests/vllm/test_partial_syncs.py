@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from train_kit.engines import EngineKit, distance
-from train_kit.models import EXPERTS_OF_VLLM
+from train_kit.models import experts_of_vllm
 from train_kit.processes import find_descendants
 from train_kit.weight_sync import AdapterSource, TensorSource, add_random_adapter, change_adapter
 from transformers import GPT2Config, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -97,7 +97,7 @@ async def test_changes_of_bfloat16_weights(
 async def test_workers_of_experts_share_the_base_of_an_adapter(
     tiny_tokenizer: PreTrainedTokenizerBase, save_model: SaveModel, vllm_options: dict[str, Any]
 ) -> None:
-    path = save_model(EXPERTS_OF_VLLM)
+    path = save_model(experts_of_vllm(0.3))
     model = load_model(str(path), dtype=torch.float32, device=CPU)
     add_random_adapter(model, rank=2, alpha=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     options = {"model": str(path), **vllm_options, "tensor_parallel_size": 2}

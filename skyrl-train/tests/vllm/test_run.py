@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from train_kit.models import EXPERTS_OF_VLLM
+from train_kit.models import experts_of_vllm
 from train_kit.processes import killing
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -89,7 +89,7 @@ def test_an_asynchronous_run_replaces_vllm_if_it_is_killed(
 
 
 def test_a_mixture_of_experts_trains(run: list[str], tmp_path: Path, save_model: SaveModel) -> None:
-    main_base.main([*run, f"trainer.policy.model.path='{save_model(EXPERTS_OF_VLLM)}'"])
+    main_base.main([*run, f"trainer.policy.model.path='{save_model(experts_of_vllm(0.02))}'"])
     rows = metrics(tmp_path / "skyrl/test_run")
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:

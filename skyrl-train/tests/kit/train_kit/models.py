@@ -74,14 +74,6 @@ PREFIX_SHARING_ARCHITECTURES: dict[str, PreTrainedConfig] = {
 }
 """Architectures whose rows can share prefixes, so that ranks can divide their tokens."""
 
-EXPERTS_OF_VLLM = Qwen3MoeConfig(
-    **SMALL | {"vocab_size": 512, "hidden_size": 64, "head_dim": 32, "max_position_embeddings": 1024},
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=64,
-)
-"""A mixture of experts with the size of heads that vLLM needs on CPUs."""
-
 ROUTER_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 """Name of the buffer of `save_biased_router`."""
 
@@ -111,6 +103,13 @@ def create_model(config: PreTrainedConfig, *, seed: int = 0, **options: Any) -> 
 def load_on_cpu(folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     """Load a language model as the trainer does."""
     return load_model(str(folder), dtype=dtype, device=CPU, **options)
+
+
+def experts_of_vllm(initializer_range: float) -> Qwen3MoeConfig:
+    """Return a mixture of experts whose heads have the size that vLLM needs on CPUs."""
+    sizes = SMALL | {"vocab_size": 512, "hidden_size": 64, "head_dim": 32, "max_position_embeddings": 1024}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    return Qwen3MoeConfig(**sizes | experts | {"initializer_range": initializer_range})
 
 
 def save_biased_router(folder: Path, *, seed: int = 0) -> Path:
