@@ -1,4 +1,4 @@
-"""`make bench-rollout`: tokens per second of the embedded engine, `transformers.generate` and, if installed, vLLM.
+"""`make bench-rollout`: tokens per second of the embedded engines, `transformers.generate` and, if installed, vLLM.
 
 The engines take turns and run every workload several times. The script writes `engines.md` and `engines.json` next to
 this file. vLLM runs in `.venv-vllm` (see `make test-vllm`), behind the same interface as the embedded engine.
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from workloads import Conversation, Workload, workloads
 
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import GeneralEngine, HFEngine
 
 HERE = Path(__file__).parent
 VLLM_PYTHON = HERE.parents[1] / ".venv-vllm/bin/python"
@@ -123,18 +123,14 @@ def measure(index: int, workload: Workload, n_times: int) -> dict[str, Any]:
     """Measure the seconds of all runners, alternating."""
     model = workload.model()
     loop, executor = asyncio.new_event_loop(), ThreadPoolExecutor(max_workers=1)
-    engine = HFEngine(
-        model,
-        NoTokenizer(),
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-        max_cache_bytes=1 << 31,
-        executor=executor,  # as in a run: two computing threads would slow each other down
-    )
+    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_cache_bytes": 1 << 31}
+    # Both compute in one thread, as in a run: two computing threads would slow each other down.
+    engine, padded = (kind(model, NoTokenizer(), **limits, executor=executor) for kind in (HFEngine, GeneralEngine))
     with vllm_runner(index, model) as vllm:
         runners: dict[str, Runner | None] = {
             "generate": generate_runner(model, workload.conversations, executor),
             "embedded": engine_runner(engine, workload.conversations, loop),
+            "padded": engine_runner(padded, workload.conversations, loop),
             "vllm": vllm,
         }
         seconds: dict[str, list[float]] = {name: [] for name, runner in runners.items() if runner is not None}
@@ -145,7 +141,8 @@ def measure(index: int, workload: Workload, n_times: int) -> dict[str, Any]:
                     print(f"{workload.name}: {name} {workload.n_tokens / elapsed:,.0f} tokens/s", flush=True)
                     if repetition:  # the first repetition warms up
                         seconds[name].append(elapsed)
-    loop.run_until_complete(engine.close())
+    for one in (engine, padded):
+        loop.run_until_complete(one.close())
     loop.close()
     executor.shutdown()
     return {"name": workload.name, "n_tokens": workload.n_tokens, "goal": workload.goal, "seconds": seconds}
@@ -161,8 +158,11 @@ def table(results: list[dict[str, Any]], setup: str) -> str:
         "The model has four layers of width 256 and a vocabulary of 8,192. In the last row, it has two layers "
         "of width 128.",
         "",
-        "| workload | `generate` | embedded engine | embedded / generate | goal | vLLM (CPU) | embedded / vLLM |",
-        "|---|---|---|---|---|---|---|",
+        "The padded engine runs models that cannot be packed, and reads each turn's whole conversation.",
+        "",
+        "| workload | `generate` | embedded engine | embedded / generate | goal | padded engine | embedded / padded "
+        "| vLLM (CPU) | embedded / vLLM |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         rate = {name: result["n_tokens"] / statistics.median(elapsed) for name, elapsed in result["seconds"].items()}
@@ -170,7 +170,7 @@ def table(results: list[dict[str, Any]], setup: str) -> str:
         vllm = f"{rate['vllm']:,.0f} | {ours / rate['vllm']:.2f}" if "vllm" in rate else "not installed | "
         lines.append(
             f"| {result['name']} | {rate['generate']:,.0f} | {ours:,.0f} | {ours / rate['generate']:.1f} | "
-            f"{result['goal']:g} | {vllm} |"
+            f"{result['goal']:g} | {rate['padded']:,.0f} | {ours / rate['padded']:.1f} | {vllm} |"
         )
     return "\n".join(lines) + "\n"
 

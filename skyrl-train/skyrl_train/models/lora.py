@@ -425,13 +425,20 @@ def _name_in_file(name: str) -> str:
     return FILE_PREFIX + name.replace(f".{NAME}.", ".")
 
 
+def _is_router(layer: Any) -> bool:
+    """Return True for subclasses of linear layers that compute something else, such as Llama 4's router."""
+    base = layer.get_base_layer()
+    return isinstance(base, torch.nn.Linear) and type(base).forward is not torch.nn.Linear.forward
+
+
 def _check_layers(model: PreTrainedModel, lora: LoraSpec) -> None:
     """Raise ConfigError if an adapter is on a module that is not linear, or on a head that is tied to embeddings."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     layers = adapter_layers(model)
+    other = {path for path, layer in layers.items() if isinstance(layer, ParamWrapper) or _is_router(layer)}
     for path, layer in layers.items():
-        if isinstance(layer, ParamWrapper):
-            linear = {p.rpartition(".")[2] for p, other in layers.items() if not isinstance(other, ParamWrapper)}
+        if path in other:
+            linear = {name.rpartition(".")[2] for name in layers.keys() - other}
             raise ConfigError(
                 f"{name_source(lora)}: {path} of a mixture of experts is not a linear module, and only those can have "
                 f"an adapter; set {lora.key}.target_modules=[{','.join(sorted(linear))}]"

@@ -1,0 +1,87 @@
+"""A tiny configuration of each architecture in `docs/reference/models.md`."""
+
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 488,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+}
+WINDOW = {"sliding_window": 6}  # shorter than the rows of a test, as in all that follows
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MLA |= {"head_dim": 4, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": WINDOW,
+    "mixtral": {"num_local_experts": 4},
+    "ministral3": {},
+    "qwen2": {},
+    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 16},
+    "qwen3": {},
+    "qwen3_moe": MOE,
+    "qwen3_next": MOE | LINEAR | {"shared_expert_intermediate_size": 16},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": MOE | LINEAR | {"shared_expert_intermediate_size": 16},
+    "gemma2": WINDOW | {"attn_logit_softcapping": 2.0},
+    "gemma3_text": WINDOW,
+    "gemma4_text": WINDOW
+    | {"vocab_size_per_layer_input": 488, "hidden_size_per_layer_input": 8, "global_head_dim": 16},
+    "gpt_oss": WINDOW | LOCAL,
+    "deepseek_v2": ROUTED | MLA,
+    "deepseek_v3": ROUTED | MLA,
+    "llama4_text": LOCAL
+    | {"num_experts_per_tok": 1, "attention_chunk_size": 8, "intermediate_size_mlp": 48, "moe_layers": [1, 3]},
+    "granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    "granitemoehybrid": LOCAL | MAMBA | {"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"] * 2},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "nemotron_h": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+    },
+    "jamba": {
+        "num_experts": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "olmo3": WINDOW,
+    "olmo_hybrid": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "smollm3": {},
+    "phi3": {},
+    "glm4": {},
+    "glm4_moe": ROUTED | {"n_group": 1, "topk_group": 1},
+    "minimax_m2": LOCAL,
+    "ernie4_5": {},
+    "exaone4": WINDOW,
+    "hunyuan_v1_dense": {},
+    "seed_oss": {},
+    "cohere": {"logit_scale": 0.25},
+}
+
+
+def tiny_config(model_type: str, **tokens: int) -> PreTrainedConfig:
+    """Return the tiny configuration of an architecture, with the given special tokens."""
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**SIZES | ARCHITECTURES[model_type] | tokens)
+    return config
