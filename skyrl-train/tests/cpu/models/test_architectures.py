@@ -17,7 +17,11 @@ ALWAYS = {"qwen3_5_text", "gpt_oss", "deepseek_v3", "gemma2", "gemma4_text", "ll
 def stated() -> dict[str, list[str]]:
     """Return the cells of each architecture in the page's table."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
-    return {row[0].strip("`"): row[1:] for row in rows if len(row) == 5 and row[0] != "`model_type`" and row[0].startswith("`")}
+    return {
+        row[0].strip("`"): row[1:]
+        for row in rows
+        if len(row) == 5 and row[0] != "`model_type`" and row[0].startswith("`")
+    }
 
 
 def test_the_page_lists_the_architectures_that_are_tested() -> None:
