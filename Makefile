@@ -58,6 +58,11 @@ help: ## list the targets
 catch: .venv/.runtime ## train a small model to play Catch on this machine and write a report
 	@$(IN_TRAIN) -m examples.catch.learn --seed $(SEED) --output_dir ../outputs $(ARGS)
 
+.PHONY: real
+real: .venv/.runtime ## train a pretrained language model to use a calculator, in about 8 minutes and 7 GB of memory
+	@$(call pip,.venv) -c constraints.txt gguf
+	@$(IN_TRAIN) -m examples.calculator.learn --seed $(SEED) --output_dir ../outputs $(ARGS)
+
 .PHONY: catch-compare
 catch-compare: .venv/.runtime ## train on Catch with shaped and with episodic rewards and plot both curves
 	@$(IN_TRAIN) -m examples.catch.compare --seed $(SEED) --output_dir ../outputs $(ARGS)

@@ -1,9 +1,10 @@
-"""Shared code of the examples that learn: data → warm start on random attempts → GRPO → result.
+"""Shared code of the examples that learn: data → warm start → GRPO → result.
 
 An example passes a `Recipe` to `main`. Steps with existing results are skipped.
 """
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from time import strftime
 from typing import Any
 
@@ -24,8 +26,11 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.report import plot_learning_curve, write_report
 from skyrl_train.report.learning_curve import MetricRows
 from skyrl_train.tracking import RunFolder, read_metrics
+from skyrl_train.tracking.run_folder import AGGREGATED
 
 N_CONVERSATIONS = 4096
+N_SHOWN = 400
+"""Characters of an episode to show."""
 
 TINY_MODEL = (
     "trainer.algorithm.use_kl_loss=true",
@@ -54,15 +59,18 @@ class Recipe:
 
     name: str
     write_data: Callable[[Path], object]  # writes train.parquet and validation.parquet to a folder
-    attempt: Callable[[dict[str, Any], random.Random], ConversationType]  # returns a random conversation for a row
+    attempt: Callable[[dict[str, Any], random.Random], ConversationType] | None
+    """Returns a random conversation for a row, to warm-start a tiny model on. None: `make_model` makes the model."""
     overrides: tuple[str, ...]
     metric: str  # name of an evaluation metric
     required: float  # value of the metric that counts as learned
-    chance: float  # the metric's value for random attempts
+    chance: float  # the metric's value for random attempts or, with `make_model`, without the warm start
     n_steps: int
     context_length: int = 512
     n_start_steps: int = N_STEPS  # steps of the warm start
     vocab_size: int = 512  # more would merge longer fixed wordings into single tokens
+    make_model: Callable[[Path, Path, int], object] | None = None
+    """Writes the model to start from, given the folders of data and model, and the seed."""
     service: Callable[[Path], AbstractContextManager[Sequence[str]]] = lambda _: nullcontext(())
     """A context that runs during training, e.g. a server. It yields overrides."""
 
@@ -111,7 +119,9 @@ class LearningRun:
         """Write the dataset and the warm-started model, if missing."""
         if not (self._data / "validation.parquet").is_file():  # the file written last
             self.recipe.write_data(self._data)
-        if not self._model.is_dir():
+        if self.recipe.make_model is not None and not self._model.is_dir():
+            self.recipe.make_model(self._data, self._model, self.seed)
+        elif self.recipe.attempt is not None and not self._model.is_dir():
             rows, rng = read_rows(str(self._data / "train.parquet")), random.Random(self.seed)
             conversations = [self.recipe.attempt(rng.choice(rows), rng) for _ in range(N_CONVERSATIONS)]
             recipe = self.recipe
@@ -145,7 +155,8 @@ class LearningRun:
 
     @property
     def _model(self) -> Path:
-        return self.output_dir / self.recipe.name / "models" / f"tiny-qwen3-seed{self.seed}"
+        kind = "tiny-qwen3" if self.recipe.make_model is None else "warm-start"
+        return self.output_dir / self.recipe.name / "models" / f"{kind}-seed{self.seed}"
 
     def _configuration(self, service_overrides: Sequence[str]) -> SkyRLConfig:
         run_overrides = (
@@ -161,6 +172,21 @@ class LearningRun:
         return parse_cli([*TINY_MODEL, *self.recipe.overrides, *service_overrides, *run_overrides, *self.overrides])
 
 
+def _episodes(folder: Path) -> list[dict[str, Any]]:
+    """Return the validation episodes in a folder, in the order of the dataset."""
+    files = sorted(file for file in folder.glob("*.jsonl") if file.name != AGGREGATED)
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def print_improvement(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> None:
+    """Print the episode whose reward rose the most."""
+    pairs = list(zip(before, after, strict=True))
+    first, last = max(pairs, key=lambda pair: (pair[1]["total_reward"] or 0) - (pair[0]["total_reward"] or 0))
+    print(f"\nPrompt (its end):\n{indent(first['input_prompt'][-N_SHOWN:], '  ')}")
+    for when, episode in (("before", first), ("after", last)):
+        print(f"{when} (reward {episode['total_reward']}):\n{indent(episode['output_response'][-N_SHOWN:], '  ')}")
+
+
 def learn(run: LearningRun, command: str) -> bool:
     """Prepare and train, print the result, and return True if it reaches the required value."""
     started = time.monotonic()
@@ -170,16 +196,18 @@ def learn(run: LearningRun, command: str) -> bool:
     if run.is_finished:
         run.move_aside()
     run.train()
-    lines = {"required": recipe.required, "random attempts": recipe.chance}
-    title = f"A tiny language model learns {recipe.name.replace('_', ' ')}"
+    baseline, kind = ("random attempts", "tiny") if recipe.make_model is None else ("pretrained", "pretrained")
+    lines = {"required": recipe.required, baseline: recipe.chance}
+    title = f"A {kind} language model learns {recipe.name.replace('_', ' ')}"
     plot_learning_curve(run.metrics(), run.folder.learning_curve, metric=recipe.metric, title=title, baselines=lines)
     write_report(run.folder, command=command, baselines={recipe.metric: lines})
     values = {row["step"]: row[recipe.metric] for row in run.metrics() if recipe.metric in row}
     after = values[max(values)]
     print(f"\n{recipe.metric} ({run.n_steps} steps, {time.monotonic() - started:.0f} s)\n")
-    for label, value in (("random attempts", recipe.chance), ("before training", values.get(0)), ("after", after)):
+    for label, value in ((baseline, recipe.chance), ("before training", values.get(0)), ("after", after)):
         if value is not None:
             print(f"  {label:<16} {value:6.1%}   {'█' * round(40 * max(0.0, value))}")
+    print_improvement(_episodes(run.folder.evals(min(values))), _episodes(run.folder.evals(max(values))))
     has_learned = after >= recipe.required
     print(f"\n{'Passed' if has_learned else 'FAILED'}: {recipe.required:.0%} required")
     print(f"Learning curve: {run.folder.learning_curve}\nReport:         {run.folder.report}")

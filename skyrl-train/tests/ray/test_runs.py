@@ -167,5 +167,5 @@ def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
     overrides = [*five_steps, *ppo, *overrides]
     # Two ranks of the policy, two of the critic and two of the reference.
     cause = kill_and_resume("examples.catch.main_catch", overrides, step=2, n=6, rank=1)
-    assert re.search("rank .* ended during .*it was killed", cause, re.DOTALL), cause
+    assert re.search("rank .* ended during .*was killed", cause, re.DOTALL), cause
     assert_close_runs(run_of(overrides), train("inline", *ppo))

@@ -57,5 +57,5 @@ def test_a_killed_rank_ends_the_run_with_its_cause_and_the_same_command_resumes(
     placement = ["trainer.placement.launcher=ray", f"trainer.placement.policy_num_gpus_per_node={n_ranks}"]
     overrides = overrides_of("sft", "killed", *placement)
     cause = kill_and_resume("skyrl_train.entrypoints.main_sft", overrides, step=1, n=n_ranks, rank=-1)
-    assert "it was killed" in cause
+    assert "was killed" in cause
     assert_close_runs(run_of(overrides), train(*overrides_of("sft", "inline"), command="sft"), rel=1e-4)
