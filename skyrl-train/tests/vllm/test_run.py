@@ -89,7 +89,8 @@ def test_an_asynchronous_run_replaces_vllm_if_it_is_killed(
 
 
 def test_a_mixture_of_experts_trains(run: list[str], tmp_path: Path, save_model: SaveModel) -> None:
-    main_base.main([*run, f"trainer.policy.model.path='{save_model(experts_of_vllm(0.02))}'"])
+    model = save_model(experts_of_vllm(0.02))
+    main_base.main([*run, f"trainer.policy.model.path='{model}'", "generator.n_samples_per_prompt=32"])
     rows = metrics(tmp_path / "skyrl/test_run")
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
