@@ -59,7 +59,7 @@ catch: .venv/.runtime ## train a small model to play Catch on this machine and w
 	@$(IN_TRAIN) -m examples.catch.learn --seed $(SEED) --output_dir ../outputs $(ARGS)
 
 .PHONY: real
-real: .venv/.runtime ## train a pretrained language model to use a calculator, in about 8 minutes and 7 GB of memory
+real: .venv/.runtime ## train a pretrained language model to use a calculator, in 12 minutes on two cores, with 6 GB of memory
 	@$(call pip,.venv) -c constraints.txt gguf
 	@$(IN_TRAIN) -m examples.calculator.learn --seed $(SEED) --output_dir ../outputs $(ARGS)
 

@@ -102,9 +102,9 @@ RECIPE = Recipe(
         "trainer.ckpt_interval=4",
     ),
     metric="eval/all/avg_score",
-    required=0.9,
-    chance=0.0,
-    n_steps=8,
+    required=0.85,
+    chance=0.03,  # measured
+    n_steps=12,
 )
 
 if __name__ == "__main__":
