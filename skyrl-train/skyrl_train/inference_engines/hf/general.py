@@ -128,23 +128,19 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
         Each has room for its last token, so it never has to stop for others. The batch counts as wide as its longest
         sequence will be.
         """
-        n_rows, n_columns = len(self._running), max((sequence.max_tokens for sequence in self._running), default=0)
+        longest = max((sequence.max_tokens for sequence in self._running), default=0)
         new: list[DrawnSequence] = []
         prompts: set[tuple[int, ...]] = set()
-        n_read = 0
-        while self._waiting and n_rows < self._max_num_seqs:
+        while self._waiting and len(self._running) + len(new) < self._max_num_seqs:
             sequence = self._waiting[0]
-            n_rows, n_columns = n_rows + 1, max(n_columns, sequence.max_tokens)
+            longest = max(longest, sequence.max_tokens)
             prompts.add(tuple(sequence.token_ids))
-            n_read = max(n_read, len(sequence.token_ids))
-            is_wanted = self._n_bytes(n_rows, n_columns) <= self._max_cache_bytes and (
-                not new
-                or (
-                    len(prompts) * n_read <= self._max_num_batched_tokens
-                    and (self._is_padded or len(sequence.token_ids) == len(new[0].token_ids))
-                )
-            )
-            if not is_wanted:
+            n_read = len(prompts) * max(map(len, prompts))
+            if self._n_bytes(len(self._running) + len(new) + 1, longest) > self._max_cache_bytes:
+                break
+            if new and n_read > self._max_num_batched_tokens:
+                break
+            if new and not self._is_padded and len(sequence.token_ids) != len(new[0].token_ids):
                 break
             new.append(self._waiting.popleft())
         self._running += new

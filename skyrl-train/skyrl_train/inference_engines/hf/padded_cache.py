@@ -51,24 +51,22 @@ class PaddedCache:
         Returns:
             (b, H) hidden states of the last tokens.
         """
-        device, n_before = self._model.device, self.lengths or [0] * len(rows)
-        n_new = max(map(len, rows))
+        device, n_new = self._model.device, max(map(len, rows))
+        n_before = self.lengths or [0] * len(rows)
+        lengths = [before + len(row) for before, row in zip(n_before, rows, strict=True)]
+        n_columns, ends = max(n_before) + n_new, torch.tensor(lengths)[:, None]  # (b, 1)
         input_ids = torch.tensor([[0] * (n_new - len(row)) + list(row) for row in rows], device=device)  # (b, n_new)
-        first = torch.tensor([before + len(row) - n_new for before, row in zip(n_before, rows, strict=True)])
-        positions = (first[:, None] + torch.arange(n_new)).to(device)
-        n_padding = max(n_before) + n_new - torch.tensor([b + len(row) for b, row in zip(n_before, rows, strict=True)])
-        mask = None
-        if n_padding.any():
-            mask = (torch.arange(max(n_before) + n_new) >= n_padding[:, None]).long().to(device)
+        position_ids = (ends - n_new + torch.arange(n_new)).clamp(min=0)  # (b, n_new)
+        is_token = torch.arange(n_columns) >= n_columns - ends  # (b, columns)
         output = self._model.base_model(
             input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=positions.clamp(min=0),
+            attention_mask=None if is_token.all() else is_token.long().to(device),
+            position_ids=position_ids.to(device),
             past_key_values=self._cache,
             use_cache=True,
         )
         self._cache = output.past_key_values
-        self.lengths = [before + len(row) for before, row in zip(n_before, rows, strict=True)]
+        self.lengths = lengths
         states: torch.Tensor = output.last_hidden_state[:, -1]
         return states
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from train_kit.architectures import tiny_config
 from train_kit.engine_contract import CallContract, ControlContract, EndingContract, SamplingContract, WeightContract
-from train_kit.engines import LIMITS, EngineKit
+from train_kit.engines import LIMITS, EngineKit, assert_agrees, assert_same
 from train_kit.models import create_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf import GeneralEngine, create_engine
 from skyrl_train.inference_engines.hf.embedded import EmbeddedEngine
 
@@ -52,3 +53,36 @@ class TestHybridContract(SamplingContract, WeightContract, ControlContract):
     @pytest.fixture
     def engine_kit(self, hybrid_kit: EngineKit) -> EngineKit:
         return hybrid_kit
+
+
+async def test_sequences_of_other_lengths_take_turns_if_a_model_cannot_be_padded(engine_kit: EngineKit) -> None:
+    class Unpadded(GeneralEngine):
+        def _probe(self, model: PreTrainedModel, bf16: bool) -> None:
+            super()._probe(model, bf16)
+            self._is_padded = False
+
+    engine = Unpadded(engine_kit.model, engine_kit.tokenizer, **LIMITS)
+    requests = [engine_kit.request(n, 12, seed=n, ignore_eos=True) for n in (5, 30, 9, 9, 5)]
+    results = await engine.generate([*requests, requests[1]])
+    for request, result in zip(requests, results, strict=False):
+        assert_agrees(engine_kit, request, result)
+    assert_same(results[-1], results[1], engine_kit.tolerance)
+    await engine.close()
+
+
+async def test_sequences_wait_until_their_last_token_fits(engine_kit: EngineKit) -> None:
+    bytes_per_token = engine_kit.new()._bytes_per_token
+    engine = engine_kit.new(max_cache_bytes=100 * bytes_per_token)  # two sequences of 50 tokens
+    requests = [engine_kit.request(20, 30, seed=seed, ignore_eos=True) for seed in range(5)]
+    n_running: list[int] = []
+
+    def record(*args: Any) -> Any:
+        n_running.append(len(engine._running))
+        return type(engine)._decode(engine, *args)
+
+    engine._decode = record
+    for request, result in zip(requests, await engine.generate(requests), strict=True):
+        assert_agrees(engine_kit, request, result)
+    assert max(n_running) == 2
+    with pytest.raises(EngineError, match=r"a sequence of 120 tokens needs .* bytes of cache but only"):
+        await engine.generate([engine_kit.request(100, 20)])
