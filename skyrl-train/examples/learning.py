@@ -187,7 +187,7 @@ def print_improvement(before: Sequence[dict[str, Any]], after: Sequence[dict[str
         print(f"{when} (reward {episode['total_reward']}):\n{indent(episode['output_response'][-N_SHOWN:], '  ')}")
 
 
-def learn(run: LearningRun, command: str) -> bool:
+def learn(run: LearningRun, command: str, title: str) -> bool:
     """Prepare and train, print the result, and return True if it reaches the required value."""
     started = time.monotonic()
     recipe = run.recipe
@@ -196,9 +196,8 @@ def learn(run: LearningRun, command: str) -> bool:
     if run.is_finished:
         run.move_aside()
     run.train()
-    baseline, kind = ("random attempts", "tiny") if recipe.make_model is None else ("pretrained", "pretrained")
+    baseline = "random attempts" if recipe.make_model is None else "pretrained"
     lines = {"required": recipe.required, baseline: recipe.chance}
-    title = f"A {kind} language model learns {recipe.name.replace('_', ' ')}"
     plot_learning_curve(run.metrics(), run.folder.learning_curve, metric=recipe.metric, title=title, baselines=lines)
     write_report(run.folder, command=command, baselines={recipe.metric: lines})
     values = {row["step"]: row[recipe.metric] for row in run.metrics() if recipe.metric in row}
@@ -218,7 +217,8 @@ def main(
     recipe: Recipe, doc: str, argv: Sequence[str] | None = None, experiment: type[RLExperiment] = RLExperiment
 ) -> None:
     """Run an example from the command line, with overrides after `--`. Exit with status 1 if it did not learn."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    title = doc.splitlines()[0]
+    parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--seed", type=int, default=42, help="seed of the model, the data order and sampling")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs"), help="folder of the run folders")
     parser.add_argument("--steps", type=int, default=recipe.n_steps, help="training steps")
@@ -227,5 +227,6 @@ def main(
     output_dir = args.output_dir.expanduser().resolve()
     run = LearningRun(recipe, output_dir, args.seed, args.steps, tuple(args.overrides), experiment=experiment)
     results: list[bool] = []
-    run_command(lambda: results.append(learn(run, f"python -m examples.{recipe.name}.learn --seed {args.seed}")))
+    command = f"python -m examples.{recipe.name}.learn --seed {args.seed}"
+    run_command(lambda: results.append(learn(run, command, title.removesuffix("."))))
     sys.exit(0 if results[0] else 1)
