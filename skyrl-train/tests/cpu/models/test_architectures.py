@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from train_kit.architectures import ARCHITECTURES, tiny_config
+from train_kit.architectures import ARCHITECTURES, USUAL, tiny_config
 from train_kit.datasets import write_answers, write_prompts
 from train_kit.models import create_model
 from train_kit.runs import small_run, supervised_run, train
@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 PAGE = Path(__file__).parents[4] / "docs/reference/models.md"
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) / 10\n"
-ALWAYS = {"qwen3_5_text", "gpt_oss", "deepseek_v3", "gemma2", "gemma4_text", "llama4_text", "lfm2"}
 
 
 def stated() -> dict[str, list[str]]:
@@ -29,7 +28,7 @@ def test_the_page_lists_the_architectures_that_are_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.nightly) for name in ARCHITECTURES]
+    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.nightly) for name in ARCHITECTURES]
 )
 def test_an_architecture_trains(
     name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture

@@ -80,6 +80,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25},
 }
 
+USUAL = {"qwen3_5_text", "gpt_oss", "deepseek_v3", "gemma2", "gemma4_text", "llama4_text", "lfm2"}
+"""Architectures that are tested by default. The others are tested every night."""
+
 
 def tiny_config(model_type: str, **tokens: int) -> PreTrainedConfig:
     """Return the tiny configuration of an architecture, with the given special tokens."""

@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from train_kit.architectures import tiny_config
+from train_kit.architectures import ARCHITECTURES, USUAL, tiny_config
 from train_kit.engine_contract import CallContract, ControlContract, EndingContract, SamplingContract, WeightContract
-from train_kit.engines import LIMITS, EngineKit, assert_agrees, assert_same
-from train_kit.models import create_model
+from train_kit.engines import LIMITS, EngineKit, Listener, assert_agrees, assert_same
+from train_kit.models import create_model, load_on_cpu
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
@@ -86,3 +87,28 @@ async def test_sequences_wait_until_their_last_token_fits(engine_kit: EngineKit)
     assert max(n_running) == 2
     with pytest.raises(EngineError, match=r"a sequence of 120 tokens needs .* bytes of cache but only"):
         await engine.generate([engine_kit.request(100, 20)])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.nightly) for n in ARCHITECTURES]
+)
+async def test_sequences_that_join_later_agree_with_the_trainer(
+    name: str, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Prompts and replies are shorter and longer than sliding windows and chunks, whose caches are cut."""
+    tokens = {"eos_token_id": tiny_tokenizer.eos_token_id, "pad_token_id": tiny_tokenizer.pad_token_id}
+    create_model(tiny_config(name, **tokens)).save_pretrained(tmp_path)
+    model = load_on_cpu(tmp_path)
+    engine = GeneralEngine(model, tiny_tokenizer, **LIMITS)
+    kit = EngineKit(lambda: engine, model, tiny_tokenizer, tolerance=2e-5, cache_block_size=1)
+    requests = [
+        kit.request(n, n_new, seed=n, ignore_eos=True)
+        for n, n_new in ((3, 30), (12, 5), (20, 14), (7, 22), (3, 9), (31, 12))
+    ]
+    listeners = []
+    for request in requests:
+        listeners.append(Listener(engine, request))
+        await listeners[-1].wait_for(2)
+    for request, listener in zip(requests, listeners, strict=True):
+        assert_agrees(kit, request, await listener.result())
+    await engine.close()
