@@ -4,7 +4,7 @@
 
 SmolLM2-135M-Instruct cannot multiply numbers of two digits, and does not call tools. A warm start on 24 traces shows it
 the form of a call. GRPO then rewards answers that end with the right number. Validation asks in wordings and with
-numbers that training never sees. Exit status 1 means that the model did not learn.
+pairs of numbers that training never sees. Exit status 1 means that the model did not learn.
 """
 
 import subprocess
@@ -76,7 +76,7 @@ def make_model(data: Path, model: Path, seed: int) -> None:
 
 
 def _run(command: str, *overrides: str) -> None:
-    """Run a command in a process of its own, which returns all its memory."""
+    """Run a command in a separate process, to free its memory."""
     if subprocess.run(
         [sys.executable, "-m", "skyrl_train.entrypoints.cli", command, *overrides], check=False
     ).returncode:

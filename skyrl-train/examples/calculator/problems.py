@@ -1,4 +1,4 @@
-"""Word problems on numbers of two digits, with wordings and numbers that training never sees."""
+"""Word problems on numbers of two digits, with wordings and pairs of numbers that training never sees."""
 
 import random
 from dataclasses import dataclass

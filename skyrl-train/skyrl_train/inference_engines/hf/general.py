@@ -1,10 +1,12 @@
-"""The general embedded engine: any causal model of transformers, with the model's own cache.
+"""The general embedded engine: padded batches with the model's own cache.
 
-A step either reads the prompts of new sequences or one token of every running sequence. Samples of one prompt read it
-once, and then each gets a copy of its cache. New sequences join the batch of the running ones (`padded_cache`). If a
-model's hidden states change with padding, only sequences of equal length share a batch, and the batches take turns.
+A step either reads the prompts of new sequences or one token of every running sequence. Samples of one prompt that
+start in the same step read it once, and then each gets a copy of its cache. New sequences join the batch of the running
+ones (`padded_cache`). If a model's hidden states change with padding, only sequences of equal length share a batch, and
+the batches take turns.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,8 @@ from skyrl_train.inference_engines.hf.padded_cache import PaddedCache
 from skyrl_train.inference_engines.hf.support import check_cache, measure_cache
 from skyrl_train.inference_engines.sampling import Draw, SampledToken
 from skyrl_train.models.loading import autocast
+
+logger = logging.getLogger(__name__)
 
 
 class Batch:
@@ -39,7 +43,7 @@ class Batch:
 
 
 class GeneralEngine(EmbeddedEngine[DrawnSequence]):
-    """An engine that runs a model as transformers does, several sequences in a padded batch.
+    """An engine for any causal model that is right with its own cache.
 
     It keeps no cache after a sequence ends, so every turn of a session reads its whole prompt, in a single step.
     """
@@ -71,7 +75,7 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_cache_bytes = max_cache_bytes
         n_tokens = (max_cache_bytes - self._bytes_per_row) // max(1, self._bytes_per_token)
-        self.info = EngineInfo(self.info.context_length, min(self.info.context_length, n_tokens))
+        self.info = EngineInfo(self.info.context_length, max(0, min(self.info.context_length, n_tokens)))
         self._waiting: deque[DrawnSequence] = deque()
         self._running: list[DrawnSequence] = []
         self._batches: deque[Batch] = deque()  # of the running sequences, changed only in the thread or between steps
@@ -79,8 +83,9 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
     def _probe(self, model: PreTrainedModel, bf16: bool) -> None:
         try:
             check_cache(model, bf16, is_padded=True)
-        except EngineError:
+        except EngineError as error:
             check_cache(model, bf16, is_padded=False)
+            logger.warning("Only sequences of equal length share a batch, which is slow, because %s", error)
             self._is_padded = False
         self._bytes_per_row, self._bytes_per_token = measure_cache(model, bf16)
 
@@ -111,6 +116,8 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
         over = [sequence for sequence in self._active_sequences() if sequence.is_over]
         self._running = [sequence for sequence in self._running if not sequence.is_over]
         self._waiting = deque(sequence for sequence in self._waiting if not sequence.is_over)
+        if not self._running:
+            self._batches.clear()  # or it would keep its memory until the next request
         return over
 
     async def _step(self) -> None:
@@ -159,6 +166,7 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
     @torch.inference_mode()
     def _prefill(self, sequences: list[DrawnSequence]) -> list[SampledToken]:
         """Read all tokens of new sequences, add the sequences to a batch, and return their next tokens."""
+        self._remove_finished()  # before the new caches need memory
         rows = {tokens: i for i, tokens in enumerate(dict.fromkeys(tuple(s.token_ids) for s in sequences))}
         cache = PaddedCache(self._model)
         with autocast(self._model.device, self._bf16):
@@ -167,20 +175,22 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
             choices = self._choose_tokens(states[copies], [sequence.draw for sequence in sequences])
         cache.select(copies)
         for batch in self._batches:
-            batch.remove_finished()
-            if batch.sequences and (self._is_padded or batch.cache.length == cache.length):
+            if self._is_padded or batch.cache.length == cache.length:
                 batch.cache.join(cache)
                 batch.sequences += sequences
                 return choices
         self._batches.append(Batch(cache, sequences))
         return choices
 
-    @torch.inference_mode()
-    def _decode(self) -> tuple[list[DrawnSequence], list[SampledToken]]:
-        """Read the last token of each sequence of the next batch, and return the sequences with their next tokens."""
+    def _remove_finished(self) -> None:
         for batch in self._batches:
             batch.remove_finished()
         self._batches = deque(batch for batch in self._batches if batch.sequences)
+
+    @torch.inference_mode()
+    def _decode(self) -> tuple[list[DrawnSequence], list[SampledToken]]:
+        """Read the last token of each sequence of the next batch, and return the sequences with their next tokens."""
+        self._remove_finished()
         if not self._batches:
             return [], []
         batch = self._batches[0]

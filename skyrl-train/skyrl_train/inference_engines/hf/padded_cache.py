@@ -8,9 +8,9 @@ tokens, the last of which has just joined:
     row 1   . . b b b      columns that only padding fills are cut off when row 0 leaves
     row 2   . . . c c
 
-Transformers writes the layers of a cache, and `Cache.reorder_cache` repeats and removes rows in all of them. Padding
-and joining are here. A layer holds keys and values in the columns of tokens, the last `window - 1` of them if its
-attention has a window, or one state per row, whose size does not depend on the tokens, or both.
+Transformers writes the layers of a cache, and `Cache.reorder_cache` repeats and removes rows in all of them. This
+module adds padding and joining. A layer holds keys and values in the columns of tokens, the last `window - 1` of them
+if its attention has a window, or one state per row, whose size does not depend on the tokens, or both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,27 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from skyrl_train.errors import EngineError
+
+KNOWN_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DynamicIndexedLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+"""Layers whose whole state is in the tensors below."""
 
 BY_TOKEN = ("keys", "values", "indexer_keys")
 """Tensors (b, …, tokens, d) of a layer."""
@@ -66,6 +86,9 @@ class PaddedCache:
             use_cache=True,
         )
         self._cache = output.past_key_values
+        for layer in self._layers():
+            if type(layer) not in KNOWN_LAYERS:
+                raise EngineError(f"its cache has a {type(layer).__name__}, which cannot be padded and joined")
         self.lengths = lengths
         states: torch.Tensor = output.last_hidden_state[:, -1]
         return states

@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
     "bos_token_id": None,
 }
-WINDOW = {"sliding_window": 6}  # shorter than the rows of a test, as in all that follows
+WINDOW = {"sliding_window": 6}  # shorter than the rows of a test
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -46,7 +46,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v2": ROUTED | MLA,
     "deepseek_v3": ROUTED | MLA,
     "llama4_text": LOCAL
-    | {"num_experts_per_tok": 1, "attention_chunk_size": 8, "intermediate_size_mlp": 48, "moe_layers": [1, 3]},
+    | {"num_experts_per_tok": 1, "attention_chunk_size": 8, "intermediate_size_mlp": 48, "moe_layers": [1, 3]}
+    | {"floor_scale": 4},
     "granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0},
     "granitemoehybrid": LOCAL | MAMBA | {"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"] * 2},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},

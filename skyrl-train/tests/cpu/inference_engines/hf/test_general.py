@@ -85,6 +85,7 @@ async def test_sequences_wait_until_their_last_token_fits(engine_kit: EngineKit)
     for request, result in zip(requests, await engine.generate(requests), strict=True):
         assert_agrees(engine_kit, request, result)
     assert max(n_running) == 2
+    assert not engine._batches, "its memory is free after the last sequence"
     with pytest.raises(EngineError, match=r"a sequence of 120 tokens needs .* bytes of cache but only"):
         await engine.generate([engine_kit.request(100, 20)])
 
