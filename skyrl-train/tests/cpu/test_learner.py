@@ -15,7 +15,7 @@ from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.algorithms.objectives import ValueObjective
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import DivergenceError
-from skyrl_train.learner import Learner, _first_tokens
+from skyrl_train.learner import Learner, _select_probe
 from skyrl_train.models.loading import load_value_model
 from skyrl_train.types import TrainingBatch, Trajectory
 
@@ -171,7 +171,7 @@ def test_new_weights_are_tested_on_few_tokens_of_the_rows_that_are_trained_first
     loss_mask[0, 20:] = loss_mask[2, 5:7] = loss_mask[3, :3] = 1  # row 1 is not trained
     sequences = torch.arange(4 * 40).view(4, 40)
     batch = TrainingBatch(sequences, torch.ones_like(sequences), loss_mask, draws=torch.arange(4))
-    probe = _first_tokens(batch)
+    probe = _select_probe(batch)
     assert torch.equal(probe.sequences, sequences[[3, 2], : 10 + 5 + 8])
     assert torch.equal(probe.loss_mask, loss_mask[[3, 2], : 5 + 8])
-    assert _first_tokens(batch.select([1])) is None
+    assert _select_probe(batch.select([1])) is None

@@ -58,7 +58,7 @@ def test_a_disk_that_is_too_small_for_a_checkpoint_fails_and_for_all_warns(
         monkeypatch.setattr(doctor, "free_bytes", lambda folder, free=free: free)
         disk = examine(*overrides, *settings)["disk"]
         assert disk.status == status, disk
-        assert f"per checkpoint, every 1 step, {'the last 1 kept' if settings else 'all kept'}" in disk.text
+        assert f"per checkpoint, every 1 step, {'the last one kept' if settings else 'all kept'}" in disk.text
 
 
 def test_storage_is_written_and_left_empty(catch_run: list[str], tmp_path: Path) -> None:
