@@ -46,19 +46,19 @@ def make_model(data: Path, model: Path, seed: int) -> None:
     """Fetch the pretrained model, evaluate it, and warm-start it on the traces.
 
     Raises:
-        ConfigError: a part failed. Its messages are above.
+        ConfigError: the download or one of the commands failed.
     """
     pretrained = model.with_name("SmolLM2-135M-Instruct")
     if not pretrained.is_dir():
         fetch(pretrained)
-    folder = [f"trainer.output_dir='{model.parent}'", "trainer.logger=jsonl"]
-    folder.append(f"trainer.policy.model.path='{pretrained}'")
-    evaluation = ["environment.imports=examples.calculator.env", f"data.val_data='{data / VALIDATION}'", *LIMITS]
-    _run("generate", *folder, *evaluation, "trainer.project_name=pretrained", f"trainer.run_name=seed{seed}")
     name = f"seed{seed}"
+    shared = [f"trainer.output_dir='{model.parent}'", "trainer.logger=jsonl", f"trainer.run_name={name}"]
+    shared.append(f"trainer.policy.model.path='{pretrained}'")
+    evaluation = ["environment.imports=examples.calculator.env", f"data.val_data='{data / VALIDATION}'", *LIMITS]
+    _run("generate", *shared, *evaluation, "trainer.project_name=pretrained")
     _run(
         "sft",
-        *folder,
+        *shared,
         f"data.train_data='{data / TRACES}'",
         "data.val_data=[]",
         "data.max_length=512",
@@ -71,16 +71,14 @@ def make_model(data: Path, model: Path, seed: int) -> None:
         "trainer.hf_save_interval=1000",
         f"trainer.seed={seed}",
         "trainer.project_name=warm_start",
-        f"trainer.run_name={name}",
     )
     (model.parent / f"warm_start/{name}/export/global_step_{N_TRACES // BATCH_SIZE}/policy").rename(model)
 
 
 def _run(command: str, *overrides: str) -> None:
     """Run a command in a separate process, to free its memory."""
-    if subprocess.run(
-        [sys.executable, "-m", "skyrl_train.entrypoints.cli", command, *overrides], check=False
-    ).returncode:
+    program = [sys.executable, "-m", "skyrl_train.entrypoints.cli"]
+    if subprocess.run([*program, command, *overrides], check=False).returncode:
         raise ConfigError(f"skyrl {command} failed; see its messages above")
 
 

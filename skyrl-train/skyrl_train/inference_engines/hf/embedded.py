@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
 from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
 from skyrl_train.inference_engines.stepped import EngineThread, MemoryPart, SteppedEngine
@@ -37,45 +38,83 @@ class EmbeddedEngine(SteppedEngine[S]):
     Subclasses differ in how they run the model and store what it remembers of a sequence.
     """
 
+    sequence_type: type[S]
+    unit = 1
+    """Tokens by which the memory of a sequence grows."""
+
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        bf16: bool,
-        executor: ThreadPoolExecutor | None,
-        owns_model: bool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_cache_bytes: int,
+        bf16: bool = False,
+        executor: ThreadPoolExecutor | None = None,
+        owns_model: bool = False,
     ) -> None:
-        """Run the model in the single thread of `executor`, or in a new thread if it is None.
+        """Run at most `max_num_seqs` sequences at once, whose caches take at most `max_cache_bytes` in all.
 
-        With `owns_model`, the weights move to host memory while the engine sleeps.
+        The model runs in the single thread of `executor`. By default, the engine starts a thread. With `owns_model`,
+        the weights move to host memory while the engine sleeps.
 
         Raises:
             EngineError: the engine cannot run the model.
         """
-        thread = EngineThread(executor, "hf-engine")
-        thread.run_blocking(self._probe, model, bf16)
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None
         super().__init__(
             context_length=int(model.config.get_text_config().max_position_embeddings),
             vocab_size=int(model.config.get_text_config().vocab_size),
             eos_ids=all_eos_ids(ids, tokenizer.eos_token_id),
             tokenizer=tokenizer,
-            thread=thread,
+            thread=EngineThread(executor, "hf-engine"),
         )
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_cache_bytes = max_cache_bytes
         self._model = model
         self._bf16 = bf16
         self._head = Head(model)
         self._owns_model = owns_model
         self._offloaded: OffloadedTensors | None = None  # the weights, while the engine sleeps
+        self._bytes_per_row, self._bytes_per_token = self._thread.run_blocking(self._probe)
+        n_tokens = (
+            max(0, max_cache_bytes - self._bytes_per_row) // max(1, self._bytes_per_token) // self.unit * self.unit
+        )
+        self.info = EngineInfo(self.info.context_length, min(self.info.context_length, n_tokens))
+        self._create_cache(n_tokens)
 
     @abstractmethod
-    def _probe(self, model: PreTrainedModel, bf16: bool) -> None:
-        """Run a few tokens. Raise EngineError if the hidden states are wrong."""
+    def _probe(self) -> tuple[int, int]:
+        """Run a few tokens, and return the bytes of cache for each sequence and for each of its tokens.
+
+        Raises:
+            EngineError: the hidden states are wrong.
+        """
+
+    @abstractmethod
+    def _create_cache(self, n_tokens: int) -> None:
+        """Create the cache, which holds at most `n_tokens`, and the queues of sequences."""
 
     @abstractmethod
     def _restart_all(self) -> None:
         """Drop everything that the model remembers of the sequences. They wait, and are prefilled again."""
+
+    def _n_bytes(self, n_rows: int, n_tokens: int) -> int:
+        """Return the bytes of cache for sequences of `n_tokens`."""
+        return n_rows * (self._bytes_per_row + n_tokens * self._bytes_per_token)
+
+    def _new_sequence(self, request: EngineRequest, max_tokens: int) -> S:
+        if max_tokens > self.info.longest_sequence:
+            raise EngineError(
+                f"a sequence of {max_tokens} tokens needs {self._n_bytes(1, max_tokens):,} bytes of key-value cache "
+                f"but only {self._max_cache_bytes:,} are available; raise generator.gpu_memory_utilization or lower "
+                "generator.max_input_length or sampling_params.max_generate_length"
+            )
+        sequence = self.sequence_type(request, max_tokens)
+        sequence.draw = Draw(request.sampling, request.seed, sequence.token_ids, sequence.n_prompt, self._eos_ids)
+        return sequence
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
         self._restart_all()  # before the transfer, because a failed one leaves some new weights

@@ -1,7 +1,8 @@
 """Create the embedded engine: packed where the model allows it, else with the model's own cache."""
 
 import logging
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,8 +17,21 @@ from skyrl_train.models.loading import default_device, load_model, load_tokenize
 logger = logging.getLogger(__name__)
 
 
-def create_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Any) -> EmbeddedEngine[Any]:
-    """Return an engine that samples from `model`. The options are those of `HFEngine`.
+class EngineOptions(TypedDict, total=False):
+    """The keyword arguments of `EmbeddedEngine`."""
+
+    max_num_seqs: Required[int]
+    max_num_batched_tokens: Required[int]
+    max_cache_bytes: Required[int]
+    bf16: bool
+    executor: ThreadPoolExecutor | None
+    owns_model: bool
+
+
+def create_engine(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: Unpack[EngineOptions]
+) -> EmbeddedEngine[Any]:
+    """Return an engine that samples from `model`, packed if possible.
 
     Raises:
         EngineError: neither engine computes the hidden states of the model.
@@ -45,7 +59,7 @@ def start(setup: EngineSetup) -> EmbeddedEngine[Any]:
     )
 
 
-def load_engine(path: str, *, dtype: torch.dtype, **options: Any) -> EmbeddedEngine[Any]:
+def load_engine(path: str, *, dtype: torch.dtype, **options: Unpack[EngineOptions]) -> EmbeddedEngine[Any]:
     """Return an engine with its own copy of the model in a Hugging Face folder, e.g. in another process.
 
     Raises:
@@ -53,4 +67,4 @@ def load_engine(path: str, *, dtype: torch.dtype, **options: Any) -> EmbeddedEng
         EngineError: the embedded engine does not support the model.
     """
     model = load_model(path, dtype=dtype, device=default_device())
-    return create_engine(model, load_tokenizer(path), owns_model=True, **options)
+    return create_engine(model, load_tokenizer(path), **options | {"owns_model": True})

@@ -9,18 +9,15 @@ the batches take turns.
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
 from skyrl_train.inference_engines.hf.embedded import DrawnSequence, EmbeddedEngine
 from skyrl_train.inference_engines.hf.padded_cache import PaddedCache
 from skyrl_train.inference_engines.hf.support import check_cache, measure_cache
-from skyrl_train.inference_engines.sampling import Draw, SampledToken
+from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.models.loading import autocast
 
 logger = logging.getLogger(__name__)
@@ -48,63 +45,25 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
     It keeps no cache after a sequence ends, so every turn of a session reads its whole prompt, in a single step.
     """
 
-    _is_padded = True
-    _bytes_per_row, _bytes_per_token = 0, 0
+    sequence_type = DrawnSequence
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_cache_bytes: int,
-        bf16: bool = False,
-        executor: ThreadPoolExecutor | None = None,
-        owns_model: bool = False,
-    ) -> None:
-        """Run at most `max_num_seqs` sequences at once, whose caches take at most `max_cache_bytes` in all.
+    def _probe(self) -> tuple[int, int]:
+        self._is_padded = True
+        try:
+            check_cache(self._model, self._bf16, is_padded=True)
+        except EngineError as error:
+            check_cache(self._model, self._bf16, is_padded=False)
+            logger.warning("Only sequences of equal length share a batch, which is slow, because %s", error)
+            self._is_padded = False
+        return measure_cache(self._model, self._bf16)
 
-        The other arguments are those of `HFEngine`.
-
-        Raises:
-            EngineError: the model's hidden states change if it reads tokens one at a time.
-        """
-        super().__init__(model, tokenizer, bf16=bf16, executor=executor, owns_model=owns_model)
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_cache_bytes = max_cache_bytes
-        n_tokens = (max_cache_bytes - self._bytes_per_row) // max(1, self._bytes_per_token)
-        self.info = EngineInfo(self.info.context_length, max(0, min(self.info.context_length, n_tokens)))
+    def _create_cache(self, n_tokens: int) -> None:
         self._waiting: deque[DrawnSequence] = deque()
         self._running: list[DrawnSequence] = []
         self._batches: deque[Batch] = deque()  # of the running sequences, changed only in the thread or between steps
 
-    def _probe(self, model: PreTrainedModel, bf16: bool) -> None:
-        try:
-            check_cache(model, bf16, is_padded=True)
-        except EngineError as error:
-            check_cache(model, bf16, is_padded=False)
-            logger.warning("Only sequences of equal length share a batch, which is slow, because %s", error)
-            self._is_padded = False
-        self._bytes_per_row, self._bytes_per_token = measure_cache(model, bf16)
-
     async def end_session(self, session_id: str) -> None:
         """Do nothing, because sessions keep no cache."""
-
-    def _new_sequence(self, request: EngineRequest, max_tokens: int) -> DrawnSequence:
-        if max_tokens > self.info.longest_sequence:
-            raise EngineError(
-                f"a sequence of {max_tokens} tokens needs {self._n_bytes(1, max_tokens):,} bytes of cache but only "
-                f"{self._max_cache_bytes:,} are available; raise generator.gpu_memory_utilization or lower "
-                "generator.max_input_length or sampling_params.max_generate_length"
-            )
-        sequence = DrawnSequence(request, max_tokens)
-        sequence.draw = Draw(request.sampling, request.seed, sequence.token_ids, sequence.n_prompt, self._eos_ids)
-        return sequence
-
-    def _n_bytes(self, n_rows: int, n_tokens: int) -> int:
-        return n_rows * (self._bytes_per_row + n_tokens * self._bytes_per_token)
 
     def _add(self, sequences: Sequence[DrawnSequence]) -> None:
         self._waiting.extend(sequences)

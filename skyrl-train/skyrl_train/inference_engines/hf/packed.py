@@ -8,21 +8,17 @@ Only the forward pass and weight copies run in the thread. Regions and sessions 
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
 from skyrl_train.inference_engines.hf.attention import hidden_states
 from skyrl_train.inference_engines.hf.embedded import EmbeddedEngine
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.region_table import RegionTable
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, EngineStep, Scheduler
 from skyrl_train.inference_engines.hf.support import check_supported
-from skyrl_train.inference_engines.sampling import Draw, SampledToken
+from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.memory import cache_bytes_per_token
 
@@ -30,51 +26,20 @@ from skyrl_train.models.memory import cache_bytes_per_token
 class HFEngine(EmbeddedEngine[CachedSequence]):
     """An engine that packs the new tokens of all sequences into one row, with keys and values in one memory."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_cache_bytes: int,
-        bf16: bool = False,
-        executor: ThreadPoolExecutor | None = None,
-        owns_model: bool = False,
-    ) -> None:
-        """Run at most `max_num_seqs` sequences at once, with at most `max_cache_bytes` of keys and values.
+    sequence_type = CachedSequence
+    unit = UNIT
 
-        The model runs in the single thread of `executor`. By default, the engine starts a thread. With `owns_model`,
-        the weights move to host memory while the engine sleeps.
+    def _probe(self) -> tuple[int, int]:
+        check_supported(self._model, self._bf16)
+        return 0, cache_bytes_per_token(self._model, bf16=self._bf16)
 
-        Raises:
-            EngineError: the model does not support packed sequences.
-        """
-        super().__init__(model, tokenizer, bf16=bf16, executor=executor, owns_model=owns_model)
-        self._bytes_per_token = cache_bytes_per_token(model, bf16=bf16)
-        self._max_cache_bytes = max_cache_bytes
-        size = max_cache_bytes // self._bytes_per_token // UNIT * UNIT
-        self._memory = KVMemory(size)
-        self.info = EngineInfo(self.info.context_length, min(self.info.context_length, size))
-        self._table = RegionTable(size)
-        self._scheduler = Scheduler(self._table, max_num_seqs, max_num_batched_tokens)
-
-    def _probe(self, model: PreTrainedModel, bf16: bool) -> None:
-        check_supported(model, bf16)
+    def _create_cache(self, n_tokens: int) -> None:
+        self._memory = KVMemory(n_tokens)
+        self._table = RegionTable(n_tokens)
+        self._scheduler = Scheduler(self._table, self._max_num_seqs, self._max_num_batched_tokens)
 
     async def end_session(self, session_id: str) -> None:
         self._table.end_session(session_id)
-
-    def _new_sequence(self, request: EngineRequest, max_tokens: int) -> CachedSequence:
-        if -(-max_tokens // UNIT) * UNIT > self._memory.size:
-            raise EngineError(
-                f"a sequence of {max_tokens} tokens needs {max_tokens * self._bytes_per_token:,} bytes of key-value "
-                f"cache but only {self._max_cache_bytes:,} are available; raise generator.gpu_memory_utilization or "
-                "lower generator.max_input_length or sampling_params.max_generate_length"
-            )
-        sequence = CachedSequence(request, max_tokens)
-        sequence.draw = Draw(request.sampling, request.seed, sequence.token_ids, sequence.n_prompt, self._eos_ids)
-        return sequence
 
     def _add(self, sequences: Sequence[CachedSequence]) -> None:
         self._scheduler.waiting.extend(sequences)

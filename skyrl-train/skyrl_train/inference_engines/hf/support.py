@@ -1,6 +1,8 @@
 """Check how a model can be run. Some architectures mix neighboring tokens outside attention."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
@@ -52,19 +54,14 @@ def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> Non
     failure = f"a {type(model).__name__} cannot be packed"
     if (fault := find_mask_fault(model.config)) is not None:
         raise EngineError(f"{failure}: {fault}")
-    try:
-        with autocast(model.device, bf16):
-            for lengths in (FIRST, SECOND):
-                rows = [Row(sequence, n_tokens) for sequence, n_tokens in zip(sequences, lengths, strict=True)]
-                states = hidden_states(model, memory, rows, last_only=last_only).float()
-                packed.append(states.split(1 if last_only else list(lengths)))
-                for row in rows:
-                    row.region.n_cached += row.n_new
-            separate = [_read_alone(model, sequence.token_ids) for sequence in sequences]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise EngineError(f"{failure}: {error}") from error
+    with _failing_as(failure), autocast(model.device, bf16):
+        for lengths in (FIRST, SECOND):
+            rows = [Row(sequence, n_tokens) for sequence, n_tokens in zip(sequences, lengths, strict=True)]
+            states = hidden_states(model, memory, rows, last_only=last_only).float()
+            packed.append(states.split(1 if last_only else list(lengths)))
+            for row in rows:
+                row.region.n_cached += row.n_new
+        separate = [_read_alone(model, sequence.token_ids) for sequence in sequences]
     for i, (expected, first) in enumerate(zip(separate, FIRST, strict=True)):
         states = torch.cat([parts[i] for parts in packed])  # (t, H)
         if last_only:
@@ -102,21 +99,16 @@ def check_cache(model: PreTrainedModel, bf16: bool, *, is_padded: bool) -> None:
         n_read.update({name: n_read[name] + 1 for name in names})
         read(cache, names, rows)
 
-    try:
-        with autocast(model.device, bf16):
-            read(cache, "AB", [tokens[name][: n_read[name]] for name in "AB"])
-            read_one("AB")
-            read_one("AB")
-            read(joining, "C", [tokens["C"][: n_read["C"]]])
-            cache.join(joining)
-            read_one("ABC")
-            cache.select([0, 2])
-            read_one("AC")
-            expected = {name: _read_alone(model, row) for name, row in tokens.items()}
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise EngineError(f"{failure}: {error}") from error
+    with _failing_as(failure), autocast(model.device, bf16):
+        read(cache, "AB", [tokens[name][: n_read[name]] for name in "AB"])
+        read_one("AB")
+        read_one("AB")
+        read(joining, "C", [tokens["C"][: n_read["C"]]])
+        cache.join(joining)
+        read_one("ABC")
+        cache.select([0, 2])
+        read_one("AC")
+        expected = {name: _read_alone(model, row) for name, row in tokens.items()}
     for name in tokens:
         _compare(torch.stack(states[name]), expected[name][positions[name]], model, bf16, failure)
 
@@ -130,6 +122,17 @@ def measure_cache(model: PreTrainedModel, bf16: bool) -> tuple[int, int]:
             cache.read([[2] * n_tokens])
         sizes.append(cache.n_bytes)
     return 2 * sizes[0] - sizes[1], sizes[1] - sizes[0]
+
+
+@contextmanager
+def _failing_as(failure: str) -> Iterator[None]:
+    """Turn any exception but a lack of memory into an EngineError. A model may raise anything."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise EngineError(f"{failure}: {error}") from error
 
 
 def _read_alone(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:

@@ -36,8 +36,7 @@ def test_an_architecture_trains(
     """The log-probs of rollouts are the trainer's, with all weights and with an adapter, before and after an update."""
     _, engine, prefixes, lora = stated()[name]
     model = tmp_path / "model"
-    tokens = {"eos_token_id": tiny_tokenizer.eos_token_id, "pad_token_id": tiny_tokenizer.pad_token_id}
-    create_model(tiny_config(name, **tokens)).save_pretrained(model)
+    create_model(tiny_config(name, tiny_tokenizer)).save_pretrained(model)
     tiny_tokenizer.save_pretrained(model)
     (tmp_path / "reward.py").write_text(REWARD)
     settings = [

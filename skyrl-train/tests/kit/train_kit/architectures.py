@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 SIZES: dict[str, Any] = {
     "vocab_size": 488,
@@ -85,7 +85,8 @@ USUAL = {"qwen3_5_text", "gpt_oss", "deepseek_v3", "gemma2", "gemma4_text", "lla
 """Architectures that are tested by default. The others are tested every night."""
 
 
-def tiny_config(model_type: str, **tokens: int) -> PreTrainedConfig:
-    """Return the tiny configuration of an architecture, with the given special tokens."""
+def tiny_config(model_type: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Return the tiny configuration of an architecture, with the special tokens of a tokenizer."""
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config: PreTrainedConfig = CONFIG_MAPPING[model_type](**SIZES | ARCHITECTURES[model_type] | tokens)
     return config

@@ -4,8 +4,8 @@ import asyncio
 import copy
 import functools
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -31,6 +31,7 @@ from skyrl_train.generators.base import RolloutRequest
 from skyrl_train.generators.rollout import Rollout
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams, TokenChunk
 from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf.embedded import EmbeddedEngine
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.types import PromptRow, TrajectoryID
@@ -156,6 +157,25 @@ def greedy(model: PreTrainedModel, prompt_ids: list[int], n_new: int, eos_id: in
 
 
 @torch.no_grad()
+@asynccontextmanager
+async def embedded_kit(
+    create: Callable[..., EmbeddedEngine[Any]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tolerance: float = 1e-5,
+) -> AsyncIterator[EngineKit]:
+    """Yield a kit whose engines generate with the tensors of `model`, and close them afterwards."""
+    engines = []
+
+    def new(**options: int) -> EmbeddedEngine[Any]:
+        engines.append(create(model, tokenizer, **LIMITS | options))
+        return engines[-1]
+
+    yield EngineKit(new, model, tokenizer, tolerance, cache_block_size=1)
+    for engine in engines:
+        await engine.close()
+
+
 def trainer_logprobs(
     model: PreTrainedModel, request: EngineRequest, result: EngineResult, temperature: float | None = None
 ) -> list[float]:

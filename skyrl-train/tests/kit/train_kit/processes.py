@@ -25,10 +25,14 @@ TRAIN_FOLDER = Path(__file__).parents[3]
 """The folder skyrl-train, from which `python -m examples.…` runs."""
 
 
+TEMPORARY_FOLDER = tempfile.gettempdir()
+"""Folder of the zygote, which outlives a test that changes TMPDIR."""
+
+
 @functools.cache
 def zygote() -> Zygote:
     """Return the zygote of this pytest process, which is started at the first call."""
-    folder = tempfile.TemporaryDirectory(prefix="zygote-")
+    folder = tempfile.TemporaryDirectory(prefix="zygote-", dir=TEMPORARY_FOLDER)
     started = Zygote(Path(folder.name))
     atexit.register(folder.cleanup)
     atexit.register(started.close)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from train_kit.engine_contract import EngineContract
-from train_kit.engines import LIMITS, EngineKit
+from train_kit.engines import EngineKit, embedded_kit
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.hf import HFEngine
@@ -15,15 +15,8 @@ from skyrl_train.inference_engines.hf import HFEngine
 @pytest.fixture
 async def engine_kit(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[EngineKit]:
     """An engine that generates with the tensors of the policy itself."""
-    model, engines = copy.deepcopy(tiny_model), []
-
-    def new(**options: int) -> HFEngine:
-        engines.append(HFEngine(model, tiny_tokenizer, **LIMITS | options))
-        return engines[-1]
-
-    yield EngineKit(new, model, tiny_tokenizer, tolerance=1e-5, cache_block_size=1)
-    for engine in engines:
-        await engine.close()
+    async with embedded_kit(HFEngine, copy.deepcopy(tiny_model), tiny_tokenizer) as kit:
+        yield kit
 
 
 class TestHFContract(EngineContract):

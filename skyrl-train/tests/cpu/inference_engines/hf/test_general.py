@@ -8,26 +8,18 @@ from typing import Any
 import pytest
 from train_kit.architectures import ARCHITECTURES, USUAL, tiny_config
 from train_kit.engine_contract import CallContract, ControlContract, EndingContract, SamplingContract, WeightContract
-from train_kit.engines import LIMITS, EngineKit, Listener, assert_agrees, assert_same
+from train_kit.engines import LIMITS, EngineKit, Listener, assert_agrees, assert_same, embedded_kit
 from train_kit.models import create_model, load_on_cpu
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf import GeneralEngine, create_engine
-from skyrl_train.inference_engines.hf.embedded import EmbeddedEngine
 
 
 @pytest.fixture
 async def engine_kit(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[EngineKit]:
-    model, engines = copy.deepcopy(tiny_model), []
-
-    def new(**options: int) -> GeneralEngine:
-        engines.append(GeneralEngine(model, tiny_tokenizer, **LIMITS | options))
-        return engines[-1]
-
-    yield EngineKit(new, model, tiny_tokenizer, tolerance=1e-5, cache_block_size=1)
-    for engine in engines:
-        await engine.close()
+    async with embedded_kit(GeneralEngine, copy.deepcopy(tiny_model), tiny_tokenizer) as kit:
+        yield kit
 
 
 class TestGeneralContract(SamplingContract, CallContract, EndingContract, WeightContract, ControlContract):
@@ -37,17 +29,10 @@ class TestGeneralContract(SamplingContract, CallContract, EndingContract, Weight
 @pytest.fixture
 async def hybrid_kit(tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[EngineKit]:
     """An engine of a Qwen3.5, which has three recurrent layers and one with attention."""
-    tokens = {"eos_token_id": tiny_tokenizer.eos_token_id, "pad_token_id": tiny_tokenizer.pad_token_id}
-    model, engines = create_model(tiny_config("qwen3_5_text", **tokens)).eval(), []
-
-    def new(**options: int) -> EmbeddedEngine[Any]:
-        engines.append(create_engine(model, tiny_tokenizer, **LIMITS | options))
-        assert isinstance(engines[-1], GeneralEngine)
-        return engines[-1]
-
-    yield EngineKit(new, model, tiny_tokenizer, tolerance=1e-4, cache_block_size=1)
-    for engine in engines:
-        await engine.close()
+    model = create_model(tiny_config("qwen3_5_text", tiny_tokenizer)).eval()
+    async with embedded_kit(create_engine, model, tiny_tokenizer, tolerance=1e-4) as kit:
+        assert isinstance(kit.new(), GeneralEngine)
+        yield kit
 
 
 class TestHybridContract(SamplingContract, WeightContract, ControlContract):
@@ -58,9 +43,10 @@ class TestHybridContract(SamplingContract, WeightContract, ControlContract):
 
 async def test_sequences_of_other_lengths_take_turns_if_a_model_cannot_be_padded(engine_kit: EngineKit) -> None:
     class Unpadded(GeneralEngine):
-        def _probe(self, model: PreTrainedModel, bf16: bool) -> None:
-            super()._probe(model, bf16)
+        def _probe(self) -> tuple[int, int]:
+            sizes = super()._probe()
             self._is_padded = False
+            return sizes
 
     engine = Unpadded(engine_kit.model, engine_kit.tokenizer, **LIMITS)
     requests = [engine_kit.request(n, 12, seed=n, ignore_eos=True) for n in (5, 30, 9, 9, 5)]
@@ -86,7 +72,7 @@ async def test_sequences_wait_until_their_last_token_fits(engine_kit: EngineKit)
         assert_agrees(engine_kit, request, result)
     assert max(n_running) == 2
     assert not engine._batches, "its memory is free after the last sequence"
-    with pytest.raises(EngineError, match=r"a sequence of 120 tokens needs .* bytes of cache but only"):
+    with pytest.raises(EngineError, match=r"a sequence of 120 tokens needs .* bytes of key-value cache but only"):
         await engine.generate([engine_kit.request(100, 20)])
 
 
@@ -97,8 +83,7 @@ async def test_sequences_that_join_later_agree_with_the_trainer(
     name: str, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     """Prompts and replies are shorter and longer than sliding windows and chunks, whose caches are cut."""
-    tokens = {"eos_token_id": tiny_tokenizer.eos_token_id, "pad_token_id": tiny_tokenizer.pad_token_id}
-    create_model(tiny_config(name, **tokens)).save_pretrained(tmp_path)
+    create_model(tiny_config(name, tiny_tokenizer)).save_pretrained(tmp_path)
     model = load_on_cpu(tmp_path)
     engine = GeneralEngine(model, tiny_tokenizer, **LIMITS)
     kit = EngineKit(lambda: engine, model, tiny_tokenizer, tolerance=2e-5, cache_block_size=1)
