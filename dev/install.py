@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def from_pip(listed: str) -> dict[str, str]:
-    """Return uv's variables for the output of `pip config list`: `global.find-links='/a /b'` gives UV_FIND_LINKS=/a,/b."""
+    """Return uv's variables for `pip config list`: the line `global.find-links='/a /b'` gives UV_FIND_LINKS=/a,/b."""
     variables = {}
     # The same setting can stand in several sections. pip lets [install] override [global], and the environment both.
     for line in sorted(listed.splitlines(), key=lambda line: (line.startswith(":env:"), line.startswith("install."))):
