@@ -73,6 +73,11 @@ bench: bench-training bench-rollout bench-loop bench-scaling bench-tx ## run all
 bench-training: .venv/.runtime $(DIFFERENTIAL)/.ready ## compare whole training steps with TRL; writes benchmarks/training/results.md (ARGS='--only w1')
 	@$(BENCH)/training/compare.py $(ARGS)
 
+.PHONY: bench-real
+bench-real: .venv/.runtime $(DIFFERENTIAL)/.ready ## compare GRPO and SFT of a pretrained model with TRL; writes benchmarks/real/results.md
+	@$(call install,.venv) -c constraints.txt gguf
+	@$(BENCH)/real/curves.py $(ARGS)
+
 .PHONY: bench-scaling
 bench-scaling: .venv/.runtime ## measure cost per token as workloads grow; writes benchmarks/scaling/curves.md
 	@$(BENCH)/scaling/curves.py $(ARGS)

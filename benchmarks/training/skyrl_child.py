@@ -17,7 +17,13 @@ from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.entrypoints.main_sft import SFTExp
 
-FACTS = ("policy/policy_entropy", "policy/grad_norm", "train/loss", "train/grad_norm")
+FACTS = {
+    "policy/policy_entropy": "entropy",
+    "policy/grad_norm": "grad_norm",
+    "reward/avg_raw_reward": "reward",
+    "train/loss": "loss",
+    "train/grad_norm": "grad_norm",
+}
 
 
 class PseudoRandomReward(BaseTextEnv):
@@ -43,8 +49,7 @@ class OnRequest(Callback):
             parts = {
                 name.removeprefix("timing/"): value for name, value in metrics.items() if name.startswith("timing/")
             }
-            facts = {name.rpartition("/")[2]: value for name, value in metrics.items() if name in FACTS}
-            self.requests.report(parts, {"entropy" if n == "policy_entropy" else n: v for n, v in facts.items()})
+            self.requests.report(parts, {fact: metrics[name] for name, fact in FACTS.items() if name in metrics})
         if not self.requests.wait():
             run.request_stop("the measurement is over")
 

@@ -27,7 +27,7 @@ class OnRequest(TrainerCallback):  # type: ignore[misc]
             sys.exit()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        names = ("loss", "grad_norm") if self._is_sft else ("entropy", "grad_norm")
+        names = ("loss", "grad_norm") if self._is_sft else ("entropy", "grad_norm", "reward")
         self.requests.report({}, {name: float(logs[name]) for name in names})
 
 

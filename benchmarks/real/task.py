@@ -1,0 +1,39 @@
+"""The task of `make bench-real`: sums of two numbers, for SmolLM2-135M-Instruct."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.dataset.order import EPOCHS_PER_SEED, EpochOrder
+
+N_STEPS = 20
+N_PROMPTS, N_SAMPLES, N_NEW = 8, 8, 16
+"""Per step: prompts, samples per prompt, and the most tokens of a sample."""
+
+SFT_ROWS = 32
+"""Rows per step of supervised fine-tuning."""
+NUMBERS = range(10, 100)
+
+
+def write_rows(folder: Path, seed: int, *, is_sft: bool) -> None:
+    """Write the rows of a run to train.jsonl, and to ordered.jsonl in the order in which SkyRL draws them."""
+    n_rows = N_STEPS * (SFT_ROWS if is_sft else N_PROMPTS)
+    rng = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    for _ in range(n_rows):
+        a, b = rng.choice(NUMBERS), rng.choice(NUMBERS)
+        prompt = [{"role": "user", "content": f"What is {a} + {b}?"}]
+        rows.append(
+            {"prompt": prompt, "response": f"{a} + {b} = {a + b}"} if is_sft else {"prompt": prompt, "answer": a + b}
+        )
+    order = EpochOrder(n_rows, lambda epoch: seed * EPOCHS_PER_SEED + epoch)(0).tolist()
+    for name, ordered in (("train", rows), ("ordered", [rows[index] for index in order])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ordered))
+
+
+def reward(text: str, answer: int) -> float:
+    """Return 1 if the last number of a reply is the answer, else 0."""
+    numbers = re.findall(r"\d+", text)
+    return float(bool(numbers) and numbers[-1] == str(answer))
