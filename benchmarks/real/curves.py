@@ -128,8 +128,8 @@ to the {n_seeds} seeds. The first two steps do not count for the seconds.
 
 ## GRPO
 
-Sums of two numbers of two digits. A step has {prompts} prompts with {samples} samples of at most {new} tokens, and one
-optimizer step. The reward is 1 if the last number of the reply is the sum. No prompt occurs twice.
+"Which number is larger, 17 or 45?" A step has {prompts} prompts with {samples} samples of at most {new} tokens, and one
+optimizer step. The reward is 1 if the larger number is the last one in the reply. No prompt occurs twice.
 
 {grpo}
 

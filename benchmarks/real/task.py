@@ -1,4 +1,4 @@
-"""The task of `make bench-real`: sums of two numbers, for SmolLM2-135M-Instruct."""
+"""The task of `make bench-real`: which of two numbers is larger? SmolLM2-135M-Instruct often names the wrong one."""
 
 import json
 import random
@@ -20,14 +20,11 @@ NUMBERS = range(10, 100)
 def write_rows(folder: Path, seed: int, *, is_sft: bool) -> None:
     """Write the rows of a run to train.jsonl, and to ordered.jsonl in the order in which SkyRL draws them."""
     n_rows = N_STEPS * (SFT_ROWS if is_sft else N_PROMPTS)
-    rng = random.Random(seed)
+    pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a != b]
     rows: list[dict[str, Any]] = []
-    for _ in range(n_rows):
-        a, b = rng.choice(NUMBERS), rng.choice(NUMBERS)
-        prompt = [{"role": "user", "content": f"What is {a} + {b}?"}]
-        rows.append(
-            {"prompt": prompt, "response": f"{a} + {b} = {a + b}"} if is_sft else {"prompt": prompt, "answer": a + b}
-        )
+    for a, b in random.Random(seed).sample(pairs, n_rows):
+        row: dict[str, Any] = {"prompt": [{"role": "user", "content": f"Which number is larger, {a} or {b}?"}]}
+        rows.append(row | ({"response": f"{max(a, b)} is larger."} if is_sft else {"answer": max(a, b)}))
     order = EpochOrder(n_rows, lambda epoch: seed * EPOCHS_PER_SEED + epoch)(0).tolist()
     for name, ordered in (("train", rows), ("ordered", [rows[index] for index in order])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ordered))
