@@ -171,3 +171,17 @@ class TestJson:
         with pytest.raises(ValueError, match=message) as caught:
             EnvSpec.from_json(text)
         assert isinstance(caught.value, error.InvalidSpec)
+
+
+def test_registry_and_specs_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for env_id in ["text2sql", "aime", "catch", "gsm8k"]:
+        register(env_id, RowEnv)
+    columns = "aime      catch\ngsm8k     text2sql"
+    assert skyrl_gym.pprint_registry(num_cols=2, disable_print=True) == columns
+    assert skyrl_gym.pprint_registry(num_cols=2) is None
+    assert capsys.readouterr().out == f"{columns}\n"
+    assert skyrl_gym.pprint_registry({}, disable_print=True) == ""
+    env_spec = EnvSpec("row", ROW_ENV, {"extras": {"a": 1}})
+    assert env_spec.pprint(disable_print=True) == "id=row\nextras={'a': 1}"
+    assert env_spec.pprint(include_entry_points=True) is None
+    assert capsys.readouterr().out == f"id=row\nentry_point={ROW_ENV}\nextras={{'a': 1}}\n"
