@@ -1,12 +1,14 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from agent_kit.engines import TOKENIZER, ScriptedEngine
 
 from skyrl_agent import AgentConfig, AutoAgentRunner
 from skyrl_train.errors import ConfigError, DataError
 
 SKYRL_AGENT = Path(__file__).with_name("task_of_skyrl_agent.yaml").read_text(encoding="utf-8")
+MISTAKES = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text(encoding="utf-8"))
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -27,26 +29,7 @@ def test_a_task_file_of_skyrl_agent_is_read(tmp_path: Path) -> None:
         AutoAgentRunner.from_task(tmp_path / "none.yaml", None, TOKENIZER)
 
 
-@pytest.mark.parametrize(
-    ("line", "change", "message"),
-    [
-        ("num_trajectories: 4", "num_trajectory: 4", "generator.num_trajectory: Extra inputs are not permitted; got 4"),
-        ("num_trajectories: 4", "num_trajectories: 0", "generator.num_trajectories: .*greater than or equal to 1"),
-        ("type: async_pipeline", "type: threads", "dispatcher.type: .*'async_pipeline'.*got 'threads'"),
-        ("type: async_pipeline", "type: async_fix_pool", "needs dispatcher.envs; list at least one"),
-        ("vision_is_active: false", "vision_is_active: true", "generator.vision_is_active: .*False.*got True"),
-        ("infer_backend: skyrl-train", "infer_backend: tinker", "tinker needs backend_config.model_max_len, such as"),
-        (
-            "backend_config: null",
-            "backend_config: {model_max_len: 9}",
-            "skyrl-train takes no backend_config; remove it",
-        ),
-        ("max_iterations: 10", "max_iterations: [", "cannot be read"),
-        ("max_iterations: 10", "max_repeats: 1", "max_repeats=1 would end each trajectory with its first call"),
-        ("max_iterations: 10", "trajectory_timeout: 0", "generator.trajectory_timeout: .*greater than 0"),
-        ("top_p: 0.95", "best_of: 2", "sampling_params has best_of=2, which no engine here supports"),
-    ],
-)
+@pytest.mark.parametrize(("line", "change", "message"), MISTAKES)
 def test_mistakes_in_a_task_file_are_named(tmp_path: Path, line: str, change: str, message: str) -> None:
     assert line in SKYRL_AGENT
     with pytest.raises((ConfigError, DataError), match=message):

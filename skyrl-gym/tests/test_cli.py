@@ -7,11 +7,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from gym_kit.messages import user
 
 from skyrl_gym.cli import main
 from skyrl_gym.envs import BUILT_IN, register
 
+WRONG: dict[str, str] = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
 ROW = {"prompt": user("6 * 7?"), "reward_spec": {"ground_truth": "42"}}
 MY_MODULE = """
 from skyrl_gym.envs.base_text_env import BaseTextEnv
@@ -110,23 +112,7 @@ def test_check_play_and_list(folder: Path) -> None:
     assert "gsm8k              skyrl_gym.envs.gsm8k.env:GSM8kEnv\n" in run(folder, "list").stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("check gsm9k", "Did you mean 'gsm8k'"),
-        ("check my_module:MyEnw", "Did you mean 'MyEnv'"),
-        ("check nowhere:Env", "No module named 'nowhere'\n"),
-        ("check gsm8k --data nothing.jsonl", "nothing.jsonl"),
-        ("check gsm8k --timeout 0", "0 is not a time limit; use a number of seconds, such as 60"),
-        ("check gsm8k --timeout nan", "nan is not a time limit"),
-        ("check gsm8k --timeout soon", "--timeout: soon is not a time limit"),
-        ("check gsm8k --data rows.jsonl --row 3", "--row 3: rows.jsonl has rows 0 to 0"),
-        ("play gsm8k", "reward_spec field is required"),
-        ("chek gsm8k", "there is no command 'chek'. Did you mean 'check'?"),
-        ("check gsm8k --set grader", "--set grader has no value; use key=value"),
-        ("", "usage: skyrl-gym"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), WRONG.items())
 def test_wrong_command_is_explained(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:

@@ -11,7 +11,7 @@
 | T11: columns of parquet files | `data_processing/test_convert_to_parquet.py` |
 | T12: responses without an EOS token | `skyrl-train/tests/cpu/dataset/test_supervised.py` |
 | T13: trained validation tasks | `skyrl-gym/tests/tasks/test_families.py` |
-| T15: verl's names of options | `skyrl-train/tests/cpu/config/test_verl.py` |
+| T15: verl's names of options | `skyrl-train/tests/cpu/compat/verl/test_command.py` |
 
 T8, T10 and T14 are here.
 """

@@ -10,16 +10,7 @@ import skyrl_gym
 from skyrl_gym import error
 from skyrl_gym.envs import BUILT_IN
 from skyrl_gym.envs.base_text_env import BaseTextEnv
-from skyrl_gym.envs.registration import (
-    EnvSpec,
-    deregister,
-    load_env_creator,
-    make,
-    pprint_registry,
-    register,
-    registry,
-    spec,
-)
+from skyrl_gym.envs.registration import EnvSpec, deregister, load_env_creator, make, register, registry, spec
 
 
 class RowEnv(BaseTextEnv):
@@ -182,16 +173,15 @@ class TestJson:
         assert isinstance(caught.value, error.InvalidSpec)
 
 
-class TestPprint:
-    def test_registry_and_specs_are_printed(self, capsys: pytest.CaptureFixture[str]) -> None:
-        for env_id in ["text2sql", "aime", "catch", "gsm8k"]:
-            register(env_id, RowEnv)
-        columns = "aime      catch\ngsm8k     text2sql"
-        assert pprint_registry(num_cols=2, disable_print=True) == columns
-        assert pprint_registry(num_cols=2) is None
-        assert capsys.readouterr().out == f"{columns}\n"
-        assert pprint_registry({}, disable_print=True) == ""
-        env_spec = EnvSpec("row", ROW_ENV, {"extras": {"a": 1}})
-        assert env_spec.pprint(disable_print=True) == "id=row\nextras={'a': 1}"
-        assert env_spec.pprint(include_entry_points=True) is None
-        assert capsys.readouterr().out == f"id=row\nentry_point={ROW_ENV}\nextras={{'a': 1}}\n"
+def test_registry_and_specs_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for env_id in ["text2sql", "aime", "catch", "gsm8k"]:
+        register(env_id, RowEnv)
+    columns = "aime      catch\ngsm8k     text2sql"
+    assert skyrl_gym.pprint_registry(num_cols=2, disable_print=True) == columns
+    assert skyrl_gym.pprint_registry(num_cols=2) is None
+    assert capsys.readouterr().out == f"{columns}\n"
+    assert skyrl_gym.pprint_registry({}, disable_print=True) == ""
+    env_spec = EnvSpec("row", ROW_ENV, {"extras": {"a": 1}})
+    assert env_spec.pprint(disable_print=True) == "id=row\nextras={'a': 1}"
+    assert env_spec.pprint(include_entry_points=True) is None
+    assert capsys.readouterr().out == f"id=row\nentry_point={ROW_ENV}\nextras={{'a': 1}}\n"

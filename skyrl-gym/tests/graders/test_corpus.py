@@ -24,7 +24,7 @@ from skyrl_gym.envs.gsm8k.env import GSM8kEnv
 from skyrl_gym.envs.gsm8k.grading import extract_solution
 from skyrl_gym.envs.gsm8k.multi_turn_env import GSM8kMultiTurnEnv
 from skyrl_gym.envs.lcb.env import LCBEnv
-from skyrl_gym.envs.lcb.grading import extract_code
+from skyrl_gym.envs.lcb.grading import extract_code, is_same_output
 from skyrl_gym.envs.multiply.env import MultiplyEnv
 from skyrl_gym.envs.openspiel.answers import parse_answer
 from skyrl_gym.envs.openspiel.moves import LegalMoves
@@ -111,6 +111,7 @@ SCORES: dict[str, Score] = {
     "gsm8k_strict": lambda reply, gold: play(GSM8kEnv(None, row(gold)), reply),
     "lcb": lambda code, _: play(LCBEnv({"timeout": 5.0}, row(SUMS)), f"```python\n{code}\n```"),
     "lcb_functional": lambda code, _: play(LCBEnv({"timeout": 5.0}, row(CALLS)), f"```python\n{code}\n```"),
+    "lcb_output": lambda printed, expected: float(is_same_output(printed, expected)),
     "lcb_reply": lambda reply, output: play(LCBEnv(None, row([{"input": "", "output": output}])), reply),
     "math_reply": lambda reply, gold: play(GSM8kEnv({"grader": "math_verify"}, row(gold)), reply),
     "math_verify": lambda answer, gold: float(maths.verify(answer, gold).is_correct),

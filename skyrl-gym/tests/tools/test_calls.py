@@ -103,7 +103,7 @@ def test_tags_in_arguments_are_text(written: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("refused", REPLIES["refused"], ids=lambda refused: refused["text"])
-def test_a_call_that_is_cut_off_or_ambiguous_is_refused(refused: dict[str, str]) -> None:
+def test_a_call_that_is_cut_off_ambiguous_or_malformed_is_refused(refused: dict[str, str]) -> None:
     with pytest.raises(ToolCallError, match=re.escape(refused["message"])):
         parse_tool_calls(JSON_CALL + refused["text"])
 
@@ -123,26 +123,6 @@ def test_lone_surrogates_are_replaced() -> None:
     (one,) = parse_tool_calls('<tool_call>{"name": "search", "arguments": {"q": ["\\ud83d"]}}</tool_call>')
     assert one.arguments == {"q": ["?"]}
     assert parse_tool_calls('<tool_call>{"name": "\\ud83d"}</tool_call><function=\ud83d>') == [ToolCall("?")] * 2
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("", r"not valid JSON \(error at line 1, column 1: Expecting value\)"),
-        ('{"name": "search"', "not valid JSON"),
-        ("[1]", "is a JSON object"),
-        ('"search"', "is a JSON object"),
-        ('{"arguments": {}}', 'no "name"'),
-        ('{"name": 3}', 'no "name"'),
-        ('{"name": "search", "arguments": [1]}', '"arguments" of the tool call search must be a JSON object'),
-        ('{"name": "search", "arguments": {"n": NaN}}', "it contains an invalid number"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"name": "\\ud83d", "arguments": 3}', r"of the tool call \? must be"),
-    ],
-)
-def test_malformed_call_is_explained(body: str, message: str) -> None:
-    with pytest.raises(ToolCallError, match=message):
-        parse_tool_calls(f"{JSON_CALL}<tool_call>{body}</tool_call>")
 
 
 @pytest.mark.parametrize("form", sorted(WRITERS.keys() - set(PLAIN)))

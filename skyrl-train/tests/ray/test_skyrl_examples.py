@@ -59,32 +59,6 @@ def compute_reinforce_policy_loss(
 PolicyLossRegistry.register("reinforce", compute_reinforce_policy_loss)
 """
 
-DAPO = f"""{IMPORTS}
-from skyrl_train.generators.base import GeneratorOutput
-from skyrl_train.trainer import RayPPOTrainer
-
-
-class DAPOTrainer(RayPPOTrainer):
-    @torch.no_grad()
-    def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list) -> GeneratorOutput:
-        length = self.cfg.trainer.algorithm.overlong_buffer.len
-        factor = self.cfg.trainer.algorithm.overlong_buffer.penalty_factor
-        max_length = self.cfg.generator.sampling_params.max_generate_length
-        rewards = generator_output["rewards"]
-        assert not isinstance(rewards[0], list), "rewards of whole responses are expected"
-        for i, response_ids in enumerate(generator_output["response_ids"]):
-            excess = len(response_ids) - (max_length - length)
-            if excess > 0:
-                rewards[i] -= excess / length * factor
-        generator_output["rewards"] = rewards
-        return super().postprocess_generator_output(generator_output, uids)
-
-
-class DAPOExp(BasePPOExp):
-    def get_trainer(self, *args, **kwargs):
-        return DAPOTrainer(*args, **kwargs)
-"""
-
 FULLY_ASYNC = f"""{IMPORTS}
 import asyncio
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
@@ -235,22 +209,6 @@ def launch(tiny_model_path: Path, tmp_path: Path) -> Launch:
 
 SCORED = {"prompt": [{"role": "user", "content": "say something"}], "env_class": "reward_function"}
 REWARD = ["custom_reward_function.path=reward.py"]
-
-
-def test_a_trainer_of_dapo(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "main_dapo.py").write_text(DAPO + MAIN.format(experiment="DAPOExp"))
-    dapo = [
-        "trainer.algorithm.policy_loss_type=dual_clip",
-        "trainer.algorithm.clip_ratio_c=10.0",
-        "trainer.algorithm.eps_clip_high=0.28",
-        "trainer.algorithm.loss_reduction=token_mean",
-        "+trainer.algorithm.overlong_buffer.len=2",
-        "trainer.algorithm.overlong_buffer.penalty_factor=1.0",
-    ]
-    steps = launch(["main_dapo.py"], SCORED, *dapo, *REWARD)
-    for step in steps:
-        punishment = step["loss/avg_final_rewards"] - step["reward/avg_raw_reward"]
-        assert -1.001 <= punishment < -0.5  # nearly all replies have four tokens
 
 
 def test_a_trainer_and_keys_of_the_new_layout(launch: Launch, tmp_path: Path) -> None:

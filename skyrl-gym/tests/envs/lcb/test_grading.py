@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 
 from skyrl_gym.envs.lcb.grading import Test as LcbTest
 from skyrl_gym.envs.lcb.grading import Verdict, extract_code, grade, is_same_output, limits_per_test, parse_tests
-from skyrl_gym.isolation.program import ProgramResult, Stdin
-
-
-@pytest.mark.parametrize(("printed", "is_passed"), [("1 2\n3", True), ("1.0 2\n3\n", True), ("1\n2 3", False)])
-def test_line_breaks_matter_and_number_notation_does_not(printed: str, is_passed: bool) -> None:
-    result = ProgramResult("exit", status=0, stdout=printed)
-    assert LcbTest(Stdin(""), "1 2\n3").is_passed(result) is is_passed
+from skyrl_gym.isolation.program import Stdin
 
 
 def test_waiting_counts_towards_the_total_time() -> None:
@@ -36,27 +30,8 @@ def test_extraction_is_linear(unit: str) -> None:
         extract_code(long_text(unit))
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "same"),
-    [
-        ("1\n2\n", "1\n2", True),
-        (" 1 \n2", "1\n2", True),
-        ("1.0 2", "1 2.00", True),
-        ("1e3", "1000", True),
-        ("1 2", "1\n2", False),
-        ("1", "1\n1", False),
-        ("yes", "YES", False),
-        ("nan", "nan", True),
-        ("sNaN", "4", False),
-        ("4", "sNaN", False),
-        ("٤", "4", False),
-        ("1_0", "10", False),
-        ("", "", True),
-        ("9" * 100_000, "8" * 100_000, False),
-    ],
-)
-def test_outputs_are_compared_by_line_and_number(found: str, expected: str, same: bool) -> None:
-    assert is_same_output(found, expected) is same
+def test_long_numbers_are_compared_as_text() -> None:
+    assert not is_same_output("9" * 100_000, "8" * 100_000)
 
 
 @pytest.mark.parametrize(

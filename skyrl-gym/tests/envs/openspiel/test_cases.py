@@ -1,4 +1,7 @@
+from pathlib import Path
+
 import pytest
+import yaml
 from gym_kit.processes import run_python
 
 from skyrl_gym.envs.openspiel.cases import (
@@ -11,6 +14,8 @@ from skyrl_gym.envs.openspiel.cases import (
     resolve_cases,
 )
 
+CASES = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+
 
 def test_every_available_case_loads() -> None:
     for case in (*AVAILABLE_CASES, *BOARD_SIZE_CASES, *DEFAULT_GAME_LIST):
@@ -21,38 +26,13 @@ def test_every_available_case_loads() -> None:
     assert AVAILABLE_CASES[:17] == FOCUS_CASES
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("go(go_board_size=9)", "go(board_size=9)"),
-        ("latent_tic_tac_toe", "latent_ttt"),
-        ("phantom_tic_tac_toe", "phantom_ttt"),
-        (" breakthrough( rows=6, columns=6 ) ", "breakthrough(columns=6,rows=6)"),
-        ("othello()", "othello"),
-        ("misere(game=tic_tac_toe())", "misere(game=tic_tac_toe())"),
-        ("goofspiel(imp_info=True,num_cards=4)", "goofspiel(imp_info=True,num_cards=4)"),
-    ],
-)
+@pytest.mark.parametrize(("written", "meant"), CASES["canonical"].items())
 def test_canonical_name_of_a_case(written: str, meant: str) -> None:
     assert canonical(written) == meant
     assert str(load_game(written)).removesuffix("()") in (meant, str(load_game(meant)).removesuffix("()"))
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("hexx", "unknown game, 'hexx'; did you mean 'hex'"),
-        ("othello(board_size=6)", "unknown parameter of othello, 'board_size'; known: none"),
-        ("hex(bord_size=6)", "did you mean 'board_size'"),
-        ("hex(board_size=5", "must be a game with its parameters"),
-        ("hex((board_size=5)", r"has 2 '\(' and 1 '\)'"),
-        ("", "must be a game with its parameters"),
-        ("hex(board_size=x)", "cannot load the case 'hex.board_size=x.*Wrong type"),
-        ("nfg_game", "cannot load the case"),
-        ("mfg_garnet", "mean-field"),
-        ("negotiation", "draws its chance events itself"),
-    ],
-)
+@pytest.mark.parametrize(("case", "message"), CASES["refused"].items())
 def test_unplayable_case_is_refused_with_the_reason(case: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=message):
         load_game(case)

@@ -7,23 +7,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from train_kit import golden
-from train_kit.rules import show_values
+from train_kit.rules import nested, show_values
 
 from skyrl_train.config import SkyRLConfig, changed_settings, get_default_config, load_config, to_yaml, validate_cfg
 from skyrl_train.config.base import value_at
 from skyrl_train.errors import ConfigError
-
-
-def nested(*pairs: tuple[str, Any]) -> dict[str, Any]:
-    """Return a nested mapping: `("a.b", 1)` → `{"a": {"b": 1}}`."""
-    tree: dict[str, Any] = {}
-    for key, value in pairs:
-        *parents, name = key.split(".")
-        section = tree
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[name] = value
-    return tree
 
 
 def test_values_are_filled_in_and_normalized(pytestconfig: pytest.Config) -> None:

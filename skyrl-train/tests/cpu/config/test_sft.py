@@ -18,9 +18,8 @@ def load(**sections: Any) -> SFTConfig:
 
 
 def find_error(overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        validate(OmegaConf.from_dotlist(["data.train_data=train.jsonl", *overrides.split()]), SFT)
-    return str(caught.value)
+    source = OmegaConf.from_dotlist(["data.train_data=train.jsonl", *overrides.split()])
+    return golden.catch(ConfigError, lambda: validate(source, SFT))
 
 
 def test_conflicts_are_refused(pytestconfig: pytest.Config) -> None:

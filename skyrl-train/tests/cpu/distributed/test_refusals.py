@@ -15,56 +15,43 @@ from skyrl_train.workers.group import WorkerGroup
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
+MODELS: dict[str, tuple[PreTrainedConfig, str]] = {  # a layout and what it cannot divide
+    "tokens, heads": (
+        Qwen3Config(**SMALL | {"num_attention_heads": 5, "num_key_value_heads": 1}),
+        r"trainer\.policy\.sequence_parallel_size=2 must divide the model's 5 attention heads; try one of 1, 5",
+    ),
+    "tokens, convolutions": (
+        Lfm2Config(**SMALL, layer_types=["conv", "full_attention"], block_ff_dim=24),
+        r"trainer\.policy\.sequence_parallel_size=2 cannot split the tokens of a Lfm2ForCausalLM across ranks, "
+        "because shared prefixes would change",
+    ),
+    "tensor, heads": (
+        LlamaConfig(**SMALL | {"num_key_value_heads": 1}),
+        r"tensor_model_parallel_size=2 must divide the 1 key-value heads of .*_size=1",
+    ),
+    "pipeline, layers": (
+        LlamaConfig(**SMALL | {"num_hidden_layers": 3}),
+        r"pipeline_model_parallel_size=2 must divide the 3 layers of .*_size=1",
+    ),
+    "tensor, activation": (
+        LlamaConfig(**SMALL, hidden_act="gelu"),
+        "does not support the activation gelu; set trainer.strategy=fsdp2",
+    ),
+    "tensor, bias": (
+        LlamaConfig(**SMALL, attention_bias=True),
+        r"does not support the tensor model\.layers\.0\.self_attn\..*bias of a Llama",
+    ),
+    "tensor, rope": (LlamaConfig(**SMALL, rope_parameters=DYNAMIC_ROPE), "of rope_type dynamic"),
+    "tensor, architecture": (
+        MistralConfig(**SMALL),
+        r"strategy=megatron does not support a MistralForCausalLM; set .*=fsdp2",
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("layout", "config", "message"),
-    [
-        param(
-            "tokens",
-            Qwen3Config(**SMALL | {"num_attention_heads": 5, "num_key_value_heads": 1}),
-            r"trainer\.policy\.sequence_parallel_size=2 must divide the model's 5 attention heads; try one of 1, 5",
-            name="tokens, heads",
-        ),
-        param(
-            "tokens",
-            Lfm2Config(**SMALL, layer_types=["conv", "full_attention"], block_ff_dim=24),
-            r"trainer\.policy\.sequence_parallel_size=2 cannot split the tokens of a Lfm2ForCausalLM across ranks, "
-            "because shared prefixes would change",
-            name="tokens, convolutions",
-        ),
-        param(
-            "tensor",
-            LlamaConfig(**SMALL | {"num_key_value_heads": 1}),
-            r"tensor_model_parallel_size=2 must divide the 1 key-value heads of .*_size=1",
-            name="tensor, heads",
-        ),
-        param(
-            "pipeline",
-            LlamaConfig(**SMALL | {"num_hidden_layers": 3}),
-            r"pipeline_model_parallel_size=2 must divide the 3 layers of .*_size=1",
-            name="pipeline, layers",
-        ),
-        param(
-            "tensor",
-            LlamaConfig(**SMALL, hidden_act="gelu"),
-            "does not support the activation gelu; set trainer.strategy=fsdp2",
-            name="tensor, activation",
-        ),
-        param(
-            "tensor",
-            LlamaConfig(**SMALL, attention_bias=True),
-            r"does not support the tensor model\.layers\.0\.self_attn\..*bias of a Llama",
-            name="tensor, bias",
-        ),
-        param(
-            "tensor", LlamaConfig(**SMALL, rope_parameters=DYNAMIC_ROPE), "of rope_type dynamic", name="tensor, rope"
-        ),
-        param(
-            "tensor",
-            MistralConfig(**SMALL),
-            r"strategy=megatron does not support a MistralForCausalLM; set .*=fsdp2",
-            name="tensor, architecture",
-        ),
-    ],
+    [param(name.partition(",")[0], *model, name=name) for name, model in MODELS.items()],
 )
 async def test_models_that_cannot_be_divided(
     strategies: Strategies, layout: str, config: PreTrainedConfig, message: str

@@ -1,6 +1,7 @@
 """Client errors are reported in OpenAI's format with status 4xx and never as server errors."""
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from train_kit import golden
 from train_kit.endpoints import HELLO, MODEL, LiveEndpoint
 
 from skyrl_train.endpoint.wire import ChatRequest, RequestError
@@ -15,78 +17,35 @@ from skyrl_train.endpoint.wire import ChatRequest, RequestError
 CHAT = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
 TEXT = {"model": MODEL, "prompt": "State", "max_tokens": 2}
 
-DEEP_CALL = {"function": {"name": "look", "arguments": "[" * 10_000}}
-WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"model": "gpt-4o"}, "model", "there is no model 'gpt-4o' here; this is 'tiny'"),
-    ({"model": None}, "model", "model: Input should be a valid string"),
-    ({"messages": []}, "messages", "messages: List should have at least 1 item"),
-    ({"messages": "hello"}, "messages", "messages: Input should be a valid list"),
-    ({"messages": [{"role": "user", "content": 1}]}, "messages", "messages.0.content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "this model reads text only"),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens: Input should be greater than or equal to 1"),
-    ({"max_tokens": "2"}, "max_tokens", "max_tokens: Input should be a valid integer"),
-    ({"temperature": -1}, "temperature", "temperature: Input should be greater than or equal to 0"),
-    ({"temperature": 1e999}, "temperature", "temperature: Input should be a finite number"),
-    ({"top_p": 1.5}, "top_p", "top_p: Input should be less than or equal to 1"),
-    ({"n": 1000}, "n", "n: Input should be less than or equal to 128"),
-    ({"top_k": -2}, "top_k", "top_k: Input should be greater than or equal to -1"),
-    ({"stop": [""]}, "stop", "stop"),
-    ({"stop_token_ids": [10**9]}, "stop_token_ids", "token 1000000000: the vocabulary has"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids", "greater than or equal to 0"),
-    ({"seed": 2**80}, "seed", "seed"),
-    ({"repetition_penalty": 1e-300}, "repetition_penalty", "greater than 0.01"),
-    ({"logit_bias": {"5": 100}}, "logit_bias", "logit_bias={'5': 100} is not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
-    ({"tool_choice": "required"}, "tool_choice", "is not supported"),
-    ({"session_id": ["a", "b"]}, "session_id", "2 session ids for 1 prompts; send one for each"),
-    ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2 without logprobs; set logprobs to true"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}]},
-        "messages",
-        "does not write the tool calls of message 0",
-    ),
-    ({"chat_template_kwargs": {"tokenize": True}}, "messages", "failed to tokenize messages"),
-    ({"tools": [{}]}, "tools", "the chat template does not write tools; use one that does"),
-    ({"messages": [{"role": "user", "content": "1" * 600}]}, "messages", "maximum context length is 511 tokens"),
-]
-
 
 def post(live: LiveEndpoint, path: str, body: Any) -> httpx.Response:
     return live.http.post(f"{live.url}{path}", content=json.dumps(body), headers={"content-type": "application/json"})
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "message"), WRONG, ids=[f"{param} {n}" for n, (_, param, _) in enumerate(WRONG)]
-)
-def test_a_wrong_chat_request(live: LiveEndpoint, change: dict[str, Any], param: str, message: str) -> None:
-    answer = post(live, "/chat/completions", CHAT | change)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
-    assert message in error["message"]
+def test_a_wrong_request_is_refused(live: LiveEndpoint, pytestconfig: pytest.Config) -> None:
+    """A case changes a valid request to the path before it."""
+    printed = {}
+    for case in golden.read("endpoint/refusals"):
+        path, _, change = case.partition(" ")
+        printed[case] = [refuse(live, path, json.loads(change))]
+    golden.compare("endpoint/refusals", printed, pytestconfig)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"prompt": []}, "0 prompts"),
-        ({"prompt": ""}, "the prompt is empty"),
-        ({"prompt": [[]]}, "the prompt is empty"),
-        ({"prompt": [1, 10**9]}, "token 1000000000: the vocabulary has"),
-        ({"prompt": [1, -1]}, "prompt"),
-        ({"prompt": [True]}, "prompt"),
-        (
-            {"prompt": [5] * 512},
-            "maximum context length is 511 tokens before its reply, and your prompt resulted in 512",
-        ),
-        ({"echo": True}, "echo=True is not supported; remove echo"),
-        ({"logprobs": True}, "logprobs: Input should be a valid integer"),
-    ],
-)
-def test_a_wrong_text_request(live: LiveEndpoint, change: dict[str, Any], message: str) -> None:
-    answer = post(live, "/completions", TEXT | change)
+def refuse(live: LiveEndpoint, path: str, change: dict[str, Any]) -> str:
+    """Return the field that the refusal of a request names, and the message."""
+    answer = post(live, path, (CHAT if path == "/chat/completions" else TEXT) | change)
     error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", next(iter(change)))
-    assert message in error["message"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    return f"{error['param']}: {error['message']}"
+
+
+def test_a_request_that_cannot_be_rendered_or_does_not_fit_is_refused(live: LiveEndpoint) -> None:
+    change = {"chat_template_kwargs": {"tokenize": True}}
+    assert refuse(live, "/chat/completions", change).startswith("messages: failed to tokenize messages")
+    deep = [{"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "[" * 10_000}}]}]
+    assert "does not write the tool calls of message 0" in refuse(live, "/chat/completions", {"messages": deep})
+    long = "prompt: .*maximum context length is 511 tokens before its reply, and your prompt resulted in 512"
+    assert re.match(long, refuse(live, "/completions", {"prompt": [5] * 512}))
 
 
 def test_the_openai_client_raises_its_specific_errors(live: LiveEndpoint) -> None:

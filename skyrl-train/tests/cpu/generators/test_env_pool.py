@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from gym_kit.processes import wait_until_async
 from train_kit.environments import METHODS, RAISED, RUBBISH, Journal
 from train_kit.rollouts import MakeStage, check_faulty, faulty, story, tokens_and_rewards
 
@@ -40,13 +41,6 @@ class Owner:
 
     def close_late(self) -> None:
         self.closed_in.append(threading.current_thread().name)
-
-
-async def wait_until(condition: Callable[[], object]) -> None:
-    """Wait until the condition holds."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_results_and_errors_reach_their_callers(make_pool: MakePool) -> None:
@@ -126,10 +120,10 @@ async def test_a_call_that_exceeds_the_limit_is_abandoned_and_its_thread_replace
     barrier = threading.Barrier(2, timeout=5)
     await asyncio.gather(*(pool.run(barrier.wait) for _ in range(2)))  # the pool still has two threads
     gate.set()
-    await wait_until(lambda: all(owner.closed_in for owner in owners))
+    await wait_until_async(lambda: all(owner.closed_in for owner in owners))
     closed_in = {name for owner in owners for name in owner.closed_in}
     assert closed_in == {"test-pool-0", "test-pool-1"}
-    await wait_until(lambda: closed_in.isdisjoint(thread.name for thread in threading.enumerate()))
+    await wait_until_async(lambda: closed_in.isdisjoint(thread.name for thread in threading.enumerate()))
 
 
 async def test_waiting_for_a_thread_does_not_count_towards_the_limit(make_pool: MakePool) -> None:
@@ -141,7 +135,7 @@ async def test_a_call_cancelled_in_the_queue_never_starts(make_pool: MakePool) -
     pool, owner, gate, started_calls = make_pool(max_threads=1), Owner(), threading.Event(), []
     first = asyncio.create_task(pool.run(gate.wait))
     second = asyncio.create_task(pool.run(lambda: started_calls.append(1), owner))
-    await wait_until(lambda: len(pool._calls) == 2)
+    await wait_until_async(lambda: len(pool._calls) == 2)
     second.cancel()
     await asyncio.wait([second])
     assert second.cancelled()
@@ -183,7 +177,7 @@ async def test_cancelled_calls_mark_their_owner_stuck_and_other_calls_complete(m
                 cancelled.cancel()
             await asyncio.wait(calls[:3])
             assert await asyncio.gather(*calls[3:]) == [first + 3, first + 4, first + 5]
-    await wait_until(lambda: all(owner.closed_in for owner in owners if owner.is_stuck))
+    await wait_until_async(lambda: all(owner.closed_in for owner in owners if owner.is_stuck))
     assert all(len(owner.closed_in) == owner.is_stuck for owner in owners)
     assert any(owner.is_stuck for owner in owners)
     assert not any(owners[i].is_stuck for i in range(120) if i not in started_calls)
@@ -198,7 +192,7 @@ async def test_calls_to_a_closed_pool_raise(make_pool: MakePool) -> None:
     )
     running = asyncio.create_task(pool.run(lambda: (started_calls.set(), gate.wait()), owner))
     queued = asyncio.create_task(pool.run(gate.wait))
-    await wait_until(started_calls.is_set)
+    await wait_until_async(started_calls.is_set)
     closing = asyncio.create_task(pool.close())
     async with asyncio.timeout(10):
         for call in (running, queued, pool.run(lambda: "late")):
@@ -221,7 +215,7 @@ async def test_stuck_threads_are_counted_when_the_pool_is_closed(
     assert "1 threads are stuck in calls that never returned" in caplog.text
     assert "environment.skyrl_gym.isolation=process" in caplog.text
     gate.set()
-    await wait_until(lambda: not any(thread.name.startswith("test-pool") for thread in threading.enumerate()))
+    await wait_until_async(lambda: not any(thread.name.startswith("test-pool") for thread in threading.enumerate()))
 
 
 # -- environments in threads
@@ -281,7 +275,7 @@ async def test_an_environment_of_a_cancelled_rollout_is_closed(make_stage: MakeS
     rollout.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rollout
-    await wait_until(lambda: len(journal.made) == 1 and journal.open_environments() == [])
+    await wait_until_async(lambda: len(journal.made) == 1 and journal.open_environments() == [])
 
 
 async def test_a_hanging_environment_is_closed_when_its_call_returns(make_stage: MakeStage, journal: Journal) -> None:

@@ -1,7 +1,9 @@
+import json
 from functools import lru_cache, partial
 from typing import Any
 
 import pytest
+from train_kit import golden
 from train_kit.messages import assistant, system, user
 from train_kit.templates import FAMILIES, THINKS
 from train_kit.turns import check_replies, check_turns, trained_texts
@@ -13,7 +15,6 @@ from skyrl_train.errors import DataError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.rendering.template import ChatTemplate, Messages
 
-THINKING = ("qwen3", "r1-distill", "qwen3.5")
 HM = {"reasoning_content": "Hm"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
@@ -62,32 +63,14 @@ def test_a_thought_is_trained_even_if_the_template_drops_it_from_past_turns(fami
     assert "2 and 2.\n</think>It is 4." in trained.replace("\n\n", "")
 
 
-@pytest.mark.parametrize(
-    ("family", "message", "reason"),
-    [
-        ("qwen3 without thinking", assistant("<think>\nHm.\n</think>\n\n4"), "has a thought|cannot be separated"),
-        ("deepseek-v3.1", assistant("Hm.</think>4"), "has a thought"),
-        ("chatml", assistant("4") | HM, "does not write the thought in message 1"),
-        (
-            "llama 3",
-            assistant("") | {"tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
-            "tool calls of message 1",
-        ),
-        ("deepseek-v3", assistant("I add.") | {"tool_calls": [CALL]}, "message 1 has content and tool calls"),
-        ("gpt-oss, with tools", assistant("4") | {"tool_calls": [CALL, CALL]}, "arguments of the call of add and the"),
-        ("r1-distill", {"role": "bot", "content": "4"}, "has the role 'bot'"),
-        ("r1-distill", {"role": "Assistant", "content": "4"}, "has the role 'Assistant'"),
-        ("qwen3", assistant("<think>\nHm"), "opens a thought with <think> and does not close it"),
-        *((family, assistant("<think>a</think>b</think>c"), "a second <think> or </think>") for family in THINKING),
-        *((family, assistant("pre <think>a</think>c"), "text before a thought") for family in THINKING),
-        *((family, assistant("c </think> d") | HM, "one thought in a field and another") for family in THINKING),
-        ("hunyuan", assistant("x <answer>4</answer> y"), "does not write the whole content in message 1"),
-        ("chatml", assistant("4<|im_end|>"), "contains <|im_end|>, the end of a turn"),
-    ],
-)
-def test_what_the_template_does_not_write_is_refused(family: str, message: Any, reason: str) -> None:
-    with pytest.raises(DataError, match=reason.replace("<|im_end|>", r"<\|im_end\|>")):
-        encode(family, [user("2 + 2?"), message])
+def test_what_the_template_does_not_write_is_refused(pytestconfig: pytest.Config) -> None:
+    """A case is a family and the reply to a question."""
+    printed = {}
+    for case in golden.read("rendering/refusals"):
+        family, _, message = case.partition(": ")
+        messages = [user("2 + 2?"), json.loads(message)]
+        printed[case] = [golden.catch(DataError, partial(encode, family, messages))]
+    golden.compare("rendering/refusals", printed, pytestconfig)
 
 
 STARTS = {

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train_kit import golden
 
 from skyrl_train.checkpoint import RemoteFolder
 from skyrl_train.entrypoints.cli import main
@@ -45,48 +46,15 @@ def evals(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.mark.parametrize(
-    ("response", "fields", "categories"),
-    [
-        (chat(CALL, "Tool result: ok", "All booked. <done>"), {}, {"false completion"}),
-        (chat(CALL, "Tool result: ok", "It is booked."), {}, {"false completion"}),
-        (
-            chat("<think>then <done></think>" + CALL, "Tool result: ok", CALL),
-            {"stop_reason": "max_turns"},
-            {"turn limit"},
-        ),
-        (chat(CALL, "Error: missing required parameter 'city'", CALL), {}, {"tool arguments"}),
-        (chat('<tool_call>{"name": oops}</tool_call>', "Error: bad", CALL), {}, {"tool arguments"}),
-        (chat(CALL, 'Tool result: {"error": "403 Forbidden"}', CALL), {}, {"authorization"}),
-        (chat(CALL, "<tool_response>\nError: booking 7 not found\n</tool_response>", CALL), {}, {"resource not found"}),
-        (chat(CALL, "Tool result: 404 Main Street", CALL), {"stop_reason": "length"}, {"context overflow"}),
-        (chat("The answer"), {"stop_reason": "length"}, {"cut reply"}),
-        (
-            chat(CALL, "Tool result: 1", "The answer"),
-            {"stop_reason": "length", "turns": [{"stop_reason": "stop"}, {"stop_reason": "length"}]},
-            {"cut reply"},
-        ),
-        (
-            chat(CALL, "Tool result: 1", CALL),
-            {"stop_reason": "length", "turns": [{"stop_reason": "length"}, {"stop_reason": "stop"}]},
-            {"context overflow"},
-        ),
-        (
-            chat(CALL, "Error: 401", CALL, "Error: no such user", "<done>"),
-            {},
-            {"authorization", "resource not found", "false completion"},
-        ),
-        (chat("I do not know."), {}, {"other"}),
-        (chat(CALL, 'Tool result: {"error": null, "id": 3}', CALL), {}, {"other"}),
-        (chat(CALL), {"score": None, "stop_reason": "env_timeout", "error": "timed out"}, {"invalid: env_timeout"}),
-        (chat(CALL, "Error: 401", "<done>"), {"score": [0.0, 1.0]}, set()),
-    ],
-)
-def test_failures_are_classified_by_what_tools_and_model_said(
-    evals: Any, response: str, fields: dict[str, Any], categories: set[str]
-) -> None:
-    (episode,) = read_episodes(evals(0, [row(response, **{"score": [0.0]} | fields)]), 0)
-    assert set(classify(episode)) == categories
+def test_failures_are_classified_by_what_tools_and_model_said(evals: Any, pytestconfig: pytest.Config) -> None:
+    """A case has replies and results of tools in turn, with a tool call as CALL, and other fields of a row."""
+    printed = {}
+    for step, case in enumerate(golden.read("report/failures")):
+        fields = json.loads(case.replace("CALL", json.dumps(CALL)[1:-1]))
+        response = chat(*fields.pop("said"))
+        (episode,) = read_episodes(evals(step, [row(response, **{"score": [0.0]} | fields)]), step)
+        printed[case] = sorted(classify(episode))
+    golden.compare("report/failures", printed, pytestconfig)
 
 
 def test_turns_and_tool_calls_are_counted_in_both_formats(evals: Any) -> None:

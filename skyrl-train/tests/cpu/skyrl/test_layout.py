@@ -1,40 +1,21 @@
 """Modules of SkyRL's new layout have the names of `skyrl_train`."""
 
-import re
 import subprocess
 import sys
 import tomllib
 from importlib import import_module
 
 import pytest
+from train_kit import golden
 from train_kit.processes import TRAIN_FOLDER
 
-HOMES = """
-skyrl.backends.skyrl_train.inference_servers.base inference_engines.base: ConversationType
-skyrl.backends.skyrl_train.inference_servers.engine_utils inference_engines.utils: get_sampling_params_for_backend
-skyrl.backends.skyrl_train.training_batch training_batch: TrainingInputBatch
-skyrl.backends.skyrl_train.utils.ppo_utils utils.ppo_utils: AdvantageEstimatorRegistry PolicyLossRegistry
-    masked_whiten register_advantage_estimator
-skyrl.train.config config: SkyRLGymConfig
-skyrl.train.entrypoints.main_base entrypoints.main_base: BasePPOExp validate_cfg
-skyrl.train.entrypoints.main_generate entrypoints.main_generate: EvalOnlyEntrypoint
-skyrl.train.generators.base generators.base: BatchMetadata GeneratorInput GeneratorInterface GeneratorOutput
-    TrainingPhase TrajectoryID
-skyrl.train.generators.skyrl_gym_generator generators.skyrl_gym_generator: SkyRLGymGenerator
-skyrl.train.generators.utils generators.utils: encode_messages_subset get_rollout_metrics
-skyrl.train.utils utils: Timer initialize_ray validate_cfg
-skyrl.train.utils.trainer_utils utils.trainer_utils: ResumeMode
-skyrl.train.utils.utils utils: Timer initialize_ray
-"""
-"""Modules of the new layout, their homes in `skyrl_train`, and names in them."""
 
-
-@pytest.mark.parametrize("line", re.sub(r"\n ", " ", HOMES).strip().splitlines())
-def test_a_module_has_the_names_of_its_home(line: str) -> None:
-    modules, _, names = line.partition(": ")
-    module, home = modules.split()
-    for name in names.split():
-        assert getattr(import_module(module), name) is getattr(import_module(f"skyrl_train.{home}"), name)
+def test_a_module_has_the_names_of_its_home() -> None:
+    """A case is a module of the new layout, with its home in `skyrl_train` and names in it."""
+    for module, (text,) in golden.read("compat/skyrl_layout").items():
+        home, _, names = text.partition(": ")
+        for name in names.split():
+            assert getattr(import_module(module), name) is getattr(import_module(f"skyrl_train.{home}"), name)
 
 
 def test_the_interface_of_engines_is_the_client() -> None:

@@ -73,14 +73,6 @@ def test_to_moves_every_tensor() -> None:
     assert moved.values is None
 
 
-def test_chunk_counts_prompts_and_not_rows() -> None:
-    batch = batch_of([0, 0, 0, 1, 2, 2, 3])
-    assert [part.draws.tolist() for part in batch.chunk(2)] == [[0, 0, 0, 1], [2, 2, 3]]
-    assert [part.draws.tolist() for part in batch.chunk(3)] == [[0, 0, 0, 1, 2, 2], [3]]
-    assert [part.draws.tolist() for part in batch.chunk(9)] == [batch.draws.tolist()]
-    assert batch.chunk(2)[1].sequences[:, 0].tolist() == [400, 500, 600]
-
-
 @given(
     group_sizes=st.lists(st.integers(min_value=1, max_value=4), min_size=1, max_size=6),
     n_prompts=st.integers(min_value=1, max_value=7),

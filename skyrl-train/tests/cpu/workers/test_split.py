@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -8,6 +10,13 @@ from skyrl_train.types import TrainingBatch
 from skyrl_train.workers.split import SHARED_COST, draws_fit, join, split
 
 token_rows = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=20)
+SPLITS: dict[str, st.SearchStrategy[Any]] = {
+    "rows": token_rows,
+    "n_ranks": st.integers(1, 4),
+    "max_tokens": st.integers(1, 60),
+    "max_rows": st.none() | st.integers(1, 5),
+    "shares_prefixes": st.booleans(),
+}
 
 
 def make_batch(rows: list[list[int]]) -> TrainingBatch:
@@ -25,13 +34,7 @@ def cost(rows: list[list[int]], shares_prefixes: bool) -> float:
     return n_tokens - (1 - SHARED_COST) * (n_tokens - len(prefixes)) if shares_prefixes else n_tokens
 
 
-@given(
-    rows=token_rows,
-    n_ranks=st.integers(1, 4),
-    max_tokens=st.integers(1, 60),
-    max_rows=st.none() | st.integers(1, 5),
-    shares_prefixes=st.booleans(),
-)
+@given(**SPLITS)
 def test_a_split_is_a_partition_within_the_budget(
     rows: list[list[int]], n_ranks: int, max_tokens: int, max_rows: int | None, shares_prefixes: bool
 ) -> None:
@@ -50,14 +53,7 @@ def test_a_split_is_a_partition_within_the_budget(
             assert max_rows is None or len(members) <= max_rows
 
 
-@given(
-    rows=token_rows,
-    draw_size=st.integers(1, 4),
-    n_ranks=st.integers(1, 4),
-    max_tokens=st.integers(1, 60),
-    max_rows=st.none() | st.integers(1, 5),
-    shares_prefixes=st.booleans(),
-)
+@given(**SPLITS, draw_size=st.integers(1, 4))
 def test_the_rows_of_a_draw_stay_together(
     rows: list[list[int]], draw_size: int, n_ranks: int, max_tokens: int, max_rows: int | None, shares_prefixes: bool
 ) -> None:

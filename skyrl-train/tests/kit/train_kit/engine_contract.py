@@ -7,6 +7,7 @@ distribution of sampled tokens, runs the other parts.
 
 import asyncio
 import copy
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -499,3 +500,12 @@ class ControlContract:
 
 class EngineContract(SamplingContract, CallContract, EndingContract, CacheContract, WeightContract, ControlContract):
     """All guarantees of `InferenceEngine`."""
+
+
+class InProcessContract(EngineContract):
+    """The engine contract, and threads of this process."""
+
+    async def test_close_during_a_step_leaves_no_thread(self, engine_kit: EngineKit) -> None:
+        threads = set(threading.enumerate())
+        await self.test_close_fails_all_waiting_calls(engine_kit)
+        assert set(threading.enumerate()) <= threads

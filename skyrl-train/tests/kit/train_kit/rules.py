@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from omegaconf import OmegaConf
@@ -39,6 +39,18 @@ CORRECTION_SWITCHES = {
 
 PASSES = "passes: "
 SETTING = re.compile(r"(?:[a-z_]+\.)+[a-z_]+=[^\s,;]+")
+
+
+def nested(*pairs: tuple[str, Any]) -> dict[str, Any]:
+    """Return a nested mapping: `("a.b", 1)` → `{"a": {"b": 1}}`."""
+    tree: dict[str, Any] = {}
+    for key, value in pairs:
+        *parents, name = key.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+    return tree
 
 
 def load(overrides: str) -> SkyRLConfig:

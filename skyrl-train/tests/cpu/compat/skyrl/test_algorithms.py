@@ -1,6 +1,5 @@
 """Names and calling conventions of SkyRL that scripts rely on."""
 
-import pytest
 import torch
 
 from skyrl_train.compat.skyrl import algorithms as ppo_utils
@@ -17,16 +16,6 @@ def test_advantages_of_a_registered_estimator_and_their_normalization() -> None:
     torch.testing.assert_close(computed, expected)
     batch = ppo_utils.normalize_advantages_dict({"advantages": computed[0], "loss_mask": mask})
     torch.testing.assert_close(batch["advantages"], torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
-
-
-HERE = {"compute_advantages_and_returns", "normalize_advantages_dict"}
-
-
-@pytest.mark.parametrize("name", sorted(set(ppo_utils.__all__) - HERE))
-def test_every_other_name_comes_from_algorithms(name: str) -> None:
-    value = getattr(ppo_utils, name)
-    module = getattr(value, "__module__", type(value).__module__)
-    assert module.startswith("skyrl_train.algorithms")
 
 
 def test_a_loss_can_be_called_without_a_mask_and_reduced() -> None:

@@ -73,8 +73,8 @@ class DAPOTrainer(RayPPOTrainer):
 
     @torch.no_grad()
     def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
-        buffer_len = self.cfg.trainer.algorithm.overlong_buffer_len
-        factor = self.cfg.trainer.algorithm.overlong_buffer_penalty_factor
+        buffer_len = self.cfg.trainer.algorithm.overlong_buffer.len
+        factor = self.cfg.trainer.algorithm.overlong_buffer.penalty_factor
         max_length = self.cfg.generator.sampling_params.max_generate_length
         rewards = generator_output["rewards"]
         assert not isinstance(rewards[0], list), "the punishment needs one reward for each response"

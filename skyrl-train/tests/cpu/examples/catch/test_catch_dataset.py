@@ -31,16 +31,6 @@ def test_the_command_writes_both_splits_and_prints_a_summary(
     assert read(folder / "validation.parquet") == dataset.validation_rows()
 
 
-def test_the_columns_of_a_row() -> None:
-    row = CatchDataset(train_size=30, test_size=10).validation_rows()[0]
-    start = row["extra_info"]
-    assert list(row) == ["data_source", "prompt", "env_class", "reward_spec", "extra_info"]
-    assert (row["data_source"], row["env_class"]) == ("synthetic_catch", "catch")
-    assert row["reward_spec"] == {"mode": "shaped", "step_penalty": -0.01, "terminal_catch": 1.0, "terminal_miss": -1.0}
-    assert start == start | {"grid_w": 7, "grid_h": 6, "max_turns": 5, "ball_y": 0, "split": "validation", "seed": 124}
-    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
-
-
 def test_every_row_has_the_game_and_the_reward_of_the_flags(tmp_path: Path) -> None:
     grid = ["--grid_w", "9", "--grid_h", "4", "--max_turns", "8"]
     reward = ["--reward_mode", "episodic", "--step_penalty", "-0.5", "--terminal_catch", "2", "--terminal_miss", "-3"]
@@ -61,6 +51,9 @@ def test_games_depend_on_the_seed_and_the_splits_use_consecutive_seeds() -> None
         for rows in (same.validation_rows(), other)
     ]
     assert starts[0] == starts[1]
+    assert {(row["extra_info"]["split"], row["extra_info"]["seed"]) for row in same.validation_rows()} == {
+        ("validation", 8)
+    }
     rows = CatchDataset(grid_w=3, train_size=500).train_rows()
     assert len({(row["extra_info"]["ball_x"], row["extra_info"]["paddle_x"]) for row in rows}) == 9, "every start"
 

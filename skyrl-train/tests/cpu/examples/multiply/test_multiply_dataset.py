@@ -16,25 +16,16 @@ def factors(row: Any) -> tuple[int, int]:
 def test_every_row_can_be_played(prepare: Any, play: Any) -> None:
     splits = prepare(main)
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 1600, "validation": 400}
+    for split, rows in splits.items():
+        assert rows[0].env_extras["extra_info"] == {"split": split, "num_digits": 2}
     for row in [*splits["train"], *splits["validation"]][::10]:
         a, b = factors(row)
+        assert "\\boxed{}" in row.prompt[0]["content"]
+        assert row.data_source == "synthetic_multiply"
         assert play(row, f"\\boxed{{{a * b}}}", max_turns=1) == 1.0
         assert play(row, f"\\boxed{{{a * b + 10}}}", max_turns=1) == 0.0
         assert play(row, f"{a * b}", max_turns=1) == 0.0
         assert play(row, "Hm.", f"\\boxed{{{a * b}}}", max_turns=3) == 1.0
-
-
-def test_the_columns_of_a_row(prepare: Any) -> None:
-    row = prepare(main, "--max_rows", "1")["validation"][0]
-    a, b = factors(row)
-    assert [message["role"] for message in row.prompt] == ["system", "user"]
-    assert "\\boxed{}" in row.prompt[0]["content"]
-    assert row.env_class == "multiply"
-    assert row.env_extras == {
-        "data_source": "synthetic_multiply",
-        "reward_spec": {"method": "rule", "ground_truth": str(a * b)},
-        "extra_info": {"split": "validation", "num_digits": 2},
-    }
 
 
 @pytest.mark.parametrize("num_digits", [1, 2, 3, 30])

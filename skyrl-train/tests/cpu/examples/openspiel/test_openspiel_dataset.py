@@ -58,6 +58,8 @@ def test_no_position_is_in_both_files(prepare: Any) -> None:
             {row.env_extras["extra_info"]["serialized_game_and_state"] for row in splits[split]}
             for split in ("train", "validation")
         )
+        for split, rows in splits.items():
+            assert {row.env_extras["extra_info"]["split"] for row in rows} == {split}
         assert train.isdisjoint(validation)
         assert min(len(train), len(validation)) > 0
         assert len(splits["train"]) + len(splits["validation"]) == 100 > len(train) + len(validation)
@@ -69,15 +71,6 @@ def test_positions_depend_on_the_seed(prepare: Any) -> None:
 
     assert prompts("1") == prompts("1")
     assert prompts("1") != prompts("2")
-
-
-def test_the_columns_of_a_row(prepare: Any) -> None:
-    row = prepare(main, *SMALL)["validation"][0]
-    assert row.env_class == "openspiel"
-    assert row.data_source.startswith("openspiel_")
-    facts = row.env_extras["extra_info"]
-    assert facts == facts | {"env": "openspiel", "split": "validation", "seed": 42, "num_players": 2}
-    assert set(row.env_extras) == {"data_source", "reward_spec", "extra_info"}
 
 
 @pytest.mark.parametrize(

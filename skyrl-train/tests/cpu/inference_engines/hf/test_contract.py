@@ -1,11 +1,10 @@
 """The embedded engine meets the engine contract."""
 
 import copy
-import threading
 from collections.abc import AsyncIterator
 
 import pytest
-from train_kit.engine_contract import EngineContract
+from train_kit.engine_contract import InProcessContract
 from train_kit.engines import EngineKit, embedded_kit
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,10 +18,5 @@ async def engine_kit(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedToke
         yield kit
 
 
-class TestHFContract(EngineContract):
+class TestHFContract(InProcessContract):
     """The engine contract, and threads of the embedded engine."""
-
-    async def test_close_during_a_step_leaves_no_thread(self, engine_kit: EngineKit) -> None:
-        threads = set(threading.enumerate())
-        await self.test_close_fails_all_waiting_calls(engine_kit)
-        assert set(threading.enumerate()) <= threads

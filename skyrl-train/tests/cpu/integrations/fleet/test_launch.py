@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -278,25 +277,10 @@ def test_credentials_are_files_that_only_the_owner_reads(tmp_path: Path) -> None
     assert "VAST_API_KEY is not set" in result.stdout
 
 
-def test_the_workflow_has_the_inputs_and_secrets_of_the_guide() -> None:
-    text, workflow = WORKFLOW.read_text(), load(WORKFLOW)
+def test_the_workflow_offers_every_task_and_passes_inputs_as_variables() -> None:
+    workflow = load(WORKFLOW)
     inputs = workflow[True]["workflow_dispatch"]["inputs"]  # `on` is true in YAML 1.1
-    assert workflow["name"] == "Fleet Task Training (SkyPilot)"
-    assert {"modality", "env_key", "task_name"} <= set(inputs)
-    assert inputs["modality"]["options"] == ["tool_use", "computer_use"]
     assert {f"{name}.yaml" for name in inputs["task_name"]["options"]} == {task.name for task in TASKS}
-    assert set(re.findall(r"secrets\.(\w+)", text)) == {
-        "FLEET_API_KEY",
-        "WANDB_API_KEY_TOOL_USE",
-        "WANDB_API_KEY_COMPUTER_USE",
-        "LAMBDA_API_KEY",
-        "RUNPOD_API_KEY",
-        "VAST_API_KEY",
-        "PRIME_INTELLECT_API_KEY",
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "SLACK_BOT_TOKEN",
-    }
     for step in workflow["jobs"]["train"]["steps"]:
         command = step.get("run", "")
         assert "${{" not in command, "inputs reach a shell only as variables"
