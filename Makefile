@@ -293,7 +293,7 @@ ENVIRONMENTS := $(OURS) $(FLEET) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER
 	@$(PYTHON) -m venv $(@:/bin/python=)
 
 .venv/.runtime: $(MANIFESTS) | .venv/bin/python
-	@echo "setup: installing skyrl-agent, skyrl-gym and skyrl-train into .venv (the first time takes minutes)"
+	@echo "setup: installing skyrl-agent, skyrl-gym and skyrl-train into .venv (the first time takes a minute or more)"
 	@$(call install,.venv) -c constraints.txt $(PACKAGES)
 	@touch $@
 
@@ -310,7 +310,7 @@ $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
 
 # Install the locked packages first. The others must not choose versions, because each requires its own torch.
 $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
-	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes minutes)"
+	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes a minute or more)"
 	@$(call install,$*) -c constraints.txt $(PACKAGES) -e 'skyrl-train[endpoint,ray,wandb]' \
 	  hypothesis pytest pytest-asyncio pytest-timeout requests
 	@$(call install,$*) --no-deps -r $(REQUIREMENTS)
@@ -318,7 +318,7 @@ $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 
 # A server that our client reaches over a socket. torch comes first, because the others require another one.
 $(SGLANG)/.ready: $(SGLANG_REQUIREMENTS) constraints.txt | $(SGLANG)/bin/python
-	@echo "setup: installing $< into $(SGLANG) (the first time takes minutes)"
+	@echo "setup: installing $< into $(SGLANG) (the first time takes a minute or more)"
 	@$(call install,$(SGLANG)) -c constraints.txt torch transformers
 	@$(call install,$(SGLANG)) --no-deps -r $<
 	@touch $@

@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl_child import OnRequest
 
+CACHE = {"page_size": 64, "num_blocks": 2 * N_PROMPTS * N_SAMPLES, "max_batch_tokens": 2048}
+"""Of the continuous batching. Left to itself, it takes more memory than the machine has."""
+
 
 def score(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
     """Return the rewards of the completions."""
@@ -60,7 +63,7 @@ def main() -> None:
         beta=0.0,
         shuffle_dataset=False,
         use_transformers_continuous_batching=is_continuous,
-        transformers_continuous_batching_config={"max_memory_percent": 0.1} if is_continuous else None,
+        transformers_continuous_batching_config=CACHE if is_continuous else None,
         **settings,
     )
     GRPOTrainer(model, reward_funcs=score, args=config, train_dataset=dataset, **common).train()

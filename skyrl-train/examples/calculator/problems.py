@@ -30,6 +30,9 @@ TRAINING = (
     Wording("What is the sum of {a} and {b}?", "{a} + {b}"),
     Wording("A shop had 1{a} lamps and sold {b}. How many are left?", "1{a} - {b}"),
     Wording("How much is 1{a} minus {b}?", "1{a} - {b}"),
+    Wording("Lena had 1{a} coins and spent {b}. How many does she have now?", "1{a} - {b}"),
+    Wording("Of 1{a} seats, {b} are taken. How many are free?", "1{a} - {b}"),
+    Wording("A rope is 1{a} meters long. {b} meters are cut off. How long is it now?", "1{a} - {b}"),
 )
 HELD_OUT = (
     Wording("There are {b} rows of {a} chairs. How many chairs is that?", "{a} * {b}"),
