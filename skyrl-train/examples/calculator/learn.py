@@ -21,7 +21,7 @@ from examples.learning import Recipe, main
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.errors import ConfigError
 
-N_TRAIN, N_VALIDATION, N_TRACES = 600, 64, 24
+N_TRAIN, N_VALIDATION, N_TRACES, N_SAMPLED = 600, 64, 24, 48
 BATCH_SIZE = 8  # traces per step of the warm start
 TRACES, VALIDATION = "traces.jsonl", "validation.parquet"
 LIMITS = (
@@ -32,11 +32,12 @@ LIMITS = (
 
 
 def write_data(folder: Path) -> None:
-    """Write traces, training and validation problems."""
+    """Write traces, and problems for training, for preference pairs and for validation."""
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / TRACES, list(traces(problems(TRAINING, N_TRACES, is_held_out=False, seed=0))))
     for name, rows in (
         ("train.parquet", problems(TRAINING, N_TRAIN, is_held_out=False, seed=1)),
+        ("sampled.parquet", problems(TRAINING, N_SAMPLED, is_held_out=False, seed=3)),
         (VALIDATION, problems(HELD_OUT, N_VALIDATION, is_held_out=True, seed=2)),
     ):
         pq.write_table(pa.Table.from_pylist(rows), folder / name)
