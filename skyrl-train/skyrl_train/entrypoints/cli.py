@@ -301,13 +301,9 @@ def start_supervised(
         return
     check_answers(cfg)
     if dry_run:
-        from skyrl_train.entrypoints.describe_plan import check_disk, check_memory, describe_supervised_plan
-        from skyrl_train.plan.forecast import forecast_memory, plan_models
+        from skyrl_train.entrypoints.describe_plan import print_plan
 
-        typer.echo(describe_supervised_plan(cfg))
-        models = plan_models(cfg)
-        check_memory(cfg.trainer, forecast_memory(cfg.trainer, models))
-        check_disk(cfg.trainer, models)
+        print_plan(cfg, is_stock=True)
     elif cfg.trainer.placement.uses_torchrun and "TORCHELASTIC_RUN_ID" not in os.environ:
         file = [] if config is None else ["--config", str(config)]
         replace_by_torchrun([command, "--checked", *file, *overrides], cfg.trainer.placement, torchrun_flags)

@@ -267,7 +267,7 @@ class RLExperiment(Experiment):
         curriculum = curriculum_callbacks(self.cfg, prompts)
         total_steps = limit_steps(cfg, prompts.batches_per_epoch)
         if not self.replaces("get_model", "get_value_model"):
-            check_memory(cfg, self.plan.forecast_memory())
+            check_memory(self.plan)
         async with self.launching(self.plan.roles) as launcher:
             learner = await load_learner(
                 self.cfg, launcher, self.tokenizer, self.get_model, self.get_value_model, total_steps

@@ -23,7 +23,7 @@ from skyrl_train.launch.launcher import ModelLauncher, started
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import TrainedModels
 from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_tokenizer
-from skyrl_train.plan.forecast import forecast_memory, limit_steps, plan_models
+from skyrl_train.plan import TrainingPlan, limit_steps
 from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.supervised_trainer import SupervisedRows, SupervisedTrainer, Validation
 from skyrl_train.tracking import Tracking
@@ -129,7 +129,7 @@ class SupervisedExp(Experiment):
         total_steps = limit_steps(cfg, rows.order.batches_per_epoch)
         optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", total_steps)
         if not self.replaces("get_model"):
-            check_memory(cfg, forecast_memory(cfg, plan_models(self.cfg)))
+            check_memory(TrainingPlan(self.cfg))
         async with started(self.new_model_launcher(self.roles)) as launcher:
             lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed)
             spec = self.model_spec(self.role, self.get_model, optimizer, lora)
