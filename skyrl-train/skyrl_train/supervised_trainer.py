@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from skyrl_train.algorithms.objectives import SupervisedObjective
-from skyrl_train.callbacks import Callback, Run, StepReport, is_due
+from skyrl_train.callbacks import is_due
 from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import SupervisedDataset, build_supervised_batch
 from skyrl_train.learner import MIN_MEAN_LOGPROB, TrainedModels
-from skyrl_train.run import BaseTrainer, Step
+from skyrl_train.run import Callback, Run, Step, StepReport
 from skyrl_train.tracking.system import peak_flops, system_metrics
 from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
 
@@ -46,8 +46,8 @@ class SupervisedRows:
         self.n_tokens = state["n_tokens"]
 
 
-class SupervisedTrainer(BaseTrainer):
-    """A trainer on fixed data. Callbacks see it as a `Run`."""
+class SupervisedTrainer(Run):
+    """A trainer on fixed data."""
 
     def __init__(
         self,

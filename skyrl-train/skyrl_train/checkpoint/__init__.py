@@ -6,6 +6,7 @@ from skyrl_train.checkpoint.remote import (
     RemoteCheckpoints,
     RemoteFolder,
     find_credentials_fault,
+    open_folder,
     upload_files,
 )
 from skyrl_train.checkpoint.store import CheckpointStore, step_of, write_complete
@@ -27,6 +28,7 @@ __all__ = [
     "find_credentials_fault",
     "folder_lock",
     "make_folder",
+    "open_folder",
     "replace_text",
     "step_of",
     "to_bytes",

@@ -9,6 +9,7 @@ Object stores cannot rename folders, so writing `checksums.json` replaces the re
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -27,6 +28,8 @@ from xxhash import xxh3_128
 from skyrl_train.checkpoint.manifest import MANIFEST, Fingerprint, parse_manifest
 from skyrl_train.checkpoint.store import POINTER, step_of
 from skyrl_train.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -315,6 +318,17 @@ class RemoteCheckpoints:
 
     def _folder(self, step: int) -> RemoteFolder:
         return self.folder / f"global_step_{step}"
+
+
+def open_folder(url: str | None, key: str, content: str) -> RemoteFolder | None:
+    """Return the folder at `url`, the value of the configuration key `key`, or None if there is no URL.
+
+    Without credentials for the URL, log that its `content` stays on this machine, and return None.
+    """
+    if url is not None and (fault := find_credentials_fault(url, os.environ)):
+        logger.warning("%s is set, but %s stay on this machine: %s", key, content, fault)
+        return None
+    return None if url is None else RemoteFolder(url)
 
 
 def upload_files(source: Path, target: RemoteFolder) -> int:

@@ -27,7 +27,7 @@ from skyrl_train.errors import ConfigError, EnvError, StorageError
 from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.launch.torchrun import Torchrun, TorchrunLauncher, serve_driver
-from skyrl_train.run import BaseTrainer
+from skyrl_train.run import Run
 from skyrl_train.threads import compute_thread
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.types.specs import Role
@@ -219,7 +219,7 @@ class Experiment(ABC):
         """Load the models and data, and train."""
 
 
-async def train(trainer: BaseTrainer) -> None:
+async def train(trainer: Run) -> None:
     """Train to the last step. Raise KeyboardInterrupt if the run stops earlier."""
     with on_first_interrupt(lambda: trainer.request_stop("interrupted")):
         await trainer.train()
