@@ -12,11 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from skyrl_train.checkpoint import DISK_ERRORS, CheckpointStore, folder_lock, make_folder
@@ -27,6 +29,7 @@ from skyrl_train.errors import ConfigError, EnvError, StorageError
 from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.launch.torchrun import Torchrun, TorchrunLauncher, serve_driver
+from skyrl_train.models.loading import default_device, load_model
 from skyrl_train.run import Run
 from skyrl_train.threads import compute_thread
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
@@ -136,6 +139,24 @@ class Experiment(ABC):
         """Return True if a user's subclass overrides any of these methods."""
         owners = (next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in methods)
         return not all(vars(cls).get("is_stock", False) for cls in owners)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The cached result of `get_tokenizer`."""
+        return self.get_tokenizer()
+
+    @abstractmethod
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the policy's tokenizer, with the configured chat template."""
+
+    def load_language_model(self, path: str, key: str) -> PreTrainedModel:
+        """Load the causal language model at `path`, the value of the configuration key `key`."""
+        return load_model(path, key=key, **self.loading_options(self.cfg.trainer.policy.model.dtype))
+
+    def loading_options(self, dtype: str) -> dict[str, Any]:
+        """Return the options with which the run loads a model in `dtype`."""
+        checkpointing = self.cfg.trainer.gradient_checkpointing
+        return {"dtype": getattr(torch, dtype), "device": default_device(), "gradient_checkpointing": checkpointing}
 
     def get_tracker(self) -> Tracking:
         """Open the metrics backends."""

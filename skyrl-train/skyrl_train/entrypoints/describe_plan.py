@@ -17,7 +17,7 @@ from skyrl_train.entrypoints.preflight import read_context_length
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.plan import RunPlan, TrainingPlan
 from skyrl_train.plan.forecast import PlannedModel, format_bytes, format_count, free_bytes
-from skyrl_train.plan.run_plan import ROLES, Ranks
+from skyrl_train.plan.run_plan import Ranks
 from skyrl_train.types.specs import lora_spec
 
 logger = logging.getLogger(__name__)
@@ -111,11 +111,11 @@ def describe_supervised_plan(plan: TrainingPlan) -> str:
     if torchrun is not None:
         torchrun.check(trainer.placement)
         processes = f"{torchrun.size} of torchrun"
-        ranks = {model.role: (1, torchrun.size) for model in models} if torchrun.size > 1 else {}
+        ranks = dict.fromkeys(plan.roles, (1, torchrun.size)) if torchrun.size > 1 else {}
     elif trainer.placement.uses_torchrun:
         processes = f"{math.prod(trainer.placement.size('policy'))} of torchrun"
     elif ranks:
-        processes = _describe_processes(ranks)
+        processes = _describe_processes(plan)
     else:
         processes = "1"
     lines += [_describe_device(), ("processes", processes), *_describe_storage(plan, "activations", ranks)]
@@ -132,11 +132,10 @@ def _check_megatron(plan: TrainingPlan) -> None:
 
     for planned in plan.models:
         if planned.n_parameters is not None:
-            role = ROLES[planned.role]
-            key = f"trainer.{role}" if role == "ref" else "trainer.policy"
+            key = "trainer.ref" if planned.role == "ref" else "trainer.policy"
             section = value_at(trainer, key.removeprefix("trainer."))
             lora = lora_spec(section.model, f"{key}.model.lora", trainer.seed) if planned.lora is not None else None
-            model = create_empty(planned.path, role, local_files_only=True)
+            model = create_empty(planned.path, planned.role, local_files_only=True)
             configure(model, f"the model {planned.path}", section.megatron_config, key, lora)
 
 
@@ -146,8 +145,8 @@ def _format_plan(lines: Iterable[tuple[str, str]]) -> str:
 
 def _describe_model(model: PlannedModel) -> Iterator[tuple[str, str]]:
     size = f"{model.n_parameters:,} parameters" if model.n_parameters else "size unknown before the download"
-    is_widened = model.dtype != "float32" and model.lora is None and model.role != "reference"
-    yield model.role, f"{model.path} · {size} · {model.dtype}{', trained in float32' if is_widened else ''}"
+    is_widened = model.dtype != "float32" and model.lora is None and model.role != "ref"
+    yield model.name, f"{model.path} · {size} · {model.dtype}{', trained in float32' if is_widened else ''}"
     if model.lora is not None:
         lora = model.lora
         kind = f"rank {lora.rank}, alpha {lora.alpha}" if lora.lora_path is None else f"of {lora.lora_path}"
@@ -187,7 +186,7 @@ def _describe_resources(plan: RunPlan) -> Iterator[tuple[str, str]]:
             "all share the policy's devices" if plan.cfg.trainer.placement.colocate_all or not engine.n_local else own
         )
         sharing += ", and are offloaded while idle" if plan.offloads_idle else ""
-        yield "processes", f"{_describe_processes(ranks, engine.n_local)} · {sharing}"
+        yield "processes", f"{_describe_processes(plan, engine.n_local)} · {sharing}"
     elif engine.has_process:
         yield "processes", "2: training in this one, generation in the other"
     else:
@@ -227,7 +226,7 @@ def _describe_storage(plan: TrainingPlan, and_on_top: str, ranks: Ranks) -> Iter
         n_bytes = format_bytes(sum(model.training_bytes for model in models))
         yield "memory", f"{n_bytes} for weights, gradients and optimizer; {and_on_top} come on top"
         if ranks:
-            shards = (f"{m.role} {format_bytes(m.training_bytes / plan.count_shards(m, ranks))}" for m in models)
+            shards = (f"{m.name} {format_bytes(m.training_bytes / plan.count_shards(m, ranks))}" for m in models)
             engine = f"; engine {format_bytes(plan.engine_bytes)}" if plan.engine_bytes else ""
             yield "per process", f"{', '.join(shards)}{engine}"
         if (memory := plan.forecast_memory()) is not None and memory.shortage is not None:
@@ -237,11 +236,12 @@ def _describe_storage(plan: TrainingPlan, and_on_top: str, ranks: Ranks) -> Iter
     yield "run folder", trainer.run_dir
 
 
-def _describe_processes(ranks: Ranks, n_engines: int = 0) -> str:
+def _describe_processes(plan: TrainingPlan, n_engines: int = 0) -> str:
     """Return the number of processes on Ray: the driver, the engines, and the ranks."""
     engines = {0: "", 1: "engine, "}.get(n_engines, f"{n_engines} engines, ")
-    parts = ", ".join(f"{role} {n_nodes} × {n_per_node}" for role, (n_nodes, n_per_node) in ranks.items())
-    n_processes = 1 + n_engines + sum(map(math.prod, ranks.values()))
+    sizes = {model.name: plan.ranks[model.role] for model in plan.models}
+    parts = ", ".join(f"{name} {n_nodes} × {n_per_node}" for name, (n_nodes, n_per_node) in sizes.items())
+    n_processes = 1 + n_engines + sum(map(math.prod, sizes.values()))
     return f"{n_processes} on Ray: this one, {engines}ranks (nodes × per node) {parts}"
 
 
@@ -287,6 +287,6 @@ def check_disk(plan: TrainingPlan) -> None:
     from skyrl_train.checkpoint import CheckpointStore  # imports torch, as `_describe_device`
 
     if plan.cfg.trainer.ckpt_interval > 0 and plan.has_known_sizes:
-        n_bytes = sum(model.checkpoint_bytes for model in plan.models if model.role != "reference")
+        n_bytes = sum(model.checkpoint_bytes for model in plan.models if model.role != "ref")
         if shortage := CheckpointStore(Path(plan.cfg.trainer.ckpt_path)).find_shortage(n_bytes):
             raise CheckpointError(shortage)

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.setup import weight_folder
 from skyrl_train.launch.launcher import Launcher, started
 from skyrl_train.learner import Learner
-from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_value_model
+from skyrl_train.models.loading import POLICY_PATH, load_value_model
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.plan import RunPlan, limit_steps
 from skyrl_train.remote_storage import RemoteStorage
@@ -158,13 +157,7 @@ class RLExperiment(Experiment):
         """The plan of the run: which models and engines run on which devices."""
         return RunPlan(self.cfg, torch.cuda.is_available())
 
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The cached result of `get_tokenizer`."""
-        return self.get_tokenizer()
-
     def get_tokenizer(self, padding_side: str = "left") -> PreTrainedTokenizerBase:
-        """Load the policy's tokenizer, with the configured chat template."""
         tokenizer = load_policy_tokenizer(self.cfg)
         tokenizer.padding_side = padding_side
         return tokenizer
@@ -182,24 +175,11 @@ class RLExperiment(Experiment):
 
     def get_model(self, path: str, key: str) -> PreTrainedModel:
         """Load the causal language model at `path`, the value of the configuration key `key`."""
-        trainer = self.cfg.trainer
-        return load_model(
-            path,
-            dtype=getattr(torch, trainer.policy.model.dtype),
-            device=default_device(),
-            gradient_checkpointing=trainer.gradient_checkpointing,
-            key=key,
-        )
+        return self.load_language_model(path, key)
 
     def get_value_model(self, path: str) -> PreTrainedModel:
         """Load the critic's model."""
-        trainer = self.cfg.trainer
-        return load_value_model(
-            path,
-            dtype=getattr(torch, trainer.critic.model.dtype),
-            device=default_device(),
-            gradient_checkpointing=trainer.gradient_checkpointing,
-        )
+        return load_value_model(path, **self.loading_options(self.cfg.trainer.critic.model.dtype))
 
     def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine. `model` is the policy, or None for an engine with its own weights."""

@@ -5,16 +5,14 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
-from skyrl_train.config.policy import CriticModelConfig, LoraConfig, PolicyModelConfig
+from skyrl_train.config.policy import LoraConfig
 from skyrl_train.models.weight_files import list_weight_files
-from skyrl_train.types.specs import lora_spec
-
-ModelName = Literal["policy", "critic", "reference", "reward model"]
+from skyrl_train.types.specs import Role, lora_spec
 
 BYTES = {"float32": 4, "bfloat16": 2}
 BYTES_WHEN_TRAINED = 4 * BYTES["float32"]  # weights, gradients and the two moments of AdamW
@@ -25,13 +23,18 @@ COPIES_IN_CHECKPOINT = 3  # weights and moments
 class PlannedModel:
     """A model that the run loads."""
 
-    role: ModelName
+    role: Role
     path: str
     dtype: str
     lora: LoraConfig | None = None
     n_parameters: int | None = None
     """None: unknown before the download."""
     n_trained: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name to display."""
+        return {"ref": "reference", "reward": "reward model"}.get(self.role, self.role)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -46,7 +49,7 @@ class PlannedModel:
     @property
     def training_bytes(self) -> int:
         """Memory for weights, gradients and optimizer state."""
-        frozen = self.weight_bytes if self.lora or self.role == "reference" else 0
+        frozen = self.weight_bytes if self.lora or self.role == "ref" else 0
         return (self.n_trained or 0) * BYTES_WHEN_TRAINED + frozen
 
     @property
@@ -66,19 +69,18 @@ class PlannedModel:
         return self.checkpoint_bytes // COPIES_IN_CHECKPOINT if is_adapter else self.weight_bytes
 
 
-def plan_trained_model(
-    role: Literal["policy", "critic", "reward"], section: PolicyModelConfig | CriticModelConfig, seed: int
-) -> PlannedModel:
-    """Return the model that a section of the configuration trains. Raise ConfigError if its adapter does not fit."""
-    path = str(section.path)
-    n_parameters = n_trained = count_parameters(path)
-    lora = lora_spec(section, f"trainer.{'critic' if role == 'critic' else 'policy'}.model.lora", seed)
+def plan_model(role: Role, trainer: Any) -> PlannedModel:
+    """Return the model of a run in a role, with its size. Raise ConfigError if its adapter does not fit."""
+    section = trainer.policy.model if role == "reward" else getattr(trainer, role).model
+    n_parameters = n_trained = count_parameters(section.path)
+    if role == "ref":
+        return PlannedModel(role, section.path, trainer.policy.model.dtype, None, n_parameters)
+    lora = lora_spec(section, f"trainer.{'critic' if role == 'critic' else 'policy'}.model.lora", trainer.seed)
     if lora is not None and n_parameters is not None:
         from skyrl_train.models.lora import count_trained
 
-        n_trained = count_trained(path, lora, role)
-    name: ModelName = "reward model" if role == "reward" else role
-    return PlannedModel(name, path, section.dtype, None if lora is None else lora.config, n_parameters, n_trained)
+        n_trained = count_trained(section.path, lora, role)
+    return PlannedModel(role, section.path, section.dtype, lora and lora.config, n_parameters, n_trained)
 
 
 @dataclass(frozen=True, slots=True)

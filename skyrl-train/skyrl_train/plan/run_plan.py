@@ -16,23 +16,12 @@ from skyrl_train.config.preferences import DPOTrainerConfig, RewardConfig
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.files import count_rows
-from skyrl_train.plan.forecast import (
-    BYTES,
-    DiskForecast,
-    MemoryForecast,
-    ModelName,
-    PlannedModel,
-    count_parameters,
-    free_bytes_of_gpus,
-    plan_trained_model,
-)
+from skyrl_train.plan.forecast import BYTES, DiskForecast, MemoryForecast, PlannedModel, free_bytes_of_gpus, plan_model
 from skyrl_train.types.specs import Role, SyncKind
 
 logger = logging.getLogger(__name__)
 
-ROLES: Mapping[ModelName, Role] = {"policy": "policy", "critic": "critic", "reference": "ref", "reward model": "reward"}
-
-Ranks = Mapping[ModelName, tuple[int, int]]
+Ranks = Mapping[Role, tuple[int, int]]
 """Nodes, and ranks per node, of each model."""
 
 
@@ -51,22 +40,20 @@ class TrainingPlan:
 
     cfg: SkyRLConfig | SupervisedConfig
 
+    @property
+    def roles(self) -> list[Role]:
+        """The models that the run loads."""
+        cfg = self.cfg
+        if not isinstance(cfg, SkyRLConfig):
+            has_ref = isinstance(cfg.trainer, DPOTrainerConfig) and not cfg.trainer.policy_is_reference
+            return ["reward" if isinstance(cfg, RewardConfig) else "policy", *(["ref"] if has_ref else [])]
+        has_critic = cfg.trainer.critic.model.path is not None
+        return ["policy", *(["critic"] if has_critic else []), *(["ref"] if loads_reference(cfg) else [])]
+
     @cached_property
     def models(self) -> list[PlannedModel]:
         """The models with their sizes. Raises ConfigError if an adapter does not fit."""
-        cfg, seed = self.cfg, self.cfg.trainer.seed
-        policy, ref = cfg.trainer.policy.model, None
-        models = [plan_trained_model("reward" if isinstance(cfg, RewardConfig) else "policy", policy, seed)]
-        if isinstance(cfg, SkyRLConfig):
-            if cfg.trainer.critic.model.path is not None:
-                models.append(plan_trained_model("critic", cfg.trainer.critic.model, seed))
-            ref = cfg.trainer.ref if loads_reference(cfg) else None
-        elif isinstance(cfg.trainer, DPOTrainerConfig):
-            ref = None if cfg.trainer.policy_is_reference else cfg.trainer.ref
-        if ref is not None:
-            n_parameters = count_parameters(ref.model.path)
-            models.append(PlannedModel("reference", ref.model.path, policy.dtype, n_parameters=n_parameters))
-        return models
+        return [plan_model(role, self.cfg.trainer) for role in self.roles]
 
     @property
     def has_known_sizes(self) -> bool:
@@ -79,12 +66,12 @@ class TrainingPlan:
         placement = self.cfg.trainer.placement
         if not (placement.uses_ray or placement.uses_torchrun):
             return {}
-        return {model.role: placement.size(ROLES[model.role]) for model in self.models}
+        return {role: placement.size(role) for role in self.roles}
 
     def count_shards(self, model: PlannedModel, ranks: Ranks) -> int:
         """Return the number of ranks that one copy of a model is split over."""
         trainer = self.cfg.trainer
-        section = getattr(trainer, ROLES[model.role], trainer.policy)  # `skyrl reward` trains trainer.policy
+        section = getattr(trainer, model.role, trainer.policy)  # `skyrl reward` trains trainer.policy
         if trainer.strategy_traits.is_model_parallel:
             megatron = section.megatron_config
             return int(megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
@@ -130,10 +117,10 @@ class TrainingPlan:
 
         n_kept = trainer.max_ckpts_to_keep
         n_kept = 1 if trainer.remote_ckpt_url is not None and n_kept < 0 else n_kept
-        trained = [model for model in self.models if model.role != "reference"]
+        trained = [model for model in self.models if model.role != "ref"]
         checkpoint_bytes = sum(model.checkpoint_bytes for model in trained)
         if isinstance(trainer, TrainerConfig) and trainer.update_ref_every_epoch:  # the reference also changes
-            checkpoint_bytes += sum(model.weight_bytes for model in self.models if model.role == "reference")
+            checkpoint_bytes += sum(model.weight_bytes for model in self.models if model.role == "ref")
         return DiskForecast(
             checkpoint_bytes=checkpoint_bytes if trainer.ckpt_interval > 0 else 0,
             interval=trainer.ckpt_interval,
@@ -208,13 +195,6 @@ class RunPlan(TrainingPlan):
 
     cfg: SkyRLConfig
     has_gpus: bool
-
-    @property
-    def roles(self) -> list[Role]:
-        """The models that the run loads."""
-        roles: list[Role] = ["policy"]
-        roles += ["critic"] if self.cfg.trainer.critic.model.path is not None else []
-        return roles + (["ref"] if loads_reference(self.cfg) else [])
 
     @property
     def offloads_idle(self) -> bool:
