@@ -9,7 +9,7 @@ from skyrl_train.checkpoint.remote import (
     open_folder,
     upload_files,
 )
-from skyrl_train.checkpoint.store import CheckpointStore, step_of, write_complete
+from skyrl_train.checkpoint.store import CheckpointStore, parse_steps, step_of, write_complete
 from skyrl_train.checkpoint.uploader import Upload, Uploader, UploadResult
 from skyrl_train.checkpoint.writer import CheckpointWriter, Snapshot
 
@@ -29,6 +29,7 @@ __all__ = [
     "folder_lock",
     "make_folder",
     "open_folder",
+    "parse_steps",
     "replace_text",
     "step_of",
     "to_bytes",

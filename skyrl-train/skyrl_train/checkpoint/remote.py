@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -26,7 +25,7 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from xxhash import xxh3_128
 
 from skyrl_train.checkpoint.manifest import MANIFEST, Fingerprint, parse_manifest
-from skyrl_train.checkpoint.store import POINTER, step_of
+from skyrl_train.checkpoint.store import POINTER, describe_fix, parse_steps, step_of
 from skyrl_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -220,8 +219,7 @@ class RemoteCheckpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, complete or not, ascending."""
-        matches = (re.fullmatch(r"global_step_(\d+)", name) for name in self.folder.names())
-        return sorted(int(match[1]) for match in matches if match)
+        return parse_steps(self.folder.names())
 
     def is_complete(self, step: int, like: Path | None = None) -> bool:
         """Return True if every file of a checkpoint exists with the right size, and its checksums are as in `like`."""
@@ -309,12 +307,7 @@ class RemoteCheckpoints:
     def _fix(self, damaged_step: int) -> str:
         earlier = (step for step in reversed(self.steps()) if step != damaged_step)
         complete = next((step for step in earlier if self.is_complete(step)), None)
-        if complete is None:
-            return f"No other checkpoint in {self.folder.url} is complete. Set trainer.resume_mode=none to start over"
-        return (
-            f"The latest intact checkpoint is {self._folder(complete).url}. Set trainer.resume_mode=from_path and "
-            f"trainer.resume_path={self._folder(complete).url} to resume from it"
-        )
+        return describe_fix(None if complete is None else self._folder(complete).url, self.folder.url)
 
     def _folder(self, step: int) -> RemoteFolder:
         return self.folder / f"global_step_{step}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.checkpoint import make_folder
+from skyrl_train.checkpoint import make_folder, parse_steps
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.writer import BackgroundWriter
 
@@ -79,8 +78,7 @@ class RunFolder:
 
     def eval_steps(self) -> list[int]:
         """Return the steps that have an evaluation folder, ascending."""
-        matches = (re.fullmatch(r"global_step_(\d+)", folder.name) for folder in self.path.glob("evals/*/"))
-        return sorted(int(match[1]) for match in matches if match)
+        return parse_steps(folder.name for folder in self.path.glob("evals/*/"))
 
     def trajectories(self, step: int) -> Path:
         """Return the trajectory file of one training step."""
