@@ -17,7 +17,7 @@ from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.errors import ConfigError
-from skyrl_train.evaluate import dump_evaluation, evaluate, trajectory_row
+from skyrl_train.evaluate import evaluate, trajectory_row
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.run import Callback, Run, StepReport
@@ -81,10 +81,9 @@ class Evaluation(Callback):
 
     async def measure(self, run: Run) -> dict[str, float]:
         """Evaluate the current weights. With `trainer.dump_eval_results`, write the trajectories to the run folder."""
-        metrics, trajectories = await evaluate(self._dataset, self._generator, run.cfg, run.global_step)
-        if run.cfg.trainer.dump_eval_results:
-            folder = self._run_folder.evals(run.global_step)
-            dump_evaluation(folder, trajectories, metrics, self._chat, run.cfg.generator.success_reward)
+        step, cfg = run.global_step, run.cfg
+        folder = self._run_folder.evals(step) if cfg.trainer.dump_eval_results else None
+        metrics, _ = await evaluate(self._dataset, self._generator, cfg, step, folder, self._chat)
         return metrics
 
 

@@ -77,8 +77,7 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
         rows = read_metrics(run_folder.metrics)
         if not rows:
             raise DataError(f"{folder} has no metrics.jsonl with a step in it; pass the folder of a run")
-        config_text = run_folder.config_yaml.read_text("utf-8") if run_folder.config_yaml.exists() else ""
-        config = yaml.safe_load(config_text) or {}
+        _, config = run_folder.read_config()
         results = {headline.label: headline for headline in headlines(rows, config)}
         runs.append(ComparedRun(path, path.relative_to(root).as_posix(), f"c{len(runs)}", rows, config, results))
     settings = [run.settings for run in runs]

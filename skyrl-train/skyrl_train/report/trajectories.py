@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from skyrl_gym.tools.calls import ToolCallError, parse_tool_calls, strip_thoughts
 from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, parse_steps
 from skyrl_train.errors import DataError
-from skyrl_train.report.evaluations import EvaluatedTrajectory, parse_rows, parse_trajectory
+from skyrl_train.report.evaluations import EvaluatedTrajectory, parse_trajectory, read_rows
 from skyrl_train.tracking import RunFolder, read_metrics
-from skyrl_train.tracking.run_folder import AGGREGATED
 from skyrl_train.types.stop_reasons import StopReason
 
 EXCERPT_CHARACTERS = 200
@@ -146,13 +145,7 @@ def classify(episode: EvaluatedEpisode) -> dict[str, str]:
 
 def read_episodes(folder: RemoteFolder, step: int) -> list[EvaluatedEpisode]:
     """Read the episodes of one evaluation. Raise DataError for a line that is not a JSON object."""
-    evaluation = folder / f"global_step_{step}"
-    episodes = []
-    for name in evaluation.names():
-        if name.endswith(".jsonl") and name != AGGREGATED:
-            text = (evaluation.read(name) or b"").decode("utf-8", errors="replace")
-            episodes += [_parse_episode(row) for row in parse_rows(text, (evaluation / name).url)]
-    return episodes
+    return [_parse_episode(row) for row in read_rows(folder / f"global_step_{step}")]
 
 
 def _parse_episode(row: dict[str, Any]) -> EvaluatedEpisode:

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from skyrl_train.checkpoint import make_folder, parse_steps
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.writer import BackgroundWriter
@@ -49,6 +51,11 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.evaluation_results = self.path / "evals" / EVAL_ONLY / AGGREGATED
         """The metrics file of a run that only evaluates. Written at its end, if there are valid rollouts."""
+
+    def read_config(self) -> tuple[str, dict[str, Any]]:
+        """Return the text and the content of `config.yaml`, both empty if there is none."""
+        text = self.config_yaml.read_text(encoding="utf-8") if self.config_yaml.exists() else ""
+        return text, yaml.safe_load(text) or {}
 
     def read_changes(self) -> list[dict[str, Any]]:
         """Return changed settings by ascending step: `{"after_step": 10, "settings": ["trainer.seed: 1 -> 2"]}`."""
