@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 VERL_METRICS = "skyrl_train.compat.verl.metrics:verl_metrics"
 """The function behind `trainer.log_verl_metrics`. Imported on first use, because `compat` imports this module."""
 
-PROGRESS_METRICS = ("eval/all/avg_score", "eval/environment/", "val/loss", "val/accuracy")
-"""Prefixes of the metrics on the progress line, next to the reward."""
-
 
 def is_due(interval: int, report: StepReport) -> bool:
     """Return True every `interval` steps and at the last step, but never for -1."""
@@ -118,16 +115,7 @@ class Logging(Callback):
                     raise
                 logger.warning("Failed to write metrics; the run retries at its end: %s", error)
         if self._progress is not None and report.global_step > 0:
-            self._progress.update(
-                report.global_step,
-                reward=report.metrics.get("reward/avg_raw_reward"),
-                n_failed=int(report.metrics.get("generate/n_invalid", 0)),
-                loss=report.metrics.get("train/loss"),
-                eval_metrics={
-                    name: value for name, value in report.metrics.items() if name.startswith(PROGRESS_METRICS)
-                },
-                tokens_per_second=report.metrics.get("trainer/tokens_per_second"),
-            )
+            self._progress.update(report.global_step, report.metrics)
         self._newest.append(report.metrics)
         if not self._has_warned and (warning := find_missing_signal(list(self._newest))):
             logger.warning(warning)

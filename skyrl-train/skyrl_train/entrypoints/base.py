@@ -45,9 +45,6 @@ class Experiment(ABC):
     trains: ClassVar[bool] = True
     """True for a run that reads the training data and writes checkpoints."""
 
-    is_stock: ClassVar[bool] = False
-    """True on our own classes. Checks that assume the configured part are skipped if a user's class overrides it."""
-
     def __init__(self, cfg: Any) -> None:
         """Create the run folder. Raise a ConfigError that lists every folder that cannot be written."""
         self.cfg = cfg
@@ -136,9 +133,12 @@ class Experiment(ABC):
         ).describe_rerun()
 
     def replaces(self, *methods: str) -> bool:
-        """Return True if a user's subclass overrides any of these methods."""
+        """Return True if a user's subclass overrides any of these methods.
+
+        Checks that assume the configured part are then skipped.
+        """
         owners = (next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in methods)
-        return not all(vars(cls).get("is_stock", False) for cls in owners)
+        return not all(cls.__module__.startswith("skyrl_train.") for cls in owners)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

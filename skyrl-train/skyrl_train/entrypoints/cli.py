@@ -351,14 +351,9 @@ def replace_by_torchrun(arguments: Sequence[str], placement: RunPlacementConfig,
     os.execv(sys.executable, command)
 
 
-COMMANDS = ("skyrl_train.compat.verl.cli",)
-"""Modules whose `add_to` adds a command."""
-
-
 @cache
-def _add_commands() -> None:
-    for module in COMMANDS:
-        import_module(module).add_to(app)
+def _add_verl() -> None:
+    import_module("skyrl_train.compat.verl.cli").add_to(app)
 
 
 def main(argv: Sequence[str] | None = None, program: Program | None = None) -> int:
@@ -366,7 +361,7 @@ def main(argv: Sequence[str] | None = None, program: Program | None = None) -> i
 
     `program` replaces the experiment and parser of `skyrl train`.
     """
-    _add_commands()
+    _add_verl()
     if "" not in sys.path:
         sys.path.insert(0, "")  # a configuration may name modules in the current folder, as with python -m
     try:

@@ -26,7 +26,6 @@ class EvaluationExperiment(RLExperiment):
     """An evaluation without training. It has the `get_*` methods of a training run."""
 
     trains = False
-    is_stock = True
 
     def run(self) -> None:
         """Evaluate, print the metrics and write the trajectories.

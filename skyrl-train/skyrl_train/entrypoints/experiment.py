@@ -105,8 +105,6 @@ class _AllocatedMemory(Callback):
 class RLExperiment(Experiment):
     """One training run, assembled from its configuration."""
 
-    is_stock = True
-
     trainer_class: type[Trainer] = Trainer
     """Set this to a subclass of `Trainer` to change a stage of the training step."""
 

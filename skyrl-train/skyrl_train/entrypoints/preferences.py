@@ -12,8 +12,6 @@ from skyrl_train.models.loading import POLICY_PATH, load_reward_model
 class DPOExp(SupervisedExp):
     """A DPO run."""
 
-    is_stock = True
-
     schema = DPO
 
     def get_objective(self) -> SupervisedObjective:
@@ -23,8 +21,6 @@ class DPOExp(SupervisedExp):
 
 class RewardExp(SupervisedExp):
     """A run that trains a reward model."""
-
-    is_stock = True
 
     schema = REWARD
 

@@ -31,8 +31,6 @@ from skyrl_train.tracking import Tracking
 class SupervisedExp(Experiment):
     """Base class for runs on fixed data."""
 
-    is_stock = True
-
     schema: ClassVar[Schema[Any]]
     """The configuration schema of this kind of run."""
 
@@ -123,8 +121,6 @@ class SupervisedExp(Experiment):
 
 class SFTExp(SupervisedExp):
     """A supervised fine-tuning run."""
-
-    is_stock = True
 
     schema = SFT
 
