@@ -106,7 +106,7 @@ class Callback:
 
 
 class Run(ABC):
-    """Base class for training runs: step loop, callbacks, checkpoints, exports."""
+    """A training run: step loop, callbacks, checkpoints, exports. Trainers subclass it, and callbacks receive it."""
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.launch.torchrun import Torchrun, TorchrunLauncher, serve_driver
 from skyrl_train.models.loading import default_device, load_model
+from skyrl_train.plan import RunPlan
 from skyrl_train.run import Run
 from skyrl_train.threads import compute_thread
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
@@ -181,21 +182,11 @@ class Experiment(ABC):
         return tracker
 
     def new_launcher(
-        self,
-        roles: Sequence[Role],
-        sync: SyncOptions | None = None,
-        *,
-        n_engines: int = 0,
-        engine_size: int = 1,
-        servers: Sequence[str] = (),
-        offloads_idle: bool = False,
-        has_engine_process: bool = False,
+        self, roles: Sequence[Role], plan: RunPlan | None = None, sync: SyncOptions | None = None
     ) -> Launcher:
         """Create the launcher that `trainer.placement` selects.
 
-        It runs the models in `roles` and `n_engines` engines of `engine_size` devices each. `sync` configures weight
-        syncs between them and to the engines at `servers`. Without Ray, `has_engine_process` starts the engine in a
-        second process, and `offloads_idle` moves idle models and an idle engine with its own weights off the device.
+        It runs the models in `roles` and the engines of `plan`, if any. `sync` configures weight syncs between them.
 
         Raises:
             ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
@@ -210,10 +201,19 @@ class Experiment(ABC):
         if placement.uses_ray:
             from skyrl_train.launch.ray.launcher import RayLauncher  # ray is optional
 
-            return RayLauncher(placement, roles, sync, n_engines=n_engines, engine_size=engine_size)
+            if plan is None:
+                return RayLauncher(placement, roles, sync)
+            n_engines, size = plan.cfg.generator.n_local_engines, plan.cfg.generator.n_devices_per_engine
+            return RayLauncher(placement, roles, sync, n_engines=n_engines, engine_size=size)
         assert self._compute is not None, "running() comes first"
+        if plan is None:
+            return InlineLauncher(self._compute, sync)
         return InlineLauncher(
-            self._compute, sync, servers, offloads_idle=offloads_idle, has_engine_process=has_engine_process
+            self._compute,
+            sync,
+            plan.receiving_servers,
+            offloads_idle=plan.offloads_idle,
+            has_engine_process=self.trains and plan.cfg.has_engine_process,
         )
 
     def new_model_launcher(self, roles: Sequence[Role]) -> ModelLauncher:

@@ -177,28 +177,28 @@ def _describe_device() -> tuple[str, str]:
 
 
 def _describe_resources(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    engine, ranks = plan.engine, plan.ranks
+    generator, ranks = plan.cfg.generator, plan.ranks
+    n_engines, n_devices = generator.n_local_engines, generator.n_devices_per_engine
     yield _describe_device()
     if ranks:
-        devices = "its own device" if engine.n_devices == 1 else f"its own {engine.n_devices} devices"
-        own = f"{'the' if engine.n_local == 1 else 'each'} engine has {devices}"
-        sharing = (
-            "all share the policy's devices" if plan.cfg.trainer.placement.colocate_all or not engine.n_local else own
-        )
+        sharing = "all share the policy's devices"
+        if not plan.cfg.trainer.placement.colocate_all and n_engines:
+            devices = "its own device" if n_devices == 1 else f"its own {n_devices} devices"
+            sharing = f"{'the' if n_engines == 1 else 'each'} engine has {devices}"
         sharing += ", and are offloaded while idle" if plan.offloads_idle else ""
-        yield "processes", f"{_describe_processes(plan, engine.n_local)} · {sharing}"
-    elif engine.has_process:
+        yield "processes", f"{_describe_processes(plan, n_engines)} · {sharing}"
+    elif plan.cfg.has_engine_process:
         yield "processes", "2: training in this one, generation in the other"
     else:
         yield "processes", "1: training and generation in this one"
-    name = engine.traits.label
-    if engine.traits.is_embedded:
-        name = f"embedded, {'with a copy of' if engine.has_copy else 'shares'} the policy's weights"
+    name = generator.engine.label
+    if generator.engine.is_embedded:
+        name = f"embedded, {'with a copy of' if plan.has_engine_copy else 'shares'} the policy's weights"
     rest = "beside the policy's weights" if plan.offloads_idle else "that training leaves free"
-    if engine.servers:
-        yield "engine", f"{engine.traits.label} at {', '.join(engine.servers)}"
+    if servers := generator.remote_inference_engine_urls:
+        yield "engine", f"{name} at {', '.join(servers)}"
     else:
-        yield "engine", f"{name} · {plan.cfg.generator.gpu_memory_utilization:.0%} of the memory {rest}"
+        yield "engine", f"{name} · {generator.gpu_memory_utilization:.0%} of the memory {rest}"
     on_top = "activations and the key-value cache"
     if plan.engine_bytes and not ranks:
         on_top = f"activations, {format_bytes(plan.engine_bytes)} for the engine's weights, and the key-value cache"

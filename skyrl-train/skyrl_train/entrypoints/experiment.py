@@ -185,7 +185,7 @@ class RLExperiment(Experiment):
 
     def _make_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine. Without a `model`, an engine that needs one gets a new copy of the policy."""
-        if model is None and self.plan.engine.needs_model:
+        if model is None and self.plan.needs_engine_model:
             section = self.cfg.trainer.policy.model
             model = self.get_model(section.path, POLICY_PATH)
             lora = lora_spec(section, "trainer.policy.model.lora", self.cfg.trainer.seed)
@@ -299,16 +299,7 @@ class RLExperiment(Experiment):
     @asynccontextmanager
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
         """Start the processes of the models in `roles` and of the engines. End them on exit."""
-        plan = self.plan
-        launcher = self.new_launcher(
-            roles,
-            sync_options(self.cfg.generator),
-            n_engines=plan.engine.n_local,
-            engine_size=plan.engine.n_devices,
-            servers=plan.engine.receiving_servers,
-            offloads_idle=plan.offloads_idle,
-            has_engine_process=self.trains and plan.engine.has_process,
-        )
+        launcher = self.new_launcher(roles, self.plan, sync_options(self.cfg.generator))
         try:
             async with started(launcher) as self._launcher:
                 yield launcher

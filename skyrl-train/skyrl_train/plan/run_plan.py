@@ -1,4 +1,4 @@
-"""The plan of a run: models and ranks, engines and their weights, steps, memory and disk."""
+"""The plan of a run: models and ranks, weights of the engines, steps, memory and disk."""
 
 import logging
 import math
@@ -11,7 +11,6 @@ import psutil
 
 from skyrl_train.algorithms.rules import loads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
-from skyrl_train.config.backends import EngineTraits
 from skyrl_train.config.preferences import DPOTrainerConfig, RewardConfig
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.sft import SupervisedConfig
@@ -161,35 +160,6 @@ class TrainingPlan:
 
 
 @dataclass(frozen=True)
-class EnginePlan:
-    """The engines of a run, e.g. one embedded engine that shares the policy's tensors."""
-
-    traits: EngineTraits
-    n_local: int
-    """Engines that the run starts."""
-    n_devices: int
-    """GPUs of each of them."""
-    servers: tuple[str, ...]
-    """Addresses of running servers."""
-    dtype: str
-    """Dtype of their weights."""
-    has_process: bool
-    """Without Ray, the engine runs in a separate process, so that it can generate while the policy is updated."""
-    has_copy: bool
-    """The engines keep their own copy of the policy's weights."""
-
-    @property
-    def needs_model(self) -> bool:
-        """True if the engine's process loads a model with transformers, or shares the policy."""
-        return self.n_local > 0 and self.traits.is_embedded
-
-    @property
-    def receiving_servers(self) -> list[str]:
-        """Servers that receive tensors. Servers of other kinds read files."""
-        return [] if self.traits.reads_files else list(self.servers)
-
-
-@dataclass(frozen=True)
 class RunPlan(TrainingPlan):
     """The plan of a reinforcement learning run."""
 
@@ -200,22 +170,22 @@ class RunPlan(TrainingPlan):
     def offloads_idle(self) -> bool:
         return self.cfg.offloads_idle(has_gpus=self.has_gpus)
 
-    @cached_property
-    def engine(self) -> EnginePlan:
-        """The engines."""
-        generator, trainer = self.cfg.generator, self.cfg.trainer
-        traits = generator.engine
-        is_local = generator.run_engines_locally
-        is_apart = trainer.placement.uses_ray or self.cfg.has_engine_process
-        return EnginePlan(
-            traits,
-            n_local=generator.n_local_engines,
-            n_devices=generator.n_devices_per_engine,
-            servers=() if is_local else tuple(generator.remote_inference_engine_urls),
-            dtype=self.cfg.engine_dtype(has_gpu=self.has_gpus),
-            has_process=self.cfg.has_engine_process,
-            has_copy=not is_local or is_apart or not traits.is_embedded,
-        )
+    @property
+    def needs_engine_model(self) -> bool:
+        """True if the engine's process loads a model with transformers, or shares the policy."""
+        return self.cfg.generator.n_local_engines > 0 and self.cfg.generator.engine.is_embedded
+
+    @property
+    def has_engine_copy(self) -> bool:
+        """True if the engines keep their own copy of the policy's weights."""
+        generator = self.cfg.generator
+        is_apart = self.cfg.trainer.placement.uses_ray or self.cfg.has_engine_process
+        return not generator.run_engines_locally or is_apart or not generator.engine.is_embedded
+
+    @property
+    def receiving_servers(self) -> list[str]:
+        """Servers that receive tensors. Servers of other kinds read files."""
+        return [] if self.cfg.generator.engine.reads_files else self.cfg.generator.remote_inference_engine_urls
 
     @property
     def engine_bytes(self) -> float:
@@ -223,15 +193,16 @@ class RunPlan(TrainingPlan):
 
         Data-parallel devices hold copies.
         """
-        if not self.engine.n_local or not self.engine.has_copy:
-            return 0.0
         generator = self.cfg.generator
+        if not generator.n_local_engines or not self.has_engine_copy:
+            return 0.0
         n_shards = generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
-        return (self.models[0].n_parameters or 0) * BYTES[self.engine.dtype] / n_shards
+        dtype = self.cfg.engine_dtype(has_gpu=self.has_gpus)
+        return (self.models[0].n_parameters or 0) * BYTES[dtype] / n_shards
 
     @property
     def sync_kind(self) -> SyncKind:
         """Kind of weight sync. The embedded engine computes with the adapter itself. Other engines merge it."""
         if not self.cfg.trainer.policy.model.lora.is_used:
             return "full"
-        return "adapter" if self.engine.needs_model else "factors"
+        return "adapter" if self.needs_engine_model else "factors"
