@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, wraps
+from io import BytesIO
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import IO, Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -154,7 +155,7 @@ class RemoteFolder:
     @_retrying
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
-        self._write(name, [content])
+        self._write(name, BytesIO(content))
 
     @_retrying
     def remove(self, name: str) -> None:
@@ -166,31 +167,16 @@ class RemoteFolder:
     @_retrying
     def upload_file(self, source: Path, name: str) -> Fingerprint:
         """Copy a local file to `name`, in parts if it is large, and return the fingerprint of the sent bytes."""
-        checksum, n_bytes = xxh3_128(), 0
-
-        def read_chunks() -> Iterator[bytes]:
-            nonlocal n_bytes
-            with source.open("rb") as file:
-                while chunk := file.read(CHUNK_BYTES):
-                    checksum.update(chunk)
-                    n_bytes += len(chunk)
-                    yield chunk
-
-        self._write(name, read_chunks())
-        return Fingerprint(n_bytes, checksum.hexdigest())
+        with source.open("rb") as file:
+            return self._write(name, file)
 
     @_retrying
     def download_file(self, name: str, target: Path) -> Fingerprint:
         """Copy the file `name` to a local path, and return the fingerprint of the received bytes."""
         system, path = self._locate(name)
-        checksum, n_bytes = xxh3_128(), 0
         target.parent.mkdir(parents=True, exist_ok=True)
         with system.open(path, "rb") as remote, target.open("wb") as file:
-            while chunk := remote.read(CHUNK_BYTES):
-                checksum.update(chunk)
-                n_bytes += len(chunk)
-                file.write(chunk)
-        return Fingerprint(n_bytes, checksum.hexdigest())
+            return _copy(remote, file)
 
     def check_sizes(self, n_bytes: Mapping[str, int]) -> None:
         """Raise OSError if a file does not have its expected size."""
@@ -198,17 +184,26 @@ class RemoteFolder:
         if short := [name for name, expected in n_bytes.items() if sizes.get(name) != expected]:
             raise OSError(f"{(self / short[0]).url} has {sizes.get(short[0], 0):,} bytes after the upload")
 
-    def _write(self, name: str, chunks: Iterable[bytes]) -> None:
+    def _write(self, name: str, source: IO[bytes]) -> Fingerprint:
         system, path = self._locate(name)
         if not isinstance(system, ArrowFSWrapper):  # S3 has no folders, and would get an empty object instead
             system.makedirs(path.rpartition("/")[0], exist_ok=True)
         with system.open(path, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
+            return _copy(source, file)
 
     def _locate(self, name: str) -> tuple[Any, str]:
         system, path = self._opened
         return system, f"{path.rstrip('/')}/{name}"
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> Fingerprint:
+    """Copy a file to another, and return the fingerprint of the copied bytes."""
+    checksum, n_bytes = xxh3_128(), 0
+    while chunk := source.read(CHUNK_BYTES):
+        checksum.update(chunk)
+        n_bytes += len(chunk)
+        target.write(chunk)
+    return Fingerprint(n_bytes, checksum.hexdigest())
 
 
 class RemoteCheckpoints:
