@@ -201,9 +201,8 @@ class Experiment(ABC):
         if placement.uses_ray:
             from skyrl_train.launch.ray.launcher import RayLauncher  # ray is optional
 
-            if plan is None:
-                return RayLauncher(placement, roles, sync)
-            n_engines, size = plan.cfg.generator.n_local_engines, plan.cfg.generator.n_devices_per_engine
+            generator = None if plan is None else plan.cfg.generator
+            n_engines, size = (generator.n_local_engines, generator.n_devices_per_engine) if generator else (0, 1)
             return RayLauncher(placement, roles, sync, n_engines=n_engines, engine_size=size)
         assert self._compute is not None, "running() comes first"
         if plan is None:

@@ -80,7 +80,8 @@ def plan_model(role: Role, trainer: Any) -> PlannedModel:
         from skyrl_train.models.lora import count_trained
 
         n_trained = count_trained(section.path, lora, role)
-    return PlannedModel(role, section.path, section.dtype, lora and lora.config, n_parameters, n_trained)
+    adapter = None if lora is None else lora.config
+    return PlannedModel(role, section.path, section.dtype, adapter, n_parameters, n_trained)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,11 +43,13 @@ class TrainingPlan:
     def roles(self) -> list[Role]:
         """The models that the run loads."""
         cfg = self.cfg
-        if not isinstance(cfg, SkyRLConfig):
-            has_ref = isinstance(cfg.trainer, DPOTrainerConfig) and not cfg.trainer.policy_is_reference
-            return ["reward" if isinstance(cfg, RewardConfig) else "policy", *(["ref"] if has_ref else [])]
-        has_critic = cfg.trainer.critic.model.path is not None
-        return ["policy", *(["critic"] if has_critic else []), *(["ref"] if loads_reference(cfg) else [])]
+        roles: list[Role] = ["reward" if isinstance(cfg, RewardConfig) else "policy"]
+        if isinstance(cfg, SkyRLConfig):
+            roles += ["critic"] if cfg.trainer.critic.model.path is not None else []
+            roles += ["ref"] if loads_reference(cfg) else []
+        elif isinstance(cfg.trainer, DPOTrainerConfig) and not cfg.trainer.policy_is_reference:
+            roles.append("ref")
+        return roles
 
     @cached_property
     def models(self) -> list[PlannedModel]:
