@@ -271,16 +271,11 @@ def start_rl(
             print_plan(cfg, is_stock=program.experiment is None)
     elif program.experiment is not None:
         program.experiment(cfg).run()
-    elif trains:
-        with importing_torch():
-            from skyrl_train.entrypoints.experiment import RLExperiment
-
-        RLExperiment(cfg, data_is_checked=is_checked).run()
     else:
+        name = "experiment:RLExperiment" if trains else "evaluation:EvaluationExperiment"
         with importing_torch():
-            from skyrl_train.entrypoints.evaluation import EvaluationExperiment
-
-        EvaluationExperiment(cfg, data_is_checked=is_checked).run()
+            experiment = load_attribute(f"skyrl_train.entrypoints.{name}")
+        experiment(cfg, data_is_checked=is_checked).run()
 
 
 def start_supervised(

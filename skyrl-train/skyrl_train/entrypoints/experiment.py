@@ -36,7 +36,6 @@ from skyrl_train.callbacks import (
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.validation import find_problems
-from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -162,10 +161,7 @@ class RLExperiment(Experiment):
 
     def get_train_dataset(self) -> PromptDataset:
         """Load the prompts to train on."""
-        data = self.cfg.data
-        if data.custom_cls.path is not None:
-            return CustomDataset(self.cfg, self.tokenizer, "train")
-        return open_prompts(self.cfg, self.tokenizer, data.train_data, data.max_checked_rows)
+        return open_prompts(self.cfg, self.tokenizer, "train")
 
     def get_eval_dataset(self) -> PromptDataset | None:
         """Load the prompts to evaluate on, or return None if there are no evaluations."""

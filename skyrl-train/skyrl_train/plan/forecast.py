@@ -115,13 +115,7 @@ class DiskForecast:
         """Return the forecast in one line."""
         parts = []
         if self.checkpoint_bytes:
-            kept = (
-                "all kept"
-                if self.n_kept is None
-                else "the last one kept"
-                if self.n_kept == 1
-                else f"the last {self.n_kept} kept"
-            )
+            kept = {None: "all kept", 1: "the last one kept"}.get(self.n_kept, f"the last {self.n_kept} kept")
             every = format_count(self.interval, "step")
             parts.append(f"{format_bytes(self.checkpoint_bytes)} per checkpoint, every {every}, {kept}")
         if self.export_bytes:
