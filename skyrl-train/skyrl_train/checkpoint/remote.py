@@ -85,11 +85,6 @@ class RemoteFolder:
     def __truediv__(self, name: str) -> RemoteFolder:
         return RemoteFolder(f"{self.url.rstrip('/')}/{name}")
 
-    @property
-    def name(self) -> str:
-        """Last part of the URL."""
-        return self.url.rstrip("/").rpartition("/")[2]
-
     @cached_property
     def _opened(self) -> tuple[Any, str]:
         """Return the URL's file system and the path in it.
