@@ -97,7 +97,7 @@ class AgentSession:
         warned.add(name)
         logger.warning(
             "Requests set %s=%s, which is ignored while they are recorded for training: %s",
-            *(name, requested, "seeds are the trainer's" if configured is None else f"{name} is {configured}"),
+            *(name, requested, "the trainer chooses the seeds" if configured is None else f"{name} is {configured}"),
         )
 
 

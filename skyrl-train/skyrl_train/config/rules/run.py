@@ -136,8 +136,8 @@ def trajectories_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
     yield from _url_problems("trainer.remote_trajectory_url", url)
     if url is not None and not cfg.trainer.dump_eval_results:
         yield (
-            f"trainer.remote_trajectory_url={show(url)} uploads what trainer.dump_eval_results=false does not write; "
-            "set trainer.dump_eval_results=true"
+            f"trainer.remote_trajectory_url={show(url)} needs evaluation trajectories, but "
+            "trainer.dump_eval_results=false writes none; set trainer.dump_eval_results=true"
         )
 
 
