@@ -82,13 +82,11 @@ def describe_plan(plan: RunPlan) -> str:
 def describe_supervised_plan(plan: TrainingPlan) -> str:
     """Return the plan of a run on fixed data, as `describe_plan`, and raise the same errors."""
     assert isinstance(plan.cfg, SupervisedConfig)
-    trainer, data, models = plan.cfg.trainer, plan.cfg.data, plan.models
-    lines = [*_describe_model(models[0])]
+    trainer, data = plan.cfg.trainer, plan.cfg.data
+    lines = [line for model in plan.models for line in _describe_model(model)]
     if isinstance(trainer, DPOTrainerConfig):
         if trainer.policy_is_reference:
             lines.append(("reference", "the policy without its adapter"))
-        else:
-            lines += _describe_model(models[1])
         dpo = trainer.dpo
         smoothing = f" · label smoothing {dpo.label_smoothing:g}" if dpo.label_smoothing else ""
         lines.append(("loss", f"{dpo.loss_type} · beta {dpo.beta:g}{smoothing}"))
