@@ -6,143 +6,28 @@ checkpoints are saved after both.
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from skyrl_gym.envs.entry_point import load_attribute
-from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, step_of
+from skyrl_train.checkpoint import step_of
 from skyrl_train.config import SkyRLConfig, to_yaml
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.errors import ConfigError
-from skyrl_train.evaluate import dump_evaluation, evaluate, trajectory_row
+from skyrl_train.evaluate import evaluate, trajectory_row
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.timer import StepTimer
+from skyrl_train.run import Callback, Run, StepReport
 from skyrl_train.tracking import Progress, RunFolder, Tracking, find_missing_signal
 from skyrl_train.tracking.signal import N_STEPS
-from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
 VERL_METRICS = "skyrl_train.compat.verl.metrics:verl_metrics"
 """The function behind `trainer.log_verl_metrics`. Imported on first use, because `compat` imports this module."""
-
-PROGRESS_METRICS = ("eval/all/avg_score", "eval/environment/", "val/loss", "val/accuracy")
-"""Prefixes of the metrics on the progress line, next to the reward."""
-
-
-class Run(ABC):
-    """A training run, as its callbacks see it."""
-
-    cfg: Any  # SkyRLConfig, or SupervisedConfig of other training
-    global_step: int
-    """The last finished step, or 0 before the first."""
-    total_steps: int
-    changes: list[str]
-    """Settings changed since the checkpoint that the run resumed from, e.g. `trainer.seed: 1 -> 2`."""
-    gauges: dict[str, float]
-    """Metrics added to every report from now on."""
-    checkpoints: CheckpointStore
-    """The checkpoints on this machine."""
-    remote: RemoteCheckpoints | None
-    """The run's checkpoints in remote storage. None without `trainer.remote_ckpt_url` or credentials."""
-
-    @property
-    @abstractmethod
-    def is_stopping(self) -> bool:
-        """True after a stop request."""
-
-    @abstractmethod
-    def request_stop(self, reason: str) -> None:
-        """Stop after the current step and save it, or abandon the step if its rollouts do not end in time."""
-
-    @abstractmethod
-    async def save_checkpoint(self) -> None:
-        """Write everything that a resumed run needs to continue exactly, then call `on_checkpoint`.
-
-        Raises:
-            CheckpointError: the write failed. The last checkpoint is intact.
-            DivergenceError: the weights are NaN or infinite, or can no longer learn. The last checkpoint is intact.
-        """
-
-    @abstractmethod
-    async def begin_checkpoint(self) -> None:
-        """Copy the state that `save_checkpoint` writes, and write it while training continues.
-
-        A failed write is an alert, not an error. If the disk needs longer than `trainer.ckpt_timeout_seconds` to finish
-        the previous checkpoint and start this one, the step is not saved, which is also an alert.
-
-        Raises:
-            DivergenceError: as in `save_checkpoint`.
-        """
-
-    @property
-    @abstractmethod
-    def is_saving(self) -> bool:
-        """True while a checkpoint is written in the background."""
-
-    @abstractmethod
-    async def alert(self, text: str) -> None:
-        """Report a problem that does not end the run: in the log, in `storage/alerts`, and to `on_alert`."""
-
-    @abstractmethod
-    async def check_space(self) -> None:
-        """Check the free disk space before the first step. Too little room for all exports is only an alert.
-
-        Raises:
-            CheckpointError: there is no room for a second checkpoint next to the last one.
-        """
-
-    @abstractmethod
-    async def export(self, folder: Path) -> None:
-        """Export the models as plain Hugging Face folders under `folder`. A failed export leaves nothing behind.
-
-        Raises:
-            CheckpointError: the write failed.
-            DivergenceError: the weights are NaN or infinite, or can no longer learn.
-        """
-
-
-@dataclass(slots=True)
-class StepReport:
-    """The report of one step. Callbacks may add metrics. Step 0 is the state before training, without trajectories."""
-
-    global_step: int
-    is_last: bool
-    metrics: dict[str, float]
-    trajectories: Sequence[Trajectory] = ()
-    timer: StepTimer = field(default_factory=StepTimer)
-
-
-class Callback:
-    """Base class of callbacks. All hooks do nothing by default."""
-
-    async def on_train_start(self, run: Run) -> None:
-        """Called before the first step, after a resume."""
-
-    async def on_step_end(self, run: Run, report: StepReport) -> None:
-        """Called after each step, once the engines have the new weights."""
-
-    async def before_checkpoint(self, run: Run) -> None:
-        """Called before a checkpoint is committed. Flush buffered data, as a resumed run does not produce it again."""
-
-    async def on_checkpoint(self, run: Run, path: Path) -> None:
-        """Called once the checkpoint at `path` is complete and a resume would load it.
-
-        Training may be ahead of it. `step_of(path)` is the checkpoint's step.
-        """
-
-    async def on_alert(self, run: Run, text: str) -> None:
-        """Called when storage fails but the run continues. `text` says what failed and what happens next."""
-
-    async def on_train_end(self, run: Run, error: BaseException | None) -> None:
-        """Called when the run ends. `error` is the exception or interrupt that ended it, None after the last step."""
 
 
 def is_due(interval: int, report: StepReport) -> bool:
@@ -193,10 +78,9 @@ class Evaluation(Callback):
 
     async def measure(self, run: Run) -> dict[str, float]:
         """Evaluate the current weights. With `trainer.dump_eval_results`, write the trajectories to the run folder."""
-        metrics, trajectories = await evaluate(self._dataset, self._generator, run.cfg, run.global_step)
-        if run.cfg.trainer.dump_eval_results:
-            folder = self._run_folder.evals(run.global_step)
-            dump_evaluation(folder, trajectories, metrics, self._chat, run.cfg.generator.success_reward)
+        step, cfg = run.global_step, run.cfg
+        folder = self._run_folder.evals(step) if cfg.trainer.dump_eval_results else None
+        metrics, _ = await evaluate(self._dataset, self._generator, cfg, step, folder, self._chat)
         return metrics
 
 
@@ -231,16 +115,7 @@ class Logging(Callback):
                     raise
                 logger.warning("Failed to write metrics; the run retries at its end: %s", error)
         if self._progress is not None and report.global_step > 0:
-            self._progress.update(
-                report.global_step,
-                reward=report.metrics.get("reward/avg_raw_reward"),
-                n_failed=int(report.metrics.get("generate/n_invalid", 0)),
-                loss=report.metrics.get("train/loss"),
-                eval_metrics={
-                    name: value for name, value in report.metrics.items() if name.startswith(PROGRESS_METRICS)
-                },
-                tokens_per_second=report.metrics.get("trainer/tokens_per_second"),
-            )
+            self._progress.update(report.global_step, report.metrics)
         self._newest.append(report.metrics)
         if not self._has_warned and (warning := find_missing_signal(list(self._newest))):
             logger.warning(warning)

@@ -24,9 +24,14 @@ from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 
 
 async def evaluate(
-    dataset: PromptDataset, generator: RolloutGenerator, cfg: SkyRLConfig, global_step: int
+    dataset: PromptDataset,
+    generator: RolloutGenerator,
+    cfg: SkyRLConfig,
+    global_step: int,
+    folder: Path | None = None,
+    chat: ChatEncoder | None = None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """Play all prompts of `dataset`. Return the metrics and the trajectories.
+    """Play all prompts of `dataset`. Return the metrics and the trajectories. With a `folder`, write them there.
 
     Metrics are `eval/all/*`, `eval/<data source>/*`, `eval/environment/*`, and the generator's.
     """
@@ -40,8 +45,12 @@ async def evaluate(
         batch = prompts[start : start + cfg.trainer.eval_batch_size]
         requests = rollout_requests(batch, n_samples, cfg.environment.env_class, "eval")
         trajectories += await generator.play(requests, sampling, metadata)
-    reported = with_prefix("eval", generator.take_metrics("eval"))
-    return eval_metrics(trajectories, n_samples, cfg.generator.success_reward) | reported, trajectories
+    success_reward = cfg.generator.success_reward
+    metrics = eval_metrics(trajectories, n_samples, success_reward)
+    metrics |= with_prefix("eval", generator.take_metrics("eval"))
+    if folder is not None and chat is not None:
+        dump_evaluation(folder, trajectories, metrics, chat, success_reward)
+    return metrics, trajectories
 
 
 def eval_metrics(trajectories: Sequence[Trajectory], n_samples: int, success_reward: float | None) -> dict[str, float]:

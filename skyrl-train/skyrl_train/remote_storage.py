@@ -2,21 +2,12 @@
 
 import asyncio
 import logging
-import os
 import sys
 from functools import partial
 from pathlib import Path
 
-from skyrl_train.callbacks import Callback, Run, StepReport
-from skyrl_train.checkpoint import (
-    RemoteCheckpoints,
-    RemoteFolder,
-    Upload,
-    Uploader,
-    find_credentials_fault,
-    step_of,
-    upload_files,
-)
+from skyrl_train.checkpoint import RemoteCheckpoints, RemoteFolder, Upload, Uploader, open_folder, step_of, upload_files
+from skyrl_train.run import Callback, Run, StepReport
 from skyrl_train.tracking import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -128,12 +119,8 @@ class RemoteStorage(Callback):
 
 def open_evaluations(url: str | None, run_name: str) -> RemoteFolder | None:
     """Return the folder of a run's evaluations under `url`. Without credentials, log a warning and return None."""
-    if url is None:
-        return None
-    if fault := find_credentials_fault(url, os.environ):
-        logger.warning("trainer.remote_trajectory_url is set, but trajectories stay on this machine: %s", fault)
-        return None
-    return RemoteFolder(url) / "evals" / run_name
+    folder = open_folder(url, "trainer.remote_trajectory_url", "trajectories")
+    return None if folder is None else folder / "evals" / run_name
 
 
 def _ignore_later(remote: RemoteCheckpoints, step: int) -> int:

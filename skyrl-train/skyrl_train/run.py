@@ -1,12 +1,13 @@
-"""Base class for training runs. A trainer implements the step; this module does the rest."""
+"""Base class for training runs, and for the callbacks around their steps. A trainer implements the step itself."""
+
+from __future__ import annotations
 
 import asyncio
 import logging
 import math
-import os
 import shutil
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from typing import Any, Protocol
 import torch
 import yaml
 
-from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.checkpoint import (
     STORAGE_ERRORS,
     CheckpointStore,
@@ -25,8 +25,8 @@ from skyrl_train.checkpoint import (
     RemoteCheckpoints,
     RemoteFolder,
     Snapshot,
-    find_credentials_fault,
     make_folder,
+    open_folder,
     step_of,
     to_bytes,
     write_complete,
@@ -69,8 +69,44 @@ class Step:
         self.metrics = self.metrics.merge(metrics if isinstance(metrics, Metrics) else Metrics.of(metrics))
 
 
-class BaseTrainer(Run):
-    """Base class for training runs: step loop, callbacks, checkpoints, exports."""
+@dataclass(slots=True)
+class StepReport:
+    """The report of one step. Callbacks may add metrics. Step 0 is the state before training, without trajectories."""
+
+    global_step: int
+    is_last: bool
+    metrics: dict[str, float]
+    trajectories: Sequence[Trajectory] = ()
+    timer: StepTimer = field(default_factory=StepTimer)
+
+
+class Callback:
+    """Base class of callbacks. All hooks do nothing by default."""
+
+    async def on_train_start(self, run: Run) -> None:
+        """Called before the first step, after a resume."""
+
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        """Called after each step, once the engines have the new weights."""
+
+    async def before_checkpoint(self, run: Run) -> None:
+        """Called before a checkpoint is committed. Flush buffered data, as a resumed run does not produce it again."""
+
+    async def on_checkpoint(self, run: Run, path: Path) -> None:
+        """Called once the checkpoint at `path` is complete and a resume would load it.
+
+        Training may be ahead of it. `step_of(path)` is the checkpoint's step.
+        """
+
+    async def on_alert(self, run: Run, text: str) -> None:
+        """Called when storage fails but the run continues. `text` says what failed and what happens next."""
+
+    async def on_train_end(self, run: Run, error: BaseException | None) -> None:
+        """Called when the run ends. `error` is the exception or interrupt that ended it, None after the last step."""
+
+
+class Run(ABC):
+    """A training run: step loop, callbacks, checkpoints, exports. Trainers subclass it, and callbacks receive it."""
 
     def __init__(
         self,
@@ -84,17 +120,22 @@ class BaseTrainer(Run):
         self.cfg = cfg
         self.models = models
         self.total_steps = total_steps
-        self.global_step = 0  # the last finished step
+        self.global_step = 0
+        """The last finished step, or 0 before the first."""
         self.changes: list[str] = []
+        """Settings changed since the checkpoint that the run resumed from, e.g. `trainer.seed: 1 -> 2`."""
+        self.gauges: dict[str, float] = {}
+        """Metrics added to every report from now on."""
         self._stop = asyncio.Event()
         self._position = position
         self._callbacks = callbacks
-        self.gauges: dict[str, float] = {}
         trainer: RunConfig = cfg.trainer
-        self.remote = open_remote(trainer.remote_url(cfg.trainer.policy.model.path))
+        self.remote = _open_remote(trainer.remote_url(cfg.trainer.policy.model.path))
+        """The run's checkpoints in remote storage. None without `trainer.remote_ckpt_url` or credentials."""
         keeps_one = self.remote is not None and trainer.max_ckpts_to_keep < 0
         n_kept = 1 if keeps_one else trainer.max_ckpts_to_keep
         self.checkpoints = CheckpointStore(Path(trainer.ckpt_path), n_kept, trainer.resume_mode, trainer.resume_path)
+        """The checkpoints on this machine."""
         self._writer = CheckpointWriter(self.checkpoints, trainer.ckpt_timeout_seconds, self.alert)
 
     @abstractmethod
@@ -125,9 +166,11 @@ class BaseTrainer(Run):
 
     @property
     def is_stopping(self) -> bool:
+        """True after a stop request."""
         return self._stop.is_set()
 
     def request_stop(self, reason: str) -> None:
+        """Stop after the current step and save it, or abandon the step if its rollouts do not end in time."""
         self._stop.set()
         logger.warning("Stopping after the current step: %s", reason)
 
@@ -147,7 +190,7 @@ class BaseTrainer(Run):
         if self.global_step == 0:
             await self.finish_step(step)
 
-    async def prepare(self, step: Step) -> None:
+    async def prepare(self, step: Step) -> None:  # noqa: B027, runs without an engine have nothing to prepare
         """Prepare the first step after a resume. `step` is the last finished step."""
 
     def steps(self) -> Iterator[Step]:
@@ -189,6 +232,7 @@ class BaseTrainer(Run):
             ) from failure
 
     async def alert(self, text: str) -> None:
+        """Report a problem that does not end the run: in the log, in `storage/alerts`, and to `on_alert`."""
         logger.warning("Storage: %s", text)
         self.gauges["storage/alerts"] = self.gauges.get("storage/alerts", 0.0) + 1
         for callback in self._callbacks:
@@ -197,17 +241,32 @@ class BaseTrainer(Run):
     # -- checkpoints and exports
 
     async def save_checkpoint(self) -> None:
+        """Write everything that a resumed run needs to continue exactly, then call `on_checkpoint`.
+
+        Raises:
+            CheckpointError: the write failed. The last checkpoint is intact.
+            DivergenceError: the weights are NaN or infinite, or can no longer learn. The last checkpoint is intact.
+        """
         await self._writer.finish()
         await self.check_weights(self.global_step)
         await self._writer.save(await self._snapshot())
 
     async def begin_checkpoint(self) -> None:
+        """Copy the state that `save_checkpoint` writes, and write it while training continues.
+
+        A failed write is an alert, not an error. If the disk needs longer than `trainer.ckpt_timeout_seconds` to finish
+        the previous checkpoint and start this one, the step is not saved, which is also an alert.
+
+        Raises:
+            DivergenceError: as in `save_checkpoint`.
+        """
         if await self._writer.finish_within_limit(self.global_step):
             await self.check_weights(self.global_step)
             await self._writer.begin(await self._snapshot())
 
     @property
     def is_saving(self) -> bool:
+        """True while a checkpoint is written in the background."""
         return self._writer.is_saving
 
     async def _snapshot(self) -> Snapshot:
@@ -271,6 +330,11 @@ class BaseTrainer(Run):
                 logger.warning("Saved the checkpoint at step %d; the same command %s", self.global_step, rerun)
 
     async def check_space(self) -> None:
+        """Check the free disk space before the first step. Too little room for all exports is only an alert.
+
+        Raises:
+            CheckpointError: there is no room for a second checkpoint next to the last one.
+        """
         checkpoint_bytes, trainer = self.models.checkpoint_bytes, self.cfg.trainer
         self.checkpoints.check_space(checkpoint_bytes)
         if trainer.hf_save_interval > 0:
@@ -285,6 +349,12 @@ class BaseTrainer(Run):
                 )
 
     async def export(self, folder: Path) -> None:
+        """Export the models as plain Hugging Face folders under `folder`. A failed export leaves nothing behind.
+
+        Raises:
+            CheckpointError: the write failed.
+            DivergenceError: the weights are NaN or infinite, or can no longer learn.
+        """
         await self.check_weights(self.global_step)
         try:
             await write_complete(folder, self.models.export)
@@ -372,18 +442,10 @@ class BaseTrainer(Run):
             ) from error
 
 
-def open_remote(url: str | None) -> RemoteCheckpoints | None:
-    """Open the checkpoints at a URL. Without credentials for it, log a warning and return None.
-
-    Raises:
-        ConfigError: the protocol is unknown, or its package is not installed.
-    """
-    if url is None:
+def _open_remote(url: str | None) -> RemoteCheckpoints | None:
+    """Open the checkpoints at a URL. ConfigError if its protocol is unknown, or its package is not installed."""
+    if (folder := open_folder(url, "trainer.remote_ckpt_url", "checkpoints")) is None:
         return None
-    if fault := find_credentials_fault(url, os.environ):
-        logger.warning("trainer.remote_ckpt_url is set, but checkpoints stay on this machine: %s", fault)
-        return None
-    folder = RemoteFolder(url)
     try:
         folder.connect()
     except STORAGE_ERRORS as error:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from skyrl_train.algorithms.objectives import SupervisedObjective
-from skyrl_train.callbacks import Callback, Run, StepReport, is_due
+from skyrl_train.callbacks import is_due
 from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import SupervisedDataset, build_supervised_batch
 from skyrl_train.learner import MIN_MEAN_LOGPROB, TrainedModels
-from skyrl_train.run import BaseTrainer, Step
+from skyrl_train.run import Callback, Run, Step, StepReport
 from skyrl_train.tracking.system import peak_flops, system_metrics
 from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
 
@@ -46,8 +46,8 @@ class SupervisedRows:
         self.n_tokens = state["n_tokens"]
 
 
-class SupervisedTrainer(BaseTrainer):
-    """A trainer on fixed data. Callbacks see it as a `Run`."""
+class SupervisedTrainer(Run):
+    """A trainer on fixed data."""
 
     def __init__(
         self,
@@ -100,26 +100,24 @@ class SupervisedTrainer(BaseTrainer):
         n_tokens, seconds = count_tokens(batch), step.timer.metrics()["timing/step"]
         if self._peak_flops is not None:
             rate = self._flops_per_token * n_tokens / seconds
-            step.record(Metrics.of({"train/mfu": rate / (self._peak_flops * self.models.policy.n_weight_copies)}))
+            step.record({"train/mfu": rate / (self._peak_flops * self.models.policy.n_weight_copies)})
         learning_rate = step.metrics.pop(f"train/{self.models.policy.role}_lr").number
         step.record(
-            Metrics.of(
-                {
-                    "train/lr": learning_rate,
-                    "train/learning_rate": learning_rate,
-                    "train/lr(1e-3)": learning_rate * 1e3,
-                    "train/epoch": step.number / self._rows.order.batches_per_epoch,
-                    "train/global_step": step.number,
-                    "train/time(s)": seconds,
-                    "train/throughput": batch.n_prompts / seconds,
-                    "train/global_tokens": n_tokens,
-                    "train/trained_tokens": batch.loss_mask.sum().item(),
-                    "train/total_tokens(B)": self._rows.n_tokens / 1e9,
-                    "trainer/tokens_per_second": n_tokens / seconds,
-                    **self._rows.order.metrics,
-                    **system_metrics(),
-                }
-            )
+            {
+                "train/lr": learning_rate,
+                "train/learning_rate": learning_rate,
+                "train/lr(1e-3)": learning_rate * 1e3,
+                "train/epoch": step.number / self._rows.order.batches_per_epoch,
+                "train/global_step": step.number,
+                "train/time(s)": seconds,
+                "train/throughput": batch.n_prompts / seconds,
+                "train/global_tokens": n_tokens,
+                "train/trained_tokens": batch.loss_mask.sum().item(),
+                "train/total_tokens(B)": self._rows.n_tokens / 1e9,
+                "trainer/tokens_per_second": n_tokens / seconds,
+                **self._rows.order.metrics,
+                **system_metrics(),
+            }
         )
 
 

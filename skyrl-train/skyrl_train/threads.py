@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,14 +91,19 @@ def use_one_core() -> None:
 
 
 @contextmanager
-def half_of_cores() -> Iterator[None]:
-    """Compute with at most half of the cores while another process works at the same time."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(min(n_threads, max(1, len(_cores()) // 2)))
+def _at_most(n_threads: int) -> Iterator[int]:
+    """Compute with at most `n_threads` threads within the context. Yield the number before and after it."""
+    n_before = torch.get_num_threads()
+    torch.set_num_threads(min(n_before, n_threads))
     try:
-        yield
+        yield n_before
     finally:
-        torch.set_num_threads(n_threads)
+        torch.set_num_threads(n_before)
+
+
+def half_of_cores() -> AbstractContextManager[int]:
+    """Compute with at most half of the cores while another process works at the same time."""
+    return _at_most(max(1, len(_cores()) // 2))
 
 
 class ComputeThread(ThreadPoolExecutor):
@@ -136,10 +141,5 @@ def compute_thread() -> Iterator[ThreadPoolExecutor]:
     OpenMP gives each thread that computes its own team. If the teams together have more threads than there are cores,
     OpenMP puts them to sleep between operations, and a small model takes twice as long (docs/internals/processes.md).
     """
-    n_cores = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ComputeThread(n_cores) as executor:
-            yield executor
-    finally:
-        torch.set_num_threads(n_cores)
+    with _at_most(1) as n_cores, ComputeThread(n_cores) as executor:
+        yield executor

@@ -10,13 +10,12 @@ from contextlib import suppress
 from inspect import iscoroutinefunction
 from typing import Any, TypeVar
 
-from skyrl_train.callbacks import Callback
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import EngineError
 from skyrl_train.generators.source import BatchSource
 from skyrl_train.learner import Learner
-from skyrl_train.run import BaseTrainer, Step
+from skyrl_train.run import Callback, Run, Step
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory
 
 __all__ = ["RolloutsAbandonedError", "Step", "Trainer"]
@@ -40,8 +39,8 @@ class RolloutsAbandonedError(Exception):
     """The rollouts of a step did not end in time after a stop request."""
 
 
-class Trainer(BaseTrainer):
-    """A trainer that plays rollouts with the policy and trains it on their rewards. Callbacks see it as a `Run`."""
+class Trainer(Run):
+    """A trainer that plays rollouts with the policy and trains it on their rewards."""
 
     def __init_subclass__(cls) -> None:
         """Raise TypeError if an overridden stage is async and the original is not, or vice versa."""

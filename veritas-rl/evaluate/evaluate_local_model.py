@@ -16,7 +16,7 @@ from pathlib import Path
 from data_processing.arguments import add_endpoint, add_family, chat_model, not_negative, positive
 from data_processing.jobs import Record, ToolError, read_records, run_tool, work
 from skyrl_gym.tasks import DynamicEnvDataset, task_family
-from skyrl_train.config.rules.run import wandb_login_problem
+from skyrl_train.config.rules.run import find_wandb_problem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Run the tasks, write and print the summary, and log it."""
-    if args.wandb_project and (problem := find_wandb_problem()):
+    if args.wandb_project and (problem := find_wandb_fault()):
         raise ToolError(problem)
     family = task_family(args.env, args.adapter_config)
     if args.task_id_range and args.task_id_range[0] > args.task_id_range[1]:
@@ -83,11 +83,11 @@ def evaluate(args: argparse.Namespace) -> int:
     return int(summary.n_failed > 0)
 
 
-def find_wandb_problem() -> str | None:
+def find_wandb_fault() -> str | None:
     """Return why Weights & Biases cannot be used (missing package or login), or None if it can."""
     if importlib.util.find_spec("wandb") is None:
         return "--wandb-project needs the package wandb; pip install wandb, or leave the flag out"
-    problem = wandb_login_problem(os.environ)
+    problem = find_wandb_problem(os.environ)
     return None if problem is None else problem.replace("trainer.logger=wandb", "--wandb-project")
 
 

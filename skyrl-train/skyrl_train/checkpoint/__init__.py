@@ -6,9 +6,10 @@ from skyrl_train.checkpoint.remote import (
     RemoteCheckpoints,
     RemoteFolder,
     find_credentials_fault,
+    open_folder,
     upload_files,
 )
-from skyrl_train.checkpoint.store import CheckpointStore, step_of, write_complete
+from skyrl_train.checkpoint.store import CheckpointStore, parse_steps, step_of, write_complete
 from skyrl_train.checkpoint.uploader import Upload, Uploader, UploadResult
 from skyrl_train.checkpoint.writer import CheckpointWriter, Snapshot
 
@@ -27,6 +28,8 @@ __all__ = [
     "find_credentials_fault",
     "folder_lock",
     "make_folder",
+    "open_folder",
+    "parse_steps",
     "replace_text",
     "step_of",
     "to_bytes",

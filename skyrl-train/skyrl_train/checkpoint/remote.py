@@ -9,15 +9,16 @@ Object stores cannot rename folders, so writing `checksums.json` replaces the re
 
 from __future__ import annotations
 
+import logging
 import os
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, wraps
+from io import BytesIO
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import IO, Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -25,8 +26,10 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from xxhash import xxh3_128
 
 from skyrl_train.checkpoint.manifest import MANIFEST, Fingerprint, parse_manifest
-from skyrl_train.checkpoint.store import POINTER, step_of
+from skyrl_train.checkpoint.store import POINTER, describe_fix, parse_steps, step_of
 from skyrl_train.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,11 +84,6 @@ class RemoteFolder:
 
     def __truediv__(self, name: str) -> RemoteFolder:
         return RemoteFolder(f"{self.url.rstrip('/')}/{name}")
-
-    @property
-    def name(self) -> str:
-        """Last part of the URL."""
-        return self.url.rstrip("/").rpartition("/")[2]
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
@@ -152,7 +150,7 @@ class RemoteFolder:
     @_retrying
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
-        self._write(name, [content])
+        self._write(name, BytesIO(content))
 
     @_retrying
     def remove(self, name: str) -> None:
@@ -164,31 +162,16 @@ class RemoteFolder:
     @_retrying
     def upload_file(self, source: Path, name: str) -> Fingerprint:
         """Copy a local file to `name`, in parts if it is large, and return the fingerprint of the sent bytes."""
-        checksum, n_bytes = xxh3_128(), 0
-
-        def read_chunks() -> Iterator[bytes]:
-            nonlocal n_bytes
-            with source.open("rb") as file:
-                while chunk := file.read(CHUNK_BYTES):
-                    checksum.update(chunk)
-                    n_bytes += len(chunk)
-                    yield chunk
-
-        self._write(name, read_chunks())
-        return Fingerprint(n_bytes, checksum.hexdigest())
+        with source.open("rb") as file:
+            return self._write(name, file)
 
     @_retrying
     def download_file(self, name: str, target: Path) -> Fingerprint:
         """Copy the file `name` to a local path, and return the fingerprint of the received bytes."""
         system, path = self._locate(name)
-        checksum, n_bytes = xxh3_128(), 0
         target.parent.mkdir(parents=True, exist_ok=True)
         with system.open(path, "rb") as remote, target.open("wb") as file:
-            while chunk := remote.read(CHUNK_BYTES):
-                checksum.update(chunk)
-                n_bytes += len(chunk)
-                file.write(chunk)
-        return Fingerprint(n_bytes, checksum.hexdigest())
+            return _copy(remote, file)
 
     def check_sizes(self, n_bytes: Mapping[str, int]) -> None:
         """Raise OSError if a file does not have its expected size."""
@@ -196,17 +179,26 @@ class RemoteFolder:
         if short := [name for name, expected in n_bytes.items() if sizes.get(name) != expected]:
             raise OSError(f"{(self / short[0]).url} has {sizes.get(short[0], 0):,} bytes after the upload")
 
-    def _write(self, name: str, chunks: Iterable[bytes]) -> None:
+    def _write(self, name: str, source: IO[bytes]) -> Fingerprint:
         system, path = self._locate(name)
         if not isinstance(system, ArrowFSWrapper):  # S3 has no folders, and would get an empty object instead
             system.makedirs(path.rpartition("/")[0], exist_ok=True)
         with system.open(path, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
+            return _copy(source, file)
 
     def _locate(self, name: str) -> tuple[Any, str]:
         system, path = self._opened
         return system, f"{path.rstrip('/')}/{name}"
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> Fingerprint:
+    """Copy a file to another, and return the fingerprint of the copied bytes."""
+    checksum, n_bytes = xxh3_128(), 0
+    while chunk := source.read(CHUNK_BYTES):
+        checksum.update(chunk)
+        n_bytes += len(chunk)
+        target.write(chunk)
+    return Fingerprint(n_bytes, checksum.hexdigest())
 
 
 class RemoteCheckpoints:
@@ -217,8 +209,7 @@ class RemoteCheckpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, complete or not, ascending."""
-        matches = (re.fullmatch(r"global_step_(\d+)", name) for name in self.folder.names())
-        return sorted(int(match[1]) for match in matches if match)
+        return parse_steps(self.folder.names())
 
     def is_complete(self, step: int, like: Path | None = None) -> bool:
         """Return True if every file of a checkpoint exists with the right size, and its checksums are as in `like`."""
@@ -306,15 +297,21 @@ class RemoteCheckpoints:
     def _fix(self, damaged_step: int) -> str:
         earlier = (step for step in reversed(self.steps()) if step != damaged_step)
         complete = next((step for step in earlier if self.is_complete(step)), None)
-        if complete is None:
-            return f"No other checkpoint in {self.folder.url} is complete. Set trainer.resume_mode=none to start over"
-        return (
-            f"The latest intact checkpoint is {self._folder(complete).url}. Set trainer.resume_mode=from_path and "
-            f"trainer.resume_path={self._folder(complete).url} to resume from it"
-        )
+        return describe_fix(None if complete is None else self._folder(complete).url, self.folder.url)
 
     def _folder(self, step: int) -> RemoteFolder:
         return self.folder / f"global_step_{step}"
+
+
+def open_folder(url: str | None, key: str, content: str) -> RemoteFolder | None:
+    """Return the folder at `url`, the value of the configuration key `key`, or None if there is no URL.
+
+    Without credentials for the URL, log that its `content` stays on this machine, and return None.
+    """
+    if url is not None and (fault := find_credentials_fault(url, os.environ)):
+        logger.warning("%s is set, but %s stay on this machine: %s", key, content, fault)
+        return None
+    return None if url is None else RemoteFolder(url)
 
 
 def upload_files(source: Path, target: RemoteFolder) -> int:

@@ -22,7 +22,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -120,21 +120,14 @@ class CheckpointStore:
         """Compare a checkpoint's files with their checksums.
 
         Raises:
-            CheckpointError: a file differs or is missing. The message gives it and the latest complete checkpoint.
+            CheckpointError: a file differs or is missing. The message gives it and the latest intact checkpoint.
         """
         if damage := await asyncio.to_thread(find_damage, folder):
-            complete = None
-            for step in reversed(self.steps()):
-                if not await asyncio.to_thread(find_damage, self._folder(step)):
-                    complete = self._folder(step)
-                    break
-            fix = (
-                f"The latest complete checkpoint is {complete}. Set trainer.resume_mode=from_path and "
-                f"trainer.resume_path={complete} to resume from it"
-                if complete
-                else f"No checkpoint in {self.path} is complete. Set trainer.resume_mode=none to start over"
+            folders = (self._folder(step) for step in reversed(self.steps()))
+            intact = await asyncio.to_thread(lambda: next((one for one in folders if not find_damage(one)), None))
+            raise CheckpointError(
+                f"cannot resume from {folder}: {', '.join(damage)}. {describe_fix(intact, self.path)}"
             )
-            raise CheckpointError(f"cannot resume from {folder}: {', '.join(damage)}. {fix}")
 
     def latest(self) -> Path | None:
         """Return the checkpoint to resume from, if any.
@@ -177,8 +170,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
-        names = (re.fullmatch(r"global_step_(\d+)", entry.name) for entry in self.path.glob("global_step_*"))
-        return sorted(int(name[1]) for name in names if name)
+        return parse_steps(entry.name for entry in self.path.glob("global_step_*"))
 
     def check_space(self, checkpoint_bytes: int) -> None:
         """Raise CheckpointError if `find_shortage` finds that the disk cannot hold one more checkpoint."""
@@ -271,6 +263,22 @@ class CheckpointStore:
             target = self.path / replaced.name.removeprefix(".").removesuffix(".replaced")
             if not target.exists():
                 replaced.rename(target)
+
+
+def describe_fix(intact: Path | str | None, checkpoints: Path | str) -> str:
+    """Return how to resume after a damaged checkpoint: from the latest intact one in `checkpoints`, if there is one."""
+    if intact is None:
+        return f"No other checkpoint in {checkpoints} is intact. Set trainer.resume_mode=none to start over"
+    return (
+        f"The latest intact checkpoint is {intact}. Set trainer.resume_mode=from_path and "
+        f"trainer.resume_path={intact} to resume from it"
+    )
+
+
+def parse_steps(names: Iterable[str]) -> list[int]:
+    """Return N for each name `global_step_N`, ascending. Other names are ignored."""
+    matches = (re.fullmatch(r"global_step_(\d+)", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -80,10 +80,6 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _null_as_empty(value: object) -> object:
-    return [] if value is None else as_list(value)
-
-
 def _is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(type(name) is str and _is_plain(inner) for name, inner in value.items())
@@ -103,7 +99,11 @@ Count = Annotated[int, Ge(1)]
 OptionalCount = Annotated[int, Ge(1)] | None
 CountOrMinusOne = Annotated[Literal[-1] | Count, Allowed("-1 or an integer >= 1")]
 Text = Annotated[str, MinLen(1)]
-StringList = Annotated[list[Text], BeforeValidator(_null_as_empty), Allowed("a string or a list of strings")]
+StringList = Annotated[
+    list[Text],
+    BeforeValidator(lambda value: [] if value is None else as_list(value)),
+    Allowed("a string or a list of strings"),
+]
 OptionalStringList = Annotated[
     list[Text] | None, BeforeValidator(as_list), Allowed("a string, a list of strings, or null")
 ]

@@ -28,13 +28,16 @@ logger = logging.getLogger(__name__)
 ConfigSource = DictConfig | Mapping[str, Any] | None
 C = TypeVar("C", bound=Section)
 
-PATHS = (
+RUN_PATHS = (
     "trainer.output_dir",
     "trainer.ckpt_path",
     "trainer.export_path",
     "trainer.resume_path",
     "trainer.policy.model.path",
     "trainer.policy.model.lora.lora_path",
+)
+PATHS = (
+    *RUN_PATHS,
     "trainer.critic.model.path",
     "trainer.critic.model.lora.lora_path",
     "trainer.ref.model.path",

@@ -9,11 +9,12 @@ from pydantic import Field
 
 from skyrl_train.config.base import Allowed, Count, CountOrMinusOne, FreeValue, OptionalCount, Section, StringList, Text
 from skyrl_train.config.dialects import MEMORY_WITHOUT_EFFECT, VERL_SFT
-from skyrl_train.config.loading import RUN_SOURCES, C, Schema
+from skyrl_train.config.loading import RUN_PATHS, RUN_SOURCES, C, Schema
 from skyrl_train.config.policy import Betas, LearningRate, OptimizerConfig, PolicyConfig, SchedulerName
 from skyrl_train.config.problems import Rule
-from skyrl_train.config.rules import data, placement, run
+from skyrl_train.config.rules.data import training_has_rows
 from skyrl_train.config.run import RunConfig
+from skyrl_train.config.validation import RUN_MACHINE_RULES, RUN_RULES, RUN_WARNINGS
 
 MAX_LENGTH = 2048
 """Default of `data.max_length` in tokens, unless the model's context is shorter."""
@@ -147,44 +148,11 @@ def supervised_schema(root: type[C], config_name: str, *rules: Rule) -> Schema[C
         config_name,
         aliases={},
         without_effect=MEMORY_WITHOUT_EFFECT,
-        paths=(
-            "trainer.output_dir",
-            "trainer.ckpt_path",
-            "trainer.export_path",
-            "trainer.resume_path",
-            "trainer.policy.model.path",
-            "trainer.policy.model.lora.lora_path",
-            "data.chat_template",
-        ),
+        paths=(*RUN_PATHS, "data.chat_template"),
         sources=RUN_SOURCES,
-        rules=(
-            data.training_has_rows,
-            run.warmup_is_set_once,
-            run.weight_decay_shrinks_weights,
-            run.adapters_are_possible,
-            placement.launcher_starts_every_process,
-            placement.strategy_has_its_settings,
-            placement.megatron_has_its_models,
-            run.names_are_folders,
-            data.validation_data_is_read_once,
-            run.resume_path_is_a_checkpoint,
-            run.checkpoints_are_uploaded,
-            run.wandb_settings_have_a_run,
-            *rules,
-        ),
-        machine_rules=(
-            placement.ray_is_installed,
-            placement.megatron_is_installed,
-            placement.sharding_fits_ranks,
-            run.wandb_can_start,
-        ),
-        warnings=(
-            run.adapters_are_on,
-            run.resume_path_is_read,
-            data.training_data_is_read_once,
-            validation_is_held_out,
-            placement.megatron_has_ranks,
-        ),
+        rules=(training_has_rows, *RUN_RULES, *rules),
+        machine_rules=RUN_MACHINE_RULES,
+        warnings=(*RUN_WARNINGS, validation_is_held_out),
     )
 
 

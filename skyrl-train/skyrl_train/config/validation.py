@@ -8,6 +8,21 @@ from skyrl_train.config.base import Section
 from skyrl_train.config.problems import Rule
 from skyrl_train.config.rules import algorithm, data, engine, placement, run
 
+RUN_RULES: tuple[Rule, ...] = (
+    placement.launcher_starts_every_process,
+    placement.strategy_has_its_settings,
+    placement.megatron_has_its_models,
+    run.warmup_is_set_once,
+    run.weight_decay_shrinks_weights,
+    run.adapters_are_possible,
+    run.names_are_folders,
+    data.validation_data_is_read_once,
+    run.resume_path_is_a_checkpoint,
+    run.checkpoints_are_uploaded,
+    run.wandb_settings_have_a_run,
+)
+"""Rules of every kind of run."""
+
 RULES: tuple[Rule, ...] = (
     data.training_has_prompts,
     data.custom_dataset_is_complete,
@@ -15,14 +30,12 @@ RULES: tuple[Rule, ...] = (
     algorithm.mini_batches_divide_batch,
     algorithm.sequence_norm_has_a_length,
     algorithm.training_temperature_is_positive,
+    *RUN_RULES,
     engine.input_length_covers_prompts,
     engine.conversation_has_one_mode,
-    placement.launcher_starts_every_process,
     placement.asynchronous_engine_has_its_own_devices,
     placement.critic_has_the_size_of_its_devices,
     placement.idle_memory_is_shared,
-    placement.strategy_has_its_settings,
-    placement.megatron_has_its_models,
     engine.weights_have_a_transport,
     engine.engines_have_devices,
     engine.engine_fits_its_devices,
@@ -30,17 +43,9 @@ RULES: tuple[Rule, ...] = (
     engine.servers_have_their_options,
     engine.engine_has_its_options,
     engine.sampling_lengths_are_ordered,
-    run.warmup_is_set_once,
-    run.weight_decay_shrinks_weights,
-    run.adapters_are_possible,
     run.rollouts_are_scored_exactly,
     data.interpreter_has_processes,
-    run.names_are_folders,
-    data.validation_data_is_read_once,
-    run.resume_path_is_a_checkpoint,
-    run.checkpoints_are_uploaded,
     run.trajectories_are_uploaded,
-    run.wandb_settings_have_a_run,
     algorithm.distillation_has_a_teacher,
     algorithm.reference_can_follow,
     algorithm.filter_has_a_group,
@@ -51,27 +56,30 @@ RULES: tuple[Rule, ...] = (
 )
 """Rules that read only the configuration."""
 
-MACHINE_RULES: tuple[Rule, ...] = (
-    engine.engine_is_installed,
+RUN_MACHINE_RULES: tuple[Rule, ...] = (
     placement.ray_is_installed,
     placement.megatron_is_installed,
     placement.sharding_fits_ranks,
     run.wandb_can_start,
 )
+MACHINE_RULES = (engine.engine_is_installed, *RUN_MACHINE_RULES)
 """Rules that also inspect the machine. Checked before a run, but not for a report about a finished run."""
 
-WARNINGS: tuple[Rule, ...] = (
-    algorithm.rewards_are_compared,
-    algorithm.loss_learns_from_rewards,
+RUN_WARNINGS: tuple[Rule, ...] = (
     run.adapters_are_on,
     run.resume_path_is_read,
     data.training_data_is_read_once,
+    placement.megatron_has_ranks,
+)
+WARNINGS: tuple[Rule, ...] = (
+    algorithm.rewards_are_compared,
+    algorithm.loss_learns_from_rewards,
+    *RUN_WARNINGS,
     data.evaluation_has_prompts,
     engine.engines_use_all_devices,
     placement.critic_is_placed_if_there_is_one,
     placement.colocation_has_an_effect,
     placement.asynchronous_settings_have_an_effect,
-    placement.megatron_has_ranks,
     run.settings_have_an_effect,
     engine.sampling_is_unusual,
     algorithm.coefficients_are_unusual,

@@ -87,10 +87,6 @@ class PromptDataset:
                 *(len(self._rows), len(self._sample)),
             )
 
-    def location(self, index: int) -> str:
-        """Return the origin of a row for messages: `row 17 of train.jsonl`."""
-        return self._rows.location(self._indices[index])
-
     @property
     def fingerprint(self) -> str:
         """A hash of all rows in their order."""

@@ -1,6 +1,6 @@
 """The endpoint in a separate process: HTTP, templates and tokenization do not slow down the trainer's event loop.
 
-trainer → endpoint    start, open_session, end_session, serve_others, hold_others
+trainer → endpoint    start, open, end, serve_others, hold_others
 endpoint → trainer    calls to the engine, because the engine stays in the trainer's process
 """
 
@@ -96,12 +96,12 @@ class EndpointProcess:
 
     async def open_session(self, sampling: SamplingParams, seed: int, name: str = "session") -> AgentSession:
         """Start recording the requests under the session's URL. `end_session` fills in the recording."""
-        session_id: str = await self._call("open_session", sampling, seed, name)
+        session_id: str = await self._call("open", sampling, seed, name)
         return AgentSession(session_id, sampling, seed, self._service.new_recording())
 
     async def end_session(self, session: AgentSession) -> None:
         """Stop recording and fill in `session.recording`. Unfinished and later requests get status 404."""
-        result: SessionResult = await self._call("end_session", session.id)
+        result: SessionResult = await self._call("end", session.id)
         recording = session.recording
         recording.rows, recording.turns, session.generate_s, session.engine_failure = result
 
@@ -118,36 +118,26 @@ class EndpointProcess:
         return await self._client.call(method, *args)
 
 
-class _EndpointHost:
+class _EndpointHost(Endpoint):
     """The endpoint in the separate process. `EndpointProcess` calls its methods."""
 
     def __init__(self, address: str, token: bytes, make_service: MakeService) -> None:
         self._engine = connect(address, token, None, lambda: "the trainer has ended")
-        self._endpoint = Endpoint(make_service(self._engine))
-        self._sessions: dict[str, AgentSession] = {}
+        super().__init__(make_service(self._engine))
 
-    async def start(self, host: str, port: int, public_url: str | None) -> str:
-        await self._endpoint.start(host, port, public_url)
-        return self._endpoint.origin
+    async def open(self, sampling: SamplingParams, seed: int, name: str) -> str:
+        return (await self.open_session(sampling, seed, name)).id
 
-    async def open_session(self, sampling: SamplingParams, seed: int, name: str) -> str:
-        session = await self._endpoint.open_session(sampling, seed, name)
-        self._sessions[session.id] = session
-        return session.id
-
-    async def end_session(self, session_id: str) -> SessionResult:
-        session = self._sessions.pop(session_id)
-        await self._endpoint.end_session(session)
+    async def end(self, session_id: str) -> SessionResult:
+        session = self._sessions[session_id]
+        await self.end_session(session)
         recording = session.recording
         return recording.rows, recording.turns, session.generate_s, session.engine_failure
 
-    async def serve_others(self) -> None:
-        await self._endpoint.serve_others()
-
     async def hold_others(self) -> None:
-        await self._endpoint.hold_others()
+        await super().hold_others()
         await self._engine.check_health()  # calls are answered in order, so the cancelled requests have ended
 
     async def close(self) -> None:
-        await self._endpoint.close()
+        await super().close()
         await self._engine.close()

@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 from skyrl_train.generators.chat_template import ChatEncoder, Messages
@@ -56,9 +57,10 @@ class Recording(TokenConversation):
 
     def chat_prompt(self, messages: Messages, chat: ChatEncoder, variant: str = "") -> Prompt:
         """Return the prompt of messages rendered by `chat`. `variant` identifies the template variables."""
-        digests = _digests(variant, messages)
+        start = blake2b(variant.encode(), digest_size=16).digest()
+        digests = list(accumulate(messages, _next_digest, initial=start))  # of the first 0, 1, 2, … messages
         for n in range(len(messages), 0, -1):
-            if end := self._by_digest.get(digests[n - 1]):
+            if end := self._by_digest.get(digests[n]):
                 token_ids = self._tokens_until(end)
                 ends_turn = self._ends_stopped_turns or not end.was_stopped
                 token_ids += chat.observation_ids(messages[n:], token_ids[-1], ends_turn=ends_turn)
@@ -117,14 +119,6 @@ class Recording(TokenConversation):
 
     def _tokens_until(self, end: ReplyEnd) -> list[int]:
         return self.rows[end.row].token_ids[: end.n_tokens]
-
-
-def _digests(variant: str, messages: Messages) -> list[Digest]:
-    """Return a hash of each prefix of a history."""
-    digests = [blake2b(variant.encode(), digest_size=16).digest()]
-    for message in messages:
-        digests.append(_next_digest(digests[-1], message))
-    return digests[1:]
 
 
 def _next_digest(digest: Digest, message: Any) -> Digest:

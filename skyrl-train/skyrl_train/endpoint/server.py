@@ -61,8 +61,10 @@ class Endpoint:
 
     # -- life
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None) -> None:
-        """Start to listen. Port 0 picks a free port. `public_url` is the address for agents on other machines.
+    async def start(self, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None) -> str:
+        """Start to listen, and return the server's URL.
+
+        Port 0 picks a free port. `public_url` is the address for agents on other machines.
 
         Raises:
             ConfigError: the address cannot be used.
@@ -89,6 +91,7 @@ class Endpoint:
                     self._serving.result()
                 await asyncio.sleep(0.001)
         logger.info("The endpoint of model %r listens on %s/v1", self._service.model_name, self.origin)
+        return self.origin
 
     async def close(self) -> None:
         """Answer requests in progress with status 503, end all sessions, and stop listening."""

@@ -13,15 +13,9 @@ from skyrl_train.inference_engines.base import MIN_TEMPERATURE, EngineRequest, E
 logger = logging.getLogger(__name__)
 
 DISTRIBUTION_FIELDS: Mapping[str, str] = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty", "ignore_eos")},
     "min_tokens": "min_new_tokens",
-    "ignore_eos": "ignore_eos",
 }
 """Request fields that shape the sampling distribution, and their names in `SamplingParams`. In a session, they are
 ignored in favor of the configuration, because the trainer computes log-probs under the configured distribution."""
@@ -103,7 +97,7 @@ class AgentSession:
         warned.add(name)
         logger.warning(
             "Requests set %s=%s, which is ignored while they are recorded for training: %s",
-            *(name, requested, "seeds are the trainer's" if configured is None else f"{name} is {configured}"),
+            *(name, requested, "the trainer chooses the seeds" if configured is None else f"{name} is {configured}"),
         )
 
 

@@ -103,13 +103,9 @@ class ChatMessage(WireModel):
 
     def to_message(self) -> dict[str, Any]:
         """Convert the message for the chat template. Empty fields are dropped, except the text."""
-        message: dict[str, Any] = {"role": self.role, "content": self._text()}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if value := getattr(self, name):
-                message[name] = value
-        if self.tool_calls:
-            message["tool_calls"] = self.tool_calls
-        return message
+        names = ("name", "tool_call_id", "reasoning_content", "tool_calls")
+        others = {name: value for name in names if (value := getattr(self, name))}
+        return {"role": self.role, "content": self._text(), **others}
 
     def _text(self) -> str:
         if isinstance(self.content, str) or self.content is None:

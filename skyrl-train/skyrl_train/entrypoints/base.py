@@ -12,11 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from skyrl_train.checkpoint import DISK_ERRORS, CheckpointStore, folder_lock, make_folder
@@ -27,7 +29,9 @@ from skyrl_train.errors import ConfigError, EnvError, StorageError
 from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.launch.torchrun import Torchrun, TorchrunLauncher, serve_driver
-from skyrl_train.run import BaseTrainer
+from skyrl_train.models.loading import default_device, load_model
+from skyrl_train.plan import RunPlan
+from skyrl_train.run import Run
 from skyrl_train.threads import compute_thread
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.types.specs import Role
@@ -41,9 +45,6 @@ class Experiment(ABC):
 
     trains: ClassVar[bool] = True
     """True for a run that reads the training data and writes checkpoints."""
-
-    is_stock: ClassVar[bool] = False
-    """True on our own classes. Checks that assume the configured part are skipped if a user's class overrides it."""
 
     def __init__(self, cfg: Any) -> None:
         """Create the run folder. Raise a ConfigError that lists every folder that cannot be written."""
@@ -133,9 +134,30 @@ class Experiment(ABC):
         ).describe_rerun()
 
     def replaces(self, *methods: str) -> bool:
-        """Return True if a user's subclass overrides any of these methods."""
+        """Return True if a user's subclass overrides any of these methods.
+
+        Checks that assume the configured part are then skipped.
+        """
         owners = (next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in methods)
-        return not all(vars(cls).get("is_stock", False) for cls in owners)
+        return not all(cls.__module__.startswith("skyrl_train.") for cls in owners)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The cached result of `get_tokenizer`."""
+        return self.get_tokenizer()
+
+    @abstractmethod
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the policy's tokenizer, with the configured chat template."""
+
+    def load_language_model(self, path: str, key: str) -> PreTrainedModel:
+        """Load the causal language model at `path`, the value of the configuration key `key`."""
+        return load_model(path, key=key, **self.loading_options(self.cfg.trainer.policy.model.dtype))
+
+    def loading_options(self, dtype: str) -> dict[str, Any]:
+        """Return the options with which the run loads a model in `dtype`."""
+        checkpointing = self.cfg.trainer.gradient_checkpointing
+        return {"dtype": getattr(torch, dtype), "device": default_device(), "gradient_checkpointing": checkpointing}
 
     def get_tracker(self) -> Tracking:
         """Open the metrics backends."""
@@ -160,21 +182,11 @@ class Experiment(ABC):
         return tracker
 
     def new_launcher(
-        self,
-        roles: Sequence[Role],
-        sync: SyncOptions | None = None,
-        *,
-        n_engines: int = 0,
-        engine_size: int = 1,
-        servers: Sequence[str] = (),
-        offloads_idle: bool = False,
-        has_engine_process: bool = False,
+        self, roles: Sequence[Role], plan: RunPlan | None = None, sync: SyncOptions | None = None
     ) -> Launcher:
         """Create the launcher that `trainer.placement` selects.
 
-        It runs the models in `roles` and `n_engines` engines of `engine_size` devices each. `sync` configures weight
-        syncs between them and to the engines at `servers`. Without Ray, `has_engine_process` starts the engine in a
-        second process, and `offloads_idle` moves idle models and an idle engine with its own weights off the device.
+        It runs the models in `roles` and the engines of `plan`, if any. `sync` configures weight syncs between them.
 
         Raises:
             ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
@@ -189,10 +201,18 @@ class Experiment(ABC):
         if placement.uses_ray:
             from skyrl_train.launch.ray.launcher import RayLauncher  # ray is optional
 
-            return RayLauncher(placement, roles, sync, n_engines=n_engines, engine_size=engine_size)
+            generator = None if plan is None else plan.cfg.generator
+            n_engines, size = (generator.n_local_engines, generator.n_devices_per_engine) if generator else (0, 1)
+            return RayLauncher(placement, roles, sync, n_engines=n_engines, engine_size=size)
         assert self._compute is not None, "running() comes first"
+        if plan is None:
+            return InlineLauncher(self._compute, sync)
         return InlineLauncher(
-            self._compute, sync, servers, offloads_idle=offloads_idle, has_engine_process=has_engine_process
+            self._compute,
+            sync,
+            plan.receiving_servers,
+            offloads_idle=plan.offloads_idle,
+            has_engine_process=self.trains and plan.cfg.has_engine_process,
         )
 
     def new_model_launcher(self, roles: Sequence[Role]) -> ModelLauncher:
@@ -219,7 +239,7 @@ class Experiment(ABC):
         """Load the models and data, and train."""
 
 
-async def train(trainer: BaseTrainer) -> None:
+async def train(trainer: Run) -> None:
     """Train to the last step. Raise KeyboardInterrupt if the run stops earlier."""
     with on_first_interrupt(lambda: trainer.request_stop("interrupted")):
         await trainer.train()

@@ -271,16 +271,11 @@ def start_rl(
             print_plan(cfg, is_stock=program.experiment is None)
     elif program.experiment is not None:
         program.experiment(cfg).run()
-    elif trains:
-        with importing_torch():
-            from skyrl_train.entrypoints.experiment import RLExperiment
-
-        RLExperiment(cfg, data_is_checked=is_checked).run()
     else:
+        name = "experiment:RLExperiment" if trains else "evaluation:EvaluationExperiment"
         with importing_torch():
-            from skyrl_train.entrypoints.evaluation import EvaluationExperiment
-
-        EvaluationExperiment(cfg, data_is_checked=is_checked).run()
+            experiment = load_attribute(f"skyrl_train.entrypoints.{name}")
+        experiment(cfg, data_is_checked=is_checked).run()
 
 
 def start_supervised(
@@ -301,13 +296,9 @@ def start_supervised(
         return
     check_answers(cfg)
     if dry_run:
-        from skyrl_train.entrypoints.describe_plan import check_disk, check_memory, describe_supervised_plan
-        from skyrl_train.plan.forecast import forecast_memory, plan_models
+        from skyrl_train.entrypoints.describe_plan import print_plan
 
-        typer.echo(describe_supervised_plan(cfg))
-        models = plan_models(cfg)
-        check_memory(cfg.trainer, forecast_memory(cfg.trainer, models))
-        check_disk(cfg.trainer, models)
+        print_plan(cfg, is_stock=True)
     elif cfg.trainer.placement.uses_torchrun and "TORCHELASTIC_RUN_ID" not in os.environ:
         file = [] if config is None else ["--config", str(config)]
         replace_by_torchrun([command, "--checked", *file, *overrides], cfg.trainer.placement, torchrun_flags)
@@ -355,14 +346,9 @@ def replace_by_torchrun(arguments: Sequence[str], placement: RunPlacementConfig,
     os.execv(sys.executable, command)
 
 
-COMMANDS = ("skyrl_train.compat.verl.cli",)
-"""Modules whose `add_to` adds a command."""
-
-
 @cache
-def _add_commands() -> None:
-    for module in COMMANDS:
-        import_module(module).add_to(app)
+def _add_verl() -> None:
+    import_module("skyrl_train.compat.verl.cli").add_to(app)
 
 
 def main(argv: Sequence[str] | None = None, program: Program | None = None) -> int:
@@ -370,7 +356,7 @@ def main(argv: Sequence[str] | None = None, program: Program | None = None) -> i
 
     `program` replaces the experiment and parser of `skyrl train`.
     """
-    _add_commands()
+    _add_verl()
     if "" not in sys.path:
         sys.path.insert(0, "")  # a configuration may name modules in the current folder, as with python -m
     try:

@@ -2,38 +2,22 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
 
 from skyrl_train.algorithms.rules import reads_reference
-from skyrl_train.config import SkyRLConfig, TrainerConfig
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfig
-from skyrl_train.config.sft import SFTTrainerConfig, SupervisedConfig
+from skyrl_train.config.sft import SupervisedConfig
 from skyrl_train.dataset.files import count_rows
 from skyrl_train.entrypoints.preflight import read_context_length
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.plan import RunPlan
-from skyrl_train.plan.forecast import (
-    ROLES,
-    DiskForecast,
-    MemoryForecast,
-    PlannedModel,
-    Ranks,
-    count_batches,
-    count_shards,
-    count_steps,
-    forecast_disk,
-    forecast_memory,
-    forecast_offloaded_bytes,
-    format_bytes,
-    format_count,
-    free_bytes,
-    plan_models,
-    plan_ranks,
-)
+from skyrl_train.plan import RunPlan, TrainingPlan
+from skyrl_train.plan.forecast import PlannedModel, format_bytes, format_count, free_bytes
+from skyrl_train.plan.run_plan import Ranks
 from skyrl_train.types.specs import lora_spec
 
 logger = logging.getLogger(__name__)
@@ -56,7 +40,7 @@ def describe_plan(plan: RunPlan) -> str:
         DataError: a data file cannot be read.
     """
     cfg, trainer, generator = plan.cfg, plan.cfg.trainer, plan.cfg.generator
-    _check_megatron(trainer, plan.models)
+    _check_megatron(plan)
     lines = [line for model in plan.models for line in _describe_model(model)]
     if reads_reference(trainer.algorithm) and trainer.policy_is_reference:
         lines.append(("reference", "the policy without its adapter"))
@@ -77,7 +61,7 @@ def describe_plan(plan: RunPlan) -> str:
         lines.append(("train data", _describe_sources(cfg.data.train_data, cfg.data.max_checked_rows)))
         if has_evaluations:
             lines.append(("val data", _describe_sources(cfg.data.val_data)))
-        lines.append(_describe_length(trainer, plan.n_batches, plan.n_steps))
+        lines.append(_describe_length(plan))
     n_prompts, n_samples = trainer.train_batch_size, generator.n_samples_per_prompt
     n_updates = trainer.update_epochs_per_batch * (n_prompts // trainer.policy_mini_batch_size)
     size = f"{n_prompts:,} prompts × {n_samples} samples = {n_prompts * n_samples:,} trajectories"
@@ -95,26 +79,22 @@ def describe_plan(plan: RunPlan) -> str:
     return _format_plan([*lines, *_describe_resources(plan)])
 
 
-def describe_supervised_plan(cfg: SupervisedConfig) -> str:
+def describe_supervised_plan(plan: TrainingPlan) -> str:
     """Return the plan of a run on fixed data, as `describe_plan`, and raise the same errors."""
-    trainer, data = cfg.trainer, cfg.data
-    models = plan_models(cfg)
-    lines = [*_describe_model(models[0])]
+    assert isinstance(plan.cfg, SupervisedConfig)
+    trainer, data = plan.cfg.trainer, plan.cfg.data
+    lines = [line for model in plan.models for line in _describe_model(model)]
     if isinstance(trainer, DPOTrainerConfig):
         if trainer.policy_is_reference:
             lines.append(("reference", "the policy without its adapter"))
-        else:
-            lines += _describe_model(models[1])
         dpo = trainer.dpo
         smoothing = f" · label smoothing {dpo.label_smoothing:g}" if dpo.label_smoothing else ""
         lines.append(("loss", f"{dpo.loss_type} · beta {dpo.beta:g}{smoothing}"))
-    _check_megatron(trainer, models)
+    _check_megatron(plan)
     lines.append(("train data", _describe_sources(data.train_data, data.max_checked_rows)))
     if data.val_data and trainer.eval_interval > 0:
         lines.append(("val data", _describe_sources(data.val_data)))
-    n_batches = count_batches(trainer, data.train_data)
-    n_steps = count_steps(trainer, n_batches)
-    lines.append(_describe_length(trainer, n_batches, n_steps))
+    lines.append(_describe_length(plan))
     unit = "pair" if isinstance(data, PreferenceDataConfig) else "row"
     rows = format_count(trainer.train_batch_size, unit)
     length = data.row_length(read_context_length(trainer.policy.model.path))
@@ -125,37 +105,35 @@ def describe_supervised_plan(cfg: SupervisedConfig) -> str:
     )
     from skyrl_train.launch.torchrun import Torchrun  # imports torch, as `_describe_device`
 
-    torchrun, ranks = Torchrun.find(), plan_ranks(trainer.placement, models)
+    torchrun, ranks = Torchrun.find(), plan.ranks
     if torchrun is not None:
         torchrun.check(trainer.placement)
         processes = f"{torchrun.size} of torchrun"
-        ranks = {model.role: (1, torchrun.size) for model in models} if torchrun.size > 1 else {}
+        ranks = dict.fromkeys(plan.roles, (1, torchrun.size)) if torchrun.size > 1 else {}
     elif trainer.placement.uses_torchrun:
         processes = f"{math.prod(trainer.placement.size('policy'))} of torchrun"
     elif ranks:
-        processes = _describe_processes(ranks)
+        processes = _describe_processes(plan)
     else:
         processes = "1"
-    lines += [_describe_device(), ("processes", processes)]
-    memory, disk = forecast_memory(trainer, models), forecast_disk(trainer, models, n_steps)
-    lines += _describe_storage(trainer, models, "activations", ranks, memory, disk)
+    lines += [_describe_device(), ("processes", processes), *_describe_storage(plan, "activations", ranks)]
     return _format_plan(lines)
 
 
-def _check_megatron(trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel]) -> None:
+def _check_megatron(plan: TrainingPlan) -> None:
     """Raise ConfigError if Megatron-Core cannot compute a model that is on this machine, or its adapter."""
+    trainer = plan.cfg.trainer
     if not trainer.strategy_traits.is_model_parallel:
         return
     from skyrl_train.distributed.megatron.strategy import configure  # imports torch, as `_describe_device`
     from skyrl_train.models.loading import create_empty
 
-    for planned in models:
+    for planned in plan.models:
         if planned.n_parameters is not None:
-            role = ROLES[planned.role]
-            key = f"trainer.{role}" if role == "ref" else "trainer.policy"
+            key = "trainer.ref" if planned.role == "ref" else "trainer.policy"
             section = value_at(trainer, key.removeprefix("trainer."))
             lora = lora_spec(section.model, f"{key}.model.lora", trainer.seed) if planned.lora is not None else None
-            model = create_empty(planned.path, role, local_files_only=True)
+            model = create_empty(planned.path, planned.role, local_files_only=True)
             configure(model, f"the model {planned.path}", section.megatron_config, key, lora)
 
 
@@ -165,8 +143,8 @@ def _format_plan(lines: Iterable[tuple[str, str]]) -> str:
 
 def _describe_model(model: PlannedModel) -> Iterator[tuple[str, str]]:
     size = f"{model.n_parameters:,} parameters" if model.n_parameters else "size unknown before the download"
-    is_widened = model.dtype != "float32" and model.lora is None and model.role != "reference"
-    yield model.role, f"{model.path} · {size} · {model.dtype}{', trained in float32' if is_widened else ''}"
+    is_widened = model.dtype != "float32" and model.lora is None and model.role != "ref"
+    yield model.name, f"{model.path} · {size} · {model.dtype}{', trained in float32' if is_widened else ''}"
     if model.lora is not None:
         lora = model.lora
         kind = f"rank {lora.rank}, alpha {lora.alpha}" if lora.lora_path is None else f"of {lora.lora_path}"
@@ -174,9 +152,8 @@ def _describe_model(model: PlannedModel) -> Iterator[tuple[str, str]]:
         yield "", f"LoRA {kind} · {size} · float32"
 
 
-def _describe_length(
-    trainer: TrainerConfig | SFTTrainerConfig, n_batches: int | None, n_steps: int | None
-) -> tuple[str, str]:
+def _describe_length(plan: TrainingPlan) -> tuple[str, str]:
+    trainer, n_batches, n_steps = plan.cfg.trainer, plan.n_batches, plan.n_steps
     if n_steps is None or n_batches is None:
         return "steps", str(n_steps or "unknown before the download")
     total = trainer.epochs * n_batches
@@ -198,77 +175,71 @@ def _describe_device() -> tuple[str, str]:
 
 
 def _describe_resources(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    engine, ranks, trainer = plan.engine, plan.ranks, plan.cfg.trainer
+    generator, ranks = plan.cfg.generator, plan.ranks
+    n_engines, n_devices = generator.n_local_engines, generator.n_devices_per_engine
     yield _describe_device()
     if ranks:
-        devices = "its own device" if engine.n_devices == 1 else f"its own {engine.n_devices} devices"
-        own = f"{'the' if engine.n_local == 1 else 'each'} engine has {devices}"
-        sharing = "all share the policy's devices" if trainer.placement.colocate_all or not engine.n_local else own
+        sharing = "all share the policy's devices"
+        if not plan.cfg.trainer.placement.colocate_all and n_engines:
+            devices = "its own device" if n_devices == 1 else f"its own {n_devices} devices"
+            sharing = f"{'the' if n_engines == 1 else 'each'} engine has {devices}"
         sharing += ", and are offloaded while idle" if plan.offloads_idle else ""
-        yield "processes", f"{_describe_processes(ranks, engine.n_local)} · {sharing}"
-    elif engine.has_process:
+        yield "processes", f"{_describe_processes(plan, n_engines)} · {sharing}"
+    elif plan.cfg.has_engine_process:
         yield "processes", "2: training in this one, generation in the other"
     else:
         yield "processes", "1: training and generation in this one"
-    name = engine.traits.label
-    if engine.traits.is_embedded:
-        name = f"embedded, {'with a copy of' if engine.has_copy else 'shares'} the policy's weights"
+    name = generator.engine.label
+    if generator.engine.is_embedded:
+        name = f"embedded, {'with a copy of' if plan.has_engine_copy else 'shares'} the policy's weights"
     rest = "beside the policy's weights" if plan.offloads_idle else "that training leaves free"
-    if engine.servers:
-        yield "engine", f"{engine.traits.label} at {', '.join(engine.servers)}"
+    if servers := generator.remote_inference_engine_urls:
+        yield "engine", f"{name} at {', '.join(servers)}"
     else:
-        yield "engine", f"{name} · {plan.cfg.generator.gpu_memory_utilization:.0%} of the memory {rest}"
+        yield "engine", f"{name} · {generator.gpu_memory_utilization:.0%} of the memory {rest}"
     on_top = "activations and the key-value cache"
     if plan.engine_bytes and not ranks:
         on_top = f"activations, {format_bytes(plan.engine_bytes)} for the engine's weights, and the key-value cache"
     if plan.offloads_idle and plan.has_known_sizes:
-        shares = {model: 1 / count_shards(trainer, model, ranks) if ranks else 1.0 for model in plan.models}
+        shares = {model: 1 / plan.count_shards(model, ranks) if ranks else 1.0 for model in plan.models}
         _, n_per_node = ranks.get("policy", (1, 1))
-        idle = format_bytes(n_per_node * forecast_offloaded_bytes(shares, plan.engine_bytes))
-        staying = format_bytes(shares[plan.models[0]] * plan.models[0].loaded_bytes)
+        loaded = shares[plan.models[0]] * plan.models[0].loaded_bytes
+        offloaded = sum(share * model.idle_bytes for model, share in shares.items()) + plan.engine_bytes
+        if len(shares) == 1:  # the policy's weights leave the device only for other models
+            offloaded -= loaded
         yield (
             "offloading",
-            f"{idle} of host memory on each node for idle models and engines; {staying} of the policy's weights stay "
-            "on each device beside the engine",
+            f"{format_bytes(n_per_node * offloaded)} of host memory on each node for idle models and engines; "
+            f"{format_bytes(loaded)} of the policy's weights stay on each device beside the engine",
         )
-    memory, disk = plan.forecast_memory(), plan.forecast_disk()
-    yield from _describe_storage(trainer, plan.models, on_top, ranks, memory, disk, plan.engine_bytes)
+    yield from _describe_storage(plan, on_top, ranks)
 
 
-def _describe_storage(
-    trainer: TrainerConfig | SFTTrainerConfig,
-    models: Sequence[PlannedModel],
-    and_on_top: str,
-    ranks: Ranks,
-    memory: MemoryForecast | None,
-    disk: DiskForecast | None,
-    engine_bytes: float = 0.0,
-) -> Iterator[tuple[str, str]]:
-    """Yield memory, disk and run folder of a run that loads `models`, with `ranks` if it takes several processes.
-
-    `engine_bytes` is the size of the weights on each device of an engine.
-    """
-    if any(model.n_parameters is None for model in models):
+def _describe_storage(plan: TrainingPlan, and_on_top: str, ranks: Ranks) -> Iterator[tuple[str, str]]:
+    """Yield memory, disk and run folder of a run, with `ranks` if it takes several processes."""
+    trainer, models = plan.cfg.trainer, plan.models
+    if not plan.has_known_sizes:
         yield "memory", "unknown before the download"
     else:
         n_bytes = format_bytes(sum(model.training_bytes for model in models))
         yield "memory", f"{n_bytes} for weights, gradients and optimizer; {and_on_top} come on top"
         if ranks:
-            shards = (f"{m.role} {format_bytes(m.training_bytes / count_shards(trainer, m, ranks))}" for m in models)
-            engine = f"; engine {format_bytes(engine_bytes)}" if engine_bytes else ""
+            shards = (f"{m.name} {format_bytes(m.training_bytes / plan.count_shards(m, ranks))}" for m in models)
+            engine = f"; engine {format_bytes(plan.engine_bytes)}" if plan.engine_bytes else ""
             yield "per process", f"{', '.join(shards)}{engine}"
-        if memory is not None and memory.shortage is not None:
+        if (memory := plan.forecast_memory()) is not None and memory.shortage is not None:
             yield "warning", memory.shortage
-        if disk is not None and disk.total_bytes:
+        if (disk := plan.forecast_disk()) is not None and disk.total_bytes:
             yield "disk", f"{disk.describe()} · {format_bytes(free_bytes(trainer.ckpt_path))} free"
     yield "run folder", trainer.run_dir
 
 
-def _describe_processes(ranks: Ranks, n_engines: int = 0) -> str:
+def _describe_processes(plan: TrainingPlan, n_engines: int = 0) -> str:
     """Return the number of processes on Ray: the driver, the engines, and the ranks."""
     engines = {0: "", 1: "engine, "}.get(n_engines, f"{n_engines} engines, ")
-    parts = ", ".join(f"{role} {n_nodes} × {n_per_node}" for role, (n_nodes, n_per_node) in ranks.items())
-    n_processes = 1 + n_engines + sum(map(math.prod, ranks.values()))
+    sizes = {model.name: plan.ranks[model.role] for model in plan.models}
+    parts = ", ".join(f"{name} {n_nodes} × {n_per_node}" for name, (n_nodes, n_per_node) in sizes.items())
+    n_processes = 1 + n_engines + sum(map(math.prod, sizes.values()))
     return f"{n_processes} on Ray: this one, {engines}ranks (nodes × per node) {parts}"
 
 
@@ -280,38 +251,40 @@ def _describe_sources(sources: list[str], max_checked_rows: int | None = None) -
     return ", ".join(parts)
 
 
-def print_plan(cfg: SkyRLConfig, *, is_stock: bool) -> None:
+def print_plan(cfg: SkyRLConfig | SupervisedConfig, *, is_stock: bool) -> None:
     """Print the plan of a run. Raise an error if memory or disk is too small, or all prompts are too long.
 
     An experiment that is not `is_stock` may load other models and read other data, so only the disk is checked.
     """
-    plan = plan_run(cfg)
-    print(describe_plan(plan))
-    check_disk(cfg.trainer, plan.models)
+    plan = plan_run(cfg) if isinstance(cfg, SkyRLConfig) else TrainingPlan(cfg)
+    print(describe_plan(plan) if isinstance(plan, RunPlan) else describe_supervised_plan(plan))
+    check_disk(plan)
     if is_stock:
-        from skyrl_train.entrypoints.prompts import check_prompts
+        check_memory(plan)
+        if isinstance(cfg, SkyRLConfig):
+            from skyrl_train.entrypoints.prompts import check_prompts
 
-        check_memory(cfg.trainer, plan.forecast_memory())
-        check_prompts(cfg)
+            check_prompts(cfg)
 
 
-def check_memory(trainer: TrainerConfig | SFTTrainerConfig, memory: MemoryForecast | None) -> None:
+def check_memory(plan: TrainingPlan) -> None:
     """Raise ConfigError if the models certainly do not fit into the free memory.
 
     Log a warning if they may not fit, or with `trainer.preflight=warn`.
     """
+    memory = plan.forecast_memory()
     if memory is None or memory.shortage is None:
         return
-    if trainer.preflight == "error" and memory.is_certain:
+    if plan.cfg.trainer.preflight == "error" and memory.is_certain:
         raise ConfigError(f"{memory.shortage}. Set trainer.preflight=warn to run anyway")
     logger.warning("Out of memory is likely: %s", memory.shortage)
 
 
-def check_disk(trainer: TrainerConfig | SFTTrainerConfig, models: Sequence[PlannedModel]) -> None:
+def check_disk(plan: TrainingPlan) -> None:
     """Raise CheckpointError, as the run does after loading its models, if the disk has no room for a checkpoint."""
     from skyrl_train.checkpoint import CheckpointStore  # imports torch, as `_describe_device`
 
-    if trainer.ckpt_interval > 0 and all(model.n_parameters is not None for model in models):
-        n_bytes = sum(model.checkpoint_bytes for model in models if model.role != "reference")
-        if shortage := CheckpointStore(Path(trainer.ckpt_path)).find_shortage(n_bytes):
+    if plan.cfg.trainer.ckpt_interval > 0 and plan.has_known_sizes:
+        n_bytes = sum(model.checkpoint_bytes for model in plan.models if model.role != "ref")
+        if shortage := CheckpointStore(Path(plan.cfg.trainer.ckpt_path)).find_shortage(n_bytes):
             raise CheckpointError(shortage)

@@ -20,7 +20,7 @@ from skyrl_train.entrypoints.describe_plan import plan_run
 from skyrl_train.entrypoints.preflight import check_data, find_missing
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.plan import RunPlan
-from skyrl_train.plan.forecast import forecast_disk, format_bytes, free_bytes
+from skyrl_train.plan.forecast import format_bytes, free_bytes
 
 RAY_PORT = 6379
 TIMEOUT_S = 30.0
@@ -56,7 +56,7 @@ def examine(overrides: Sequence[str], file: Path | None = None, task: Path | Non
         yield from data
         can_count = all(result.status != "failed" for result in data)
         plan = plan_run(cfg)
-        yield from _check_disk(plan, plan.n_steps if can_count else None)
+        yield from _check_disk(plan, counts_steps=can_count)
         yield from _check_memory(plan)
         yield from _check_storage(cfg)
         yield from _check_keys(cfg)
@@ -108,8 +108,8 @@ def _check_data(cfg: SkyRLConfig) -> Iterator[CheckResult]:
         yield CheckResult("data", "warning", "rows on the Hub, or of a custom class, are checked when the run starts")
 
 
-def _check_disk(plan: RunPlan, n_steps: int | None) -> Iterator[CheckResult]:
-    forecast = forecast_disk(plan.cfg.trainer, plan.models, n_steps)
+def _check_disk(plan: RunPlan, *, counts_steps: bool) -> Iterator[CheckResult]:
+    forecast = plan.forecast_disk(counts_steps=counts_steps)
     if forecast is None:
         yield CheckResult("disk", "warning", "the size of the model is unknown before the download")
         return

@@ -133,7 +133,7 @@ def engine_sync(
             engine.follow(sync, paused.is_current)
         else:  # the next sync waits for the rollouts, so a rollout must not wait for that sync
             engine.follow(sync)
-    is_copied = launcher.policy is None or not plan.engine.needs_model
+    is_copied = launcher.policy is None or not plan.needs_engine_model
     tolerance = sync_tolerance(cfg, launcher.device, dtype, is_copied=is_copied)
     if tolerance is None:
         return paused or sync

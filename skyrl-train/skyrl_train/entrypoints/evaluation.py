@@ -8,15 +8,13 @@ import asyncio
 import logging
 from contextlib import nullcontext
 
-import yaml
-
 from skyrl_train.checkpoint import STORAGE_ERRORS, upload_files
 from skyrl_train.config import changed_settings, to_yaml
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.prompts import open_eval_prompts
 from skyrl_train.errors import ConfigError, EnvError
-from skyrl_train.evaluate import dump_evaluation, evaluate
+from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.remote_storage import open_evaluations
 from skyrl_train.report import report_own_run
@@ -28,7 +26,6 @@ class EvaluationExperiment(RLExperiment):
     """An evaluation without training. It has the `get_*` methods of a training run."""
 
     trains = False
-    is_stock = True
 
     def run(self) -> None:
         """Evaluate, print the metrics and write the trajectories.
@@ -44,7 +41,7 @@ class EvaluationExperiment(RLExperiment):
                     f"{folder.path} has a training run, whose metrics an evaluation would replace; {choose}"
                 )
             if folder.evaluation_results.exists():
-                before = yaml.safe_load(folder.config_yaml.read_text(encoding="utf-8"))
+                _, before = folder.read_config()
                 if changes := changed_settings(before, settings):
                     raise ConfigError(f"{folder.path} has an evaluation with other settings ({changes[0]}); {choose}")
             folder.evals(None)  # marks the folder as an evaluation's
@@ -67,13 +64,11 @@ class EvaluationExperiment(RLExperiment):
         dataset = self.get_eval_dataset()
         self.check_environments([dataset])
         launching = self.launching([]) if self.cfg.generator.run_engines_locally else nullcontext()
+        folder, chat = self.run_folder.evals(None), ChatEncoder(self.tokenizer)
         async with launching, self.playing(None) as (_, generator):
             with self.open_tracker() as tracker:
-                metrics, trajectories = await evaluate(dataset, generator, self.cfg, 0)
+                metrics, trajectories = await evaluate(dataset, generator, self.cfg, 0, folder, chat)
                 tracker.log(metrics, 0)
-        folder = self.run_folder.evals(None)
-        chat, success_reward = ChatEncoder(self.tokenizer), self.cfg.generator.success_reward
-        dump_evaluation(folder, trajectories, metrics, chat, success_reward)
         logger.info("%d trajectories are in %s", len(trajectories), folder)
         failed = not any(t.is_valid for t in trajectories)
         if failed:

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ from skyrl_train.callbacks import (
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.validation import find_problems
-from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -60,7 +58,7 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.setup import weight_folder
 from skyrl_train.launch.launcher import Launcher, started
 from skyrl_train.learner import Learner
-from skyrl_train.models.loading import POLICY_PATH, default_device, load_model, load_value_model
+from skyrl_train.models.loading import POLICY_PATH, load_value_model
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.plan import RunPlan, limit_steps
 from skyrl_train.remote_storage import RemoteStorage
@@ -105,8 +103,6 @@ class _AllocatedMemory(Callback):
 
 class RLExperiment(Experiment):
     """One training run, assembled from its configuration."""
-
-    is_stock = True
 
     trainer_class: type[Trainer] = Trainer
     """Set this to a subclass of `Trainer` to change a stage of the training step."""
@@ -158,23 +154,14 @@ class RLExperiment(Experiment):
         """The plan of the run: which models and engines run on which devices."""
         return RunPlan(self.cfg, torch.cuda.is_available())
 
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The cached result of `get_tokenizer`."""
-        return self.get_tokenizer()
-
     def get_tokenizer(self, padding_side: str = "left") -> PreTrainedTokenizerBase:
-        """Load the policy's tokenizer, with the configured chat template."""
         tokenizer = load_policy_tokenizer(self.cfg)
         tokenizer.padding_side = padding_side
         return tokenizer
 
     def get_train_dataset(self) -> PromptDataset:
         """Load the prompts to train on."""
-        data = self.cfg.data
-        if data.custom_cls.path is not None:
-            return CustomDataset(self.cfg, self.tokenizer, "train")
-        return open_prompts(self.cfg, self.tokenizer, data.train_data, data.max_checked_rows)
+        return open_prompts(self.cfg, self.tokenizer, "train")
 
     def get_eval_dataset(self) -> PromptDataset | None:
         """Load the prompts to evaluate on, or return None if there are no evaluations."""
@@ -182,24 +169,11 @@ class RLExperiment(Experiment):
 
     def get_model(self, path: str, key: str) -> PreTrainedModel:
         """Load the causal language model at `path`, the value of the configuration key `key`."""
-        trainer = self.cfg.trainer
-        return load_model(
-            path,
-            dtype=getattr(torch, trainer.policy.model.dtype),
-            device=default_device(),
-            gradient_checkpointing=trainer.gradient_checkpointing,
-            key=key,
-        )
+        return self.load_language_model(path, key)
 
     def get_value_model(self, path: str) -> PreTrainedModel:
         """Load the critic's model."""
-        trainer = self.cfg.trainer
-        return load_value_model(
-            path,
-            dtype=getattr(torch, trainer.critic.model.dtype),
-            device=default_device(),
-            gradient_checkpointing=trainer.gradient_checkpointing,
-        )
+        return load_value_model(path, **self.loading_options(self.cfg.trainer.critic.model.dtype))
 
     def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine. `model` is the policy, or None for an engine with its own weights."""
@@ -207,7 +181,7 @@ class RLExperiment(Experiment):
 
     def _make_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine. Without a `model`, an engine that needs one gets a new copy of the policy."""
-        if model is None and self.plan.engine.needs_model:
+        if model is None and self.plan.needs_engine_model:
             section = self.cfg.trainer.policy.model
             model = self.get_model(section.path, POLICY_PATH)
             lora = lora_spec(section, "trainer.policy.model.lora", self.cfg.trainer.seed)
@@ -267,7 +241,7 @@ class RLExperiment(Experiment):
         curriculum = curriculum_callbacks(self.cfg, prompts)
         total_steps = limit_steps(cfg, prompts.batches_per_epoch)
         if not self.replaces("get_model", "get_value_model"):
-            check_memory(cfg, self.plan.forecast_memory())
+            check_memory(self.plan)
         async with self.launching(self.plan.roles) as launcher:
             learner = await load_learner(
                 self.cfg, launcher, self.tokenizer, self.get_model, self.get_value_model, total_steps
@@ -321,16 +295,7 @@ class RLExperiment(Experiment):
     @asynccontextmanager
     async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
         """Start the processes of the models in `roles` and of the engines. End them on exit."""
-        plan = self.plan
-        launcher = self.new_launcher(
-            roles,
-            sync_options(self.cfg.generator),
-            n_engines=plan.engine.n_local,
-            engine_size=plan.engine.n_devices,
-            servers=plan.engine.receiving_servers,
-            offloads_idle=plan.offloads_idle,
-            has_engine_process=self.trains and plan.engine.has_process,
-        )
+        launcher = self.new_launcher(roles, self.plan, sync_options(self.cfg.generator))
         try:
             async with started(launcher) as self._launcher:
                 yield launcher

@@ -1,7 +1,9 @@
-"""The learner of a run, with its policy, critic and reference."""
+"""The models of a run, loaded into their ranks: policy, critic and reference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -9,15 +11,87 @@ from skyrl_train.algorithms import advantage_estimator
 from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective, ValueObjective
 from skyrl_train.algorithms.rules import reads_reference
-from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.policy import CriticConfig, PolicyConfig
+from skyrl_train.config import SkyRLConfig, TrainerConfig
+from skyrl_train.config.policy import CriticConfig, PolicyConfig, ShardedModelConfig
+from skyrl_train.config.preferences import DPOTrainerConfig
+from skyrl_train.config.run import RunConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.launch.launcher import Launcher
+from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import Learner
 from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, REF_PATH, check_same_vocabulary, check_vocabulary_size
-from skyrl_train.types.specs import LoraSpec, Role, lora_spec
+from skyrl_train.types.specs import Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoader:
+    """Loads the models of a run with a launcher."""
+
+    cfg: RunConfig
+    launcher: ModelLauncher
+    tokenizer: PreTrainedTokenizerBase
+    temperature: float = 1.0
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end a turn, in addition to the EOS token."""
+
+    async def load_trained(
+        self,
+        role: Role,
+        load: Callable[[], PreTrainedModel],
+        objective: Objective,
+        section: PolicyConfig | CriticConfig,
+        n_steps: int,
+    ) -> WorkerGroup:
+        """Load a model to train for `n_steps` optimizer steps. `section` has its settings."""
+        key = f"trainer.{'critic' if role == 'critic' else 'policy'}"
+        optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps)
+        lora = lora_spec(section.model, f"{key}.model.lora", self.cfg.seed)
+        return await self._load(role, load, objective, section, optimizer=optimizer, lora=lora)
+
+    async def load_reference(
+        self,
+        trainer: TrainerConfig | DPOTrainerConfig,
+        load: Callable[[str, str], PreTrainedModel],
+        policy: WorkerGroup,
+    ) -> WorkerGroup:
+        """Load the frozen reference. If the reference is the policy without its adapter, return the policy.
+
+        `load` loads the causal language model at a path, the value of a configuration key.
+
+        Raises:
+            ConfigError: there is no model at the path, or its vocabulary is not the policy's.
+        """
+        if trainer.policy_is_reference:
+            return policy
+        path, model = trainer.ref.model.path, trainer.policy.model
+        if path != model.path:
+            check_same_vocabulary(path, REF_PATH, self.tokenizer)
+        has_adapter = trainer.ref.shares_adapter_with(model)
+        lora = lora_spec(model, "trainer.policy.model.lora", trainer.seed) if has_adapter else None
+        ref = await self._load("ref", partial(load, path, REF_PATH), None, trainer.ref, lora=lora)
+        check_vocabulary_size(ref.facts.n_embeddings, REF_PATH, path, policy.facts.n_embeddings)
+        return ref
+
+    async def _load(
+        self,
+        role: Role,
+        load: Callable[[], PreTrainedModel],
+        objective: Objective | None,
+        sharding: ShardedModelConfig,
+        **options: Any,
+    ) -> WorkerGroup:
+        spec = model_spec(
+            role,
+            load,
+            self.tokenizer.save_pretrained,
+            self.cfg,
+            self.temperature,
+            sharding=sharding,
+            eos_ids=[self.tokenizer.eos_token_id, *self.stop_token_ids],
+            **options,
+        )
+        return await self.launcher.load(spec, objective)
 
 
 async def load_learner(
@@ -36,51 +110,24 @@ async def load_learner(
     Raises:
         ConfigError: there is no model at a path, or the models do not fit together.
     """
-    cfg = root.trainer
+    cfg, stop_token_ids = root.trainer, root.generator.sampling_params.stop_token_ids
     n_prompts = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
-
-    async def load(
-        role: Role,
-        model: Callable[[], PreTrainedModel],
-        objective: Objective | None = None,
-        trained: PolicyConfig | CriticConfig | None = None,
-        lora: LoraSpec | None = None,
-    ) -> WorkerGroup:
-        optimizer = None
-        if trained is not None:
-            size = cfg.policy_mini_batch_size if role == "policy" else cfg.critic_mini_batch_size
-            optimizer = optimizer_spec(trained.optimizer_config, f"trainer.{role}.optimizer_config", n_prompts // size)
-            lora = lora_spec(trained.model, f"trainer.{role}.model.lora", cfg.seed)
-        spec = model_spec(
-            role,
-            model,
-            tokenizer.save_pretrained,
-            cfg,
-            cfg.algorithm.temperature,
-            optimizer=optimizer,
-            lora=lora,
-            sharding={"policy": cfg.policy, "critic": cfg.critic, "ref": cfg.ref}[role],
-            eos_ids=[tokenizer.eos_token_id, *root.generator.sampling_params.stop_token_ids],
-        )
-        return await launcher.load(spec, objective)
-
-    objective = PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm)
-    policy = await load("policy", partial(get_model, cfg.policy.model.path, POLICY_PATH), objective, cfg.policy)
-    n_embeddings = policy.facts.n_embeddings
+    loader = ModelLoader(cfg, launcher, tokenizer, cfg.algorithm.temperature, stop_token_ids)
+    policy = await loader.load_trained(
+        "policy",
+        partial(get_model, cfg.policy.model.path, POLICY_PATH),
+        PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm),
+        cfg.policy,
+        n_prompts // cfg.policy_mini_batch_size,
+    )
     critic, ref, reference_sync = None, None, None
     if (path := cfg.critic.model.path) is not None:
         check_same_vocabulary(path, CRITIC_PATH, tokenizer)
-        value_objective = ValueObjective(cfg.algorithm.value_clip)
-        critic = await load("critic", partial(get_value_model, path), value_objective, cfg.critic)
-        check_vocabulary_size(critic.facts.n_embeddings, CRITIC_PATH, path, n_embeddings)
-    if reads_reference(cfg.algorithm) and cfg.policy_is_reference:
-        ref = policy
-    elif reads_reference(cfg.algorithm):
-        check_same_vocabulary(cfg.ref.model.path, REF_PATH, tokenizer)
-        lora = lora_spec(cfg.policy.model, "trainer.policy.model.lora", cfg.seed)
-        lora = lora if cfg.ref.shares_adapter_with(cfg.policy.model) else None
-        ref = await load("ref", partial(get_model, cfg.ref.model.path, REF_PATH), lora=lora)
-        check_vocabulary_size(ref.facts.n_embeddings, REF_PATH, cfg.ref.model.path, n_embeddings)
+        objective, n_steps = ValueObjective(cfg.algorithm.value_clip), n_prompts // cfg.critic_mini_batch_size
+        critic = await loader.load_trained("critic", partial(get_value_model, path), objective, cfg.critic, n_steps)
+        check_vocabulary_size(critic.facts.n_embeddings, CRITIC_PATH, path, policy.facts.n_embeddings)
+    if reads_reference(cfg.algorithm):
+        ref = await loader.load_reference(cfg, get_model, policy)
         if cfg.update_ref_every_epoch:
             if await policy.tensor_specs() != await ref.tensor_specs():
                 raise ConfigError(

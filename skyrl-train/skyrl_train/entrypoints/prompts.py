@@ -14,6 +14,8 @@ from skyrl_train.dataset.rows import TaskRow, check_environments
 from skyrl_train.generators.chat_template import load_chat_template, read_chat_template
 from skyrl_train.models.loading import load_tokenizer
 
+Split = Literal["train", "validation"]
+
 
 def load_policy_tokenizer(cfg: SkyRLConfig) -> PreTrainedTokenizerBase:
     """Load the policy's tokenizer.
@@ -34,15 +36,21 @@ def load_policy_tokenizer(cfg: SkyRLConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(path, template_key=key)
 
 
-def open_prompts(
-    cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str], max_checked_rows: int | None = None
-) -> PromptDataset:
-    """Open prompts, rendered as the generator does. Drop prompts that are too long. Raise DataError for bad rows."""
+def open_prompts(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, split: Split) -> PromptDataset:
+    """Open the prompts of a split, rendered as the generator does. Prompts that are too long are dropped.
+
+    Raises:
+        ConfigError: the custom dataset class cannot be constructed.
+        DataError: a source or row cannot be used, or no prompt is short enough.
+    """
+    data = cfg.data
+    if data.custom_cls.path is not None:
+        return CustomDataset(cfg, tokenizer, split)
     return PromptDataset(
-        sources,
+        data.train_data if split == "train" else data.val_data,
         tokenizer,
         cfg.trainer.max_prompt_length,
-        max_checked_rows=max_checked_rows,
+        max_checked_rows=data.max_checked_rows if split == "train" else None,
         chat_template=load_chat_template(cfg.generator.chat_template),
         chat_template_kwargs=cfg.generator.chat_template_kwargs,
     )
@@ -50,9 +58,8 @@ def open_prompts(
 
 def open_eval_prompts(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:
     """Open the prompts to evaluate on, or return None without validation data."""
-    if cfg.data.custom_cls.path is not None:
-        return CustomDataset(cfg, tokenizer, "validation")
-    return open_prompts(cfg, tokenizer, cfg.data.val_data) if cfg.data.val_data else None
+    has_data = cfg.data.custom_cls.path is not None or cfg.data.val_data
+    return open_prompts(cfg, tokenizer, "validation") if has_data else None
 
 
 def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
@@ -84,13 +91,12 @@ def check_prompts(cfg: SkyRLConfig) -> None:
     if not Path(cfg.trainer.policy.model.path).is_dir():
         return
     tokenizer = load_policy_tokenizer(cfg)
+    splits: dict[Split, list[str]] = {"train": data.train_data}
+    if cfg.trainer.eval_interval > 0:
+        splits["validation"] = data.val_data
     if data.custom_cls.path is not None:
-        splits: list[Literal["train", "validation"]] = ["train", "validation"]
-        if cfg.trainer.eval_interval < 0:
-            splits = ["train"]
-        check_rows(cfg, [CustomDataset(cfg, tokenizer, split) for split in splits])
+        check_rows(cfg, [open_prompts(cfg, tokenizer, split) for split in splits])
         return
-    for sources, max_rows in ((data.train_data, data.max_checked_rows), (data.val_data, None)):
-        is_read = sources is data.train_data or cfg.trainer.eval_interval > 0
-        if is_read and sources and all(local_path(source) is not None for source in sources):
-            open_prompts(cfg, tokenizer, sources, max_rows)
+    for split, sources in splits.items():
+        if sources and all(local_path(source) is not None for source in sources):
+            open_prompts(cfg, tokenizer, split)

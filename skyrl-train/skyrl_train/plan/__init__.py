@@ -3,7 +3,6 @@
 Only the forecast of memory imports PyTorch, when it is asked for.
 """
 
-from skyrl_train.plan.forecast import limit_steps
-from skyrl_train.plan.run_plan import EnginePlan, RunPlan
+from skyrl_train.plan.run_plan import RunPlan, TrainingPlan, limit_steps
 
-__all__ = ["EnginePlan", "RunPlan", "limit_steps"]
+__all__ = ["RunPlan", "TrainingPlan", "limit_steps"]

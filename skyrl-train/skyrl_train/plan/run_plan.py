@@ -1,77 +1,60 @@
-"""The plan of a training run: roles and ranks, engines and their weights, steps, memory and disk."""
+"""The plan of a run: models and ranks, weights of the engines, steps, memory and disk."""
 
+import logging
+import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import psutil
+
 from skyrl_train.algorithms.rules import loads_reference
-from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.backends import EngineTraits
-from skyrl_train.plan.forecast import (
-    BYTES,
-    DiskForecast,
-    MemoryForecast,
-    PlannedModel,
-    Ranks,
-    count_batches,
-    count_steps,
-    forecast_disk,
-    forecast_memory,
-    plan_models,
-    plan_ranks,
-)
+from skyrl_train.config import SkyRLConfig, TrainerConfig
+from skyrl_train.config.preferences import DPOTrainerConfig, RewardConfig
+from skyrl_train.config.run import RunConfig
+from skyrl_train.config.sft import SupervisedConfig
+from skyrl_train.dataset.files import count_rows
+from skyrl_train.plan.forecast import BYTES, DiskForecast, MemoryForecast, PlannedModel, free_bytes_of_gpus, plan_model
 from skyrl_train.types.specs import Role, SyncKind
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class EnginePlan:
-    """The engines of a run, e.g. one embedded engine that shares the policy's tensors."""
+Ranks = Mapping[Role, tuple[int, int]]
+"""Nodes, and ranks per node, of each model."""
 
-    traits: EngineTraits
-    n_local: int
-    """Engines that the run starts."""
-    n_devices: int
-    """GPUs of each of them."""
-    servers: tuple[str, ...]
-    """Addresses of running servers."""
-    dtype: str
-    """Dtype of their weights."""
-    has_process: bool
-    """Without Ray, the engine runs in a separate process, so that it can generate while the policy is updated."""
-    has_copy: bool
-    """The engines keep their own copy of the policy's weights."""
 
-    @property
-    def needs_model(self) -> bool:
-        """True if the engine's process loads a model with transformers, or shares the policy."""
-        return self.n_local > 0 and self.traits.is_embedded
-
-    @property
-    def receiving_servers(self) -> list[str]:
-        """Servers that receive tensors. Servers of other kinds read files."""
-        return [] if self.traits.reads_files else list(self.servers)
+def limit_steps(trainer: RunConfig, n_batches: int) -> int:
+    """Return the steps of a run with `n_batches` per epoch."""
+    n_steps = trainer.epochs * n_batches
+    return min(n_steps, trainer.max_training_steps or n_steps)
 
 
 @dataclass(frozen=True)
-class RunPlan:
-    """The plan of a reinforcement learning run.
+class TrainingPlan:
+    """The plan of a run on fixed data, and the base class of `RunPlan`.
 
     The sizes of models are read from their files on first use, and are None if the models are not on this machine.
     """
 
-    cfg: SkyRLConfig
-    has_gpus: bool
+    cfg: SkyRLConfig | SupervisedConfig
 
     @property
     def roles(self) -> list[Role]:
         """The models that the run loads."""
-        roles: list[Role] = ["policy"]
-        roles += ["critic"] if self.cfg.trainer.critic.model.path is not None else []
-        return roles + (["ref"] if loads_reference(self.cfg) else [])
+        cfg = self.cfg
+        roles: list[Role] = ["reward" if isinstance(cfg, RewardConfig) else "policy"]
+        if isinstance(cfg, SkyRLConfig):
+            roles += ["critic"] if cfg.trainer.critic.model.path is not None else []
+            roles += ["ref"] if loads_reference(cfg) else []
+        elif isinstance(cfg.trainer, DPOTrainerConfig) and not cfg.trainer.policy_is_reference:
+            roles.append("ref")
+        return roles
 
     @cached_property
     def models(self) -> list[PlannedModel]:
         """The models with their sizes. Raises ConfigError if an adapter does not fit."""
-        return plan_models(self.cfg)
+        return [plan_model(role, self.cfg.trainer) for role in self.roles]
 
     @property
     def has_known_sizes(self) -> bool:
@@ -81,29 +64,130 @@ class RunPlan:
     @property
     def ranks(self) -> Ranks:
         """Nodes and ranks per node of each model. Empty for a run in one process."""
-        return plan_ranks(self.cfg.trainer.placement, self.models)
+        placement = self.cfg.trainer.placement
+        if not (placement.uses_ray or placement.uses_torchrun):
+            return {}
+        return {role: placement.size(role) for role in self.roles}
+
+    def count_shards(self, model: PlannedModel, ranks: Ranks) -> int:
+        """Return the number of ranks that one copy of a model is split over."""
+        trainer = self.cfg.trainer
+        section = getattr(trainer, model.role, trainer.policy)  # `skyrl reward` trains trainer.policy
+        if trainer.strategy_traits.is_model_parallel:
+            megatron = section.megatron_config
+            return int(megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
+        size = int(section.fsdp_config.fsdp_size)
+        return size if size > 0 else math.prod(ranks[model.role])
 
     @property
     def offloads_idle(self) -> bool:
         """True if idle models and engines are offloaded from the devices they share."""
-        return self.cfg.offloads_idle(has_gpus=self.has_gpus)
+        return False
+
+    @property
+    def engine_bytes(self) -> float:
+        """Size of the weights on each device of an engine that the run starts."""
+        return 0.0
 
     @cached_property
-    def engine(self) -> EnginePlan:
-        """The engines."""
-        generator, trainer = self.cfg.generator, self.cfg.trainer
-        traits = generator.engine
-        is_local = generator.run_engines_locally
-        is_apart = trainer.placement.uses_ray or self.cfg.has_engine_process
-        return EnginePlan(
-            traits,
-            n_local=generator.n_local_engines,
-            n_devices=generator.n_devices_per_engine,
-            servers=() if is_local else tuple(generator.remote_inference_engine_urls),
-            dtype=self.cfg.engine_dtype(has_gpu=self.has_gpus),
-            has_process=self.cfg.has_engine_process,
-            has_copy=not is_local or is_apart or not traits.is_embedded,
+    def n_batches(self) -> int | None:
+        """Batches per epoch, or None before the data is downloaded and with a user-defined dataset class."""
+        is_custom = isinstance(self.cfg, SkyRLConfig) and self.cfg.data.custom_cls.path is not None
+        counts = [] if is_custom else [count_rows(source) for source in self.cfg.data.train_data]
+        if None in counts or not counts:
+            return None
+        return sum(filter(None, counts)) // self.cfg.trainer.train_batch_size
+
+    @property
+    def n_steps(self) -> int | None:
+        """Steps of the run, or None if neither `n_batches` nor their maximum is known."""
+        trainer, n_batches = self.cfg.trainer, self.n_batches
+        return trainer.max_training_steps if n_batches is None else limit_steps(trainer, n_batches)
+
+    def forecast_disk(self, *, counts_steps: bool = True) -> DiskForecast | None:
+        """Forecast the disk space for checkpoints and exports. Return None before the models are downloaded.
+
+        `counts_steps=False` treats the number of steps as unknown.
+        """
+        if not self.has_known_sizes:
+            return None
+        trainer, n_steps = self.cfg.trainer, self.n_steps if counts_steps else None
+
+        def times(interval: int) -> int | None:
+            return 0 if interval < 0 else None if n_steps is None else math.ceil(n_steps / interval)
+
+        n_kept = trainer.max_ckpts_to_keep
+        n_kept = 1 if trainer.remote_ckpt_url is not None and n_kept < 0 else n_kept
+        trained = [model for model in self.models if model.role != "ref"]
+        checkpoint_bytes = sum(model.checkpoint_bytes for model in trained)
+        if isinstance(trainer, TrainerConfig) and trainer.update_ref_every_epoch:  # the reference also changes
+            checkpoint_bytes += sum(model.weight_bytes for model in self.models if model.role == "ref")
+        return DiskForecast(
+            checkpoint_bytes=checkpoint_bytes if trainer.ckpt_interval > 0 else 0,
+            interval=trainer.ckpt_interval,
+            n_kept=None if n_kept < 0 else n_kept,
+            n_checkpoints=times(trainer.ckpt_interval),
+            export_bytes=sum(model.export_bytes for model in trained) if trainer.hf_save_interval > 0 else 0,
+            n_exports=times(trainer.hf_save_interval),
         )
+
+    def forecast_memory(self) -> MemoryForecast | None:
+        """Forecast the memory of training.
+
+        Return None if the model is not downloaded yet, if Ray may use other machines, or if the free memory of the GPUs
+        is unknown. Count only the largest model if models have separate devices or are offloaded while idle.
+        """
+        import torch  # takes a second, which a mistake in the configuration should not cost
+
+        trainer, ranks = self.cfg.trainer, self.ranks
+        is_elsewhere = bool(ranks) and os.environ.get("RAY_ADDRESS", "local") != "local"
+        if is_elsewhere or not self.has_known_sizes:
+            return None
+        sizes = [model.training_bytes / (self.count_shards(model, ranks) if ranks else 1) for model in self.models]
+        needed = max(sizes) if ranks or self.offloads_idle else sum(sizes)
+        is_sharded = bool(ranks) and not trainer.strategy_traits.is_model_parallel
+        is_on_host = is_sharded and trainer.policy.fsdp_config.cpu_offload
+        uses_lora = self.models[0].lora is not None
+        n_processes = max((n_per_node for _, n_per_node in ranks.values()), default=1)
+        is_certain = not ranks and os.environ.get("WORLD_SIZE", "1") == "1"  # torchrun may have started several
+        if torch.cuda.is_available() and not is_on_host:
+            try:
+                free = free_bytes_of_gpus(n_processes) if ranks else torch.cuda.mem_get_info()[0]
+            except RuntimeError as error:
+                logger.info("The free memory of the GPUs is unknown, so the forecast is left out: %s", error)
+                return None
+            return MemoryForecast("each GPU" if ranks else "the GPU", needed, free, uses_lora, is_certain)
+        available = psutil.virtual_memory().available
+        return MemoryForecast("this machine", needed * n_processes, available, uses_lora, is_certain)
+
+
+@dataclass(frozen=True)
+class RunPlan(TrainingPlan):
+    """The plan of a reinforcement learning run."""
+
+    cfg: SkyRLConfig
+    has_gpus: bool
+
+    @property
+    def offloads_idle(self) -> bool:
+        return self.cfg.offloads_idle(has_gpus=self.has_gpus)
+
+    @property
+    def needs_engine_model(self) -> bool:
+        """True if the engine's process loads a model with transformers, or shares the policy."""
+        return self.cfg.generator.n_local_engines > 0 and self.cfg.generator.engine.is_embedded
+
+    @property
+    def has_engine_copy(self) -> bool:
+        """True if the engines keep their own copy of the policy's weights."""
+        generator = self.cfg.generator
+        is_apart = self.cfg.trainer.placement.uses_ray or self.cfg.has_engine_process
+        return not generator.run_engines_locally or is_apart or not generator.engine.is_embedded
+
+    @property
+    def receiving_servers(self) -> list[str]:
+        """Servers that receive tensors. Servers of other kinds read files."""
+        return [] if self.cfg.generator.engine.reads_files else self.cfg.generator.remote_inference_engine_urls
 
     @property
     def engine_bytes(self) -> float:
@@ -111,38 +195,16 @@ class RunPlan:
 
         Data-parallel devices hold copies.
         """
-        if not self.engine.n_local or not self.engine.has_copy:
-            return 0.0
         generator = self.cfg.generator
+        if not generator.n_local_engines or not self.has_engine_copy:
+            return 0.0
         n_shards = generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
-        return (self.models[0].n_parameters or 0) * BYTES[self.engine.dtype] / n_shards
+        dtype = self.cfg.engine_dtype(has_gpu=self.has_gpus)
+        return (self.models[0].n_parameters or 0) * BYTES[dtype] / n_shards
 
     @property
     def sync_kind(self) -> SyncKind:
         """Kind of weight sync. The embedded engine computes with the adapter itself. Other engines merge it."""
         if not self.cfg.trainer.policy.model.lora.is_used:
             return "full"
-        return "adapter" if self.engine.needs_model else "factors"
-
-    @property
-    def sources(self) -> list[str]:
-        """Files and datasets to train on. Empty with a user-defined dataset class."""
-        return [] if self.cfg.data.custom_cls.path is not None else self.cfg.data.train_data
-
-    @cached_property
-    def n_batches(self) -> int | None:
-        """Batches per epoch, or None before the data is downloaded."""
-        return count_batches(self.cfg.trainer, self.sources)
-
-    @property
-    def n_steps(self) -> int | None:
-        """Steps of the run, or None before the data is downloaded."""
-        return count_steps(self.cfg.trainer, self.n_batches)
-
-    def forecast_memory(self) -> MemoryForecast | None:
-        """Forecast the memory of training. Return None if it is unknown."""
-        return forecast_memory(self.cfg.trainer, self.models, offloads_idle=self.offloads_idle)
-
-    def forecast_disk(self) -> DiskForecast | None:
-        """Forecast the disk space for checkpoints and exports. Return None before the models are downloaded."""
-        return forecast_disk(self.cfg.trainer, self.models, self.n_steps)
+        return "adapter" if self.needs_engine_model else "factors"

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from skyrl_train.config.problems import leaves
 from skyrl_train.errors import DataError
 from skyrl_train.report.charts import Chart, Line
 from skyrl_train.report.page import PANELS, render
@@ -44,7 +45,7 @@ class ComparedRun:
     @property
     def settings(self) -> dict[str, str]:
         """Settings as {key: text}, without the run name and paths in the run folder, because these always differ."""
-        values = dict(_flatten(self.config))
+        values = dict(leaf for section, settings in self.config.items() for leaf in leaves(settings, section))
         keys = ("trainer.output_dir", "trainer.project_name", "trainer.run_name")
         parts = [str(values[key]) for key in keys if key in values]
         folders = [self.path, *([Path(*parts)] if len(parts) == len(keys) else [])]  # the second may be relative
@@ -76,8 +77,7 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
         rows = read_metrics(run_folder.metrics)
         if not rows:
             raise DataError(f"{folder} has no metrics.jsonl with a step in it; pass the folder of a run")
-        config_text = run_folder.config_yaml.read_text("utf-8") if run_folder.config_yaml.exists() else ""
-        config = yaml.safe_load(config_text) or {}
+        _, config = run_folder.read_config()
         results = {headline.label: headline for headline in headlines(rows, config)}
         runs.append(ComparedRun(path, path.relative_to(root).as_posix(), f"c{len(runs)}", rows, config, results))
     settings = [run.settings for run in runs]
@@ -112,14 +112,6 @@ def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
         if lines:
             charts.append(Chart(title, note, lines))
     return charts
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _union(parts: Iterable[Iterable[str]]) -> list[str]:

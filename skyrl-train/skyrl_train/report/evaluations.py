@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.checkpoint import RemoteFolder
 from skyrl_train.errors import DataError
 from skyrl_train.tracking import RunFolder
 from skyrl_train.tracking.run_folder import AGGREGATED
@@ -42,13 +43,7 @@ def read_evaluation(run_folder: RunFolder, step: int | None) -> list[EvaluatedTr
     Raises:
         DataError: a line is not a trajectory.
     """
-    files = sorted(run_folder.evals(step).glob("*.jsonl"))
-    return [
-        parse_trajectory(row)
-        for path in files
-        if path.name != AGGREGATED
-        for row in parse_rows(path.read_text("utf-8"), str(path))
-    ]
+    return [parse_trajectory(row) for row in read_rows(RemoteFolder(str(run_folder.evals(step))))]
 
 
 def pick_examples(newest: list[EvaluatedTrajectory], first: list[EvaluatedTrajectory]) -> list[Example]:
@@ -62,18 +57,25 @@ def pick_examples(newest: list[EvaluatedTrajectory], first: list[EvaluatedTrajec
     return [Example(chosen[index], scored[index], earlier.get(scored[index].prompt)) for index in sorted(chosen)]
 
 
-def parse_rows(text: str, path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON-lines file. DataError for a line that is not a JSON object. `path` is for messages."""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
+def read_rows(folder: RemoteFolder) -> Iterator[dict[str, Any]]:
+    """Yield the trajectory rows of an evaluation's folder. DataError for a line that is not a JSON object."""
+    for name in folder.names():
+        if not name.endswith(".jsonl") or name == AGGREGATED:
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number} is not JSON ({error}); remove the line to report on the rest") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path}:{number} is {type(row).__name__}, not an object; remove it to report on the rest")
-        yield row
+        path, text = (folder / name).url, (folder.read(name) or b"").decode("utf-8", errors="replace")
+        for number, line in enumerate(text.splitlines(), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}:{number} is not JSON ({error}); remove the line to report on the rest"
+                ) from error
+            if not isinstance(row, dict):
+                kind = type(row).__name__
+                raise DataError(f"{path}:{number} is {kind}, not an object; remove it to report on the rest")
+            yield row
 
 
 def parse_trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -119,8 +118,7 @@ def write_report(
         DataError: the metrics or an evaluation file cannot be read.
     """
     rows = read_metrics(run_folder.metrics)
-    config_text = run_folder.config_yaml.read_text("utf-8") if run_folder.config_yaml.exists() else ""
-    config = yaml.safe_load(config_text) or {}
+    config_text, config = run_folder.read_config()
     last_step = max((row["step"] for row in rows), default=None)
     evaluations = _Evaluations.read(run_folder, last_step)
     page = render(

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from skyrl_gym.tools.calls import ToolCallError, parse_tool_calls, strip_thoughts
-from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder
+from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, parse_steps
 from skyrl_train.errors import DataError
-from skyrl_train.report.evaluations import EvaluatedTrajectory, parse_rows, parse_trajectory
+from skyrl_train.report.evaluations import EvaluatedTrajectory, parse_trajectory, read_rows
 from skyrl_train.tracking import RunFolder, read_metrics
-from skyrl_train.tracking.run_folder import AGGREGATED
 from skyrl_train.types.stop_reasons import StopReason
 
 EXCERPT_CHARACTERS = 200
@@ -146,13 +145,7 @@ def classify(episode: EvaluatedEpisode) -> dict[str, str]:
 
 def read_episodes(folder: RemoteFolder, step: int) -> list[EvaluatedEpisode]:
     """Read the episodes of one evaluation. Raise DataError for a line that is not a JSON object."""
-    evaluation = folder / f"global_step_{step}"
-    episodes = []
-    for name in evaluation.names():
-        if name.endswith(".jsonl") and name != AGGREGATED:
-            text = (evaluation.read(name) or b"").decode("utf-8", errors="replace")
-            episodes += [_parse_episode(row) for row in parse_rows(text, (evaluation / name).url)]
-    return episodes
+    return [_parse_episode(row) for row in read_rows(folder / f"global_step_{step}")]
 
 
 def _parse_episode(row: dict[str, Any]) -> EvaluatedEpisode:
@@ -193,8 +186,7 @@ def compare_evaluations(source: str, first: int | None = None, last: int | None 
     try:
         if "evals" in folder.names():
             folder = folder / "evals"
-        matches = (re.fullmatch(r"global_step_(\d+)", name) for name in folder.names())
-        steps = sorted(int(match[1]) for match in matches if match)
+        steps = parse_steps(folder.names())
         if rows := read_metrics(RunFolder(Path(source)).metrics):
             steps = [step for step in steps if step <= rows[-1]["step"]]  # a rewind discarded later evaluations
         if not steps:
@@ -257,11 +249,8 @@ def _format_failures(evaluations: dict[int, list[EvaluatedEpisode]], n_samples: 
     for name in rules:
         for step, failures in found.items():
             for episode, _, evidence in [failure for failure in failures if failure[1] == name][:n_samples]:
-                source, task, words = (
-                    episode.trajectory.data_source,
-                    episode.prompt_key[:80],
-                    " ".join(evidence.split()),
-                )
+                source, task = episode.trajectory.data_source, episode.prompt_key[:80]
+                words = " ".join(evidence.split())
                 excerpt = words[:EXCERPT_CHARACTERS] + ("…" if len(words) > EXCERPT_CHARACTERS else "")
                 text = json.dumps(excerpt, ensure_ascii=False)
                 samples.append(f"- **{name}**, step {step}, {source}, task `{task}`: {text}")

@@ -1,6 +1,7 @@
 """Convert trajectories to training data of a Tinker service."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import tinker
@@ -18,16 +19,9 @@ def apply_overlong_filtering(segment: Segment, max_sequence_length: int) -> Segm
     """
     if len(segment.token_ids) <= max_sequence_length:
         return segment
-    n_kept = max(0, max_sequence_length - segment.n_prompt)
-    return replace(
-        segment,
-        token_ids=segment.token_ids[: segment.n_prompt + n_kept],
-        loss_mask=[0] * n_kept,
-        rewards=segment.rewards[:n_kept],
-        logprobs=None if segment.logprobs is None else segment.logprobs[:n_kept],
-        sampling_logprobs=None,
-        turns=(),
-    )
+    kept = deepcopy(segment)
+    kept.truncate(max(0, max_sequence_length - segment.n_prompt))
+    return replace(kept, loss_mask=[0] * kept.response_length, turns=())
 
 
 def training_data(

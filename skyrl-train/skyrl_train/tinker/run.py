@@ -24,7 +24,7 @@ from skyrl_train.checkpoint import folder_lock, replace_text
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import TaskRow, check_environments
-from skyrl_train.evaluate import dump_evaluation, evaluate
+from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.gym_generator import GymGenerator
@@ -180,9 +180,8 @@ class TinkerRun:
     async def _evaluate(
         self, dataset: PromptDataset, generator: RolloutGenerator, tokenizer: PreTrainedTokenizerBase, step: int
     ) -> dict[str, float]:
-        metrics, trajectories = await evaluate(dataset, generator, self.cfg, step)
-        success_reward = self.cfg.generator.success_reward
-        dump_evaluation(self.run_folder.evals(step), trajectories, metrics, ChatEncoder(tokenizer), success_reward)
+        folder, chat = self.run_folder.evals(step), ChatEncoder(tokenizer)
+        metrics, _ = await evaluate(dataset, generator, self.cfg, step, folder, chat)
         await self.alert(step, metrics)
         return metrics
 

@@ -9,6 +9,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 _BAR = "{desc}{n_fmt}/{total_fmt} {percentage:.0f}% |{bar:20}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
+_EVAL_METRICS = ("eval/all/avg_score", "eval/environment/", "val/loss", "val/accuracy")  # prefixes
 _MAX_EVAL_METRICS = 3
 
 
@@ -42,26 +43,17 @@ class Progress:
                 dynamic_ncols=True,
             )
 
-    def update(
-        self,
-        step: int,
-        *,
-        reward: float | None = None,
-        n_failed: int = 0,
-        loss: float | None = None,
-        eval_metrics: Mapping[str, float] | None = None,
-        tokens_per_second: float | None = None,
-    ) -> None:
-        """Show that `step` is done. Metrics that are not passed stay on the line with their last value."""
-        if reward is not None:
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show that `step` is done. Metrics that it lacks stay on the line with their last value."""
+        if (reward := metrics.get("reward/avg_raw_reward")) is not None:
+            n_failed = int(metrics.get("generate/n_invalid", 0))
             self._shown["reward"] = f"reward {reward:.3f}" + (f" ({n_failed} failed)" if n_failed else "")
-        if loss is not None:
+        if (loss := metrics.get("train/loss")) is not None:
             self._shown["loss"] = f"loss {loss:.4f}"
-        if eval_metrics:
-            first = list(eval_metrics.items())[:_MAX_EVAL_METRICS]
-            values = ", ".join(f"{name.rpartition('/')[2]} {value:.3f}" for name, value in first)
-            self._shown["eval"] = f"eval at step {step}: {values}"
-        if tokens_per_second is not None:
+        scores = [f"{n.rpartition('/')[2]} {value:.3f}" for n, value in metrics.items() if n.startswith(_EVAL_METRICS)]
+        if scores:
+            self._shown["eval"] = f"eval at step {step}: {', '.join(scores[:_MAX_EVAL_METRICS])}"
+        if (tokens_per_second := metrics.get("trainer/tokens_per_second")) is not None:
             self._shown["speed"] = f"{tokens_per_second:,.0f} tok/s"
         shown = [self._shown[key] for key in ("reward", "loss", "eval", "speed") if key in self._shown]
         if self._bar is not None:
@@ -71,11 +63,9 @@ class Progress:
             return
         now = time.monotonic()
         is_recent = self._last_line_at is not None and now - self._last_line_at < self._seconds_between_lines
-        if not is_recent or eval_metrics or step >= self._total_steps:
-            self._last_line_at = now
-            self._write_line(step, shown, now - self._started)
-
-    def _write_line(self, step: int, shown: list[str], elapsed: float) -> None:
+        if is_recent and not scores and step < self._total_steps:
+            return
+        self._last_line_at, elapsed = now, now - self._started
         percentage = 100 * step / max(self._total_steps, 1)
         parts = [f"step {step}/{self._total_steps} ({percentage:.0f}%)", *shown]
         parts.append(f"{tqdm.format_interval(elapsed)} elapsed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.checkpoint import make_folder
+import yaml
+
+from skyrl_train.checkpoint import make_folder, parse_steps
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.writer import BackgroundWriter
 
@@ -51,6 +52,11 @@ class RunFolder:
         self.evaluation_results = self.path / "evals" / EVAL_ONLY / AGGREGATED
         """The metrics file of a run that only evaluates. Written at its end, if there are valid rollouts."""
 
+    def read_config(self) -> tuple[str, dict[str, Any]]:
+        """Return the text and the content of `config.yaml`, both empty if there is none."""
+        text = self.config_yaml.read_text(encoding="utf-8") if self.config_yaml.exists() else ""
+        return text, yaml.safe_load(text) or {}
+
     def read_changes(self) -> list[dict[str, Any]]:
         """Return changed settings by ascending step: `{"after_step": 10, "settings": ["trainer.seed: 1 -> 2"]}`."""
         if not self.changes.exists():
@@ -79,8 +85,7 @@ class RunFolder:
 
     def eval_steps(self) -> list[int]:
         """Return the steps that have an evaluation folder, ascending."""
-        matches = (re.fullmatch(r"global_step_(\d+)", folder.name) for folder in self.path.glob("evals/*/"))
-        return sorted(int(match[1]) for match in matches if match)
+        return parse_steps(folder.name for folder in self.path.glob("evals/*/"))
 
     def trajectories(self, step: int) -> Path:
         """Return the trajectory file of one training step."""

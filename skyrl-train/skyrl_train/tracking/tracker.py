@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from skyrl_train.checkpoint import replace_text
-from skyrl_train.config.rules.run import wandb_login_problem
+from skyrl_train.config.rules.run import find_wandb_problem
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.jsonl import MetricsFile
 from skyrl_train.tracking.run_folder import RunFolder
@@ -94,14 +94,10 @@ class WandbTracker:
     def __init__(
         self, project_name: str, run_name: str, config: Mapping[str, Any], run_dir: Path, id_dir: Path
     ) -> None:
-        if problem := wandb_login_problem(os.environ):
+        if problem := find_wandb_problem(os.environ):
             raise ConfigError(problem)
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                "trainer.logger=wandb needs the wandb package: pip install wandb, or choose trainer.logger=tensorboard"
-            ) from error
+        import wandb
+
         id_dir.mkdir(parents=True, exist_ok=True)
         self._id_file = id_dir / "wandb_run_id.txt"
         folder = os.environ.get("WANDB_DIR") or str(run_dir)

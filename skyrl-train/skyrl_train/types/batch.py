@@ -97,19 +97,6 @@ class TrainingBatch:
         edges = [*self._starts()[::n_prompts], len(self)]
         return [self._map(lambda tensor, s=start, e=end: tensor[s:e]) for start, end in pairwise(edges)]  # type: ignore[misc]
 
-    @staticmethod
-    def cat(batches: Sequence[TrainingBatch]) -> TrainingBatch:
-        """Concatenate the rows of batches with the same L and R."""
-        joined: dict[str, Any] = {}
-        for name in TENSOR_FIELDS:
-            parts = [getattr(batch, name) for batch in batches]
-            n_computed = sum(part is not None for part in parts)
-            assert n_computed in (0, len(parts)), f"{name} is set in {n_computed} of {len(parts)} batches"
-            joined[name] = torch.cat(parts) if n_computed else None
-        names = {name for batch in batches for name in batch.reward_components}
-        components = {name: torch.cat([batch.reward_components[name] for batch in batches]) for name in names}
-        return TrainingBatch(**joined, reward_components=components)
-
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainingBatch:
         mapped: dict[str, Any] = {
             name: function(tensor) for name in TENSOR_FIELDS if (tensor := getattr(self, name)) is not None

@@ -46,8 +46,6 @@ class WholeRun:
 class BasePPOExp(RLExperiment):
     """A training run with SkyRL's override points: the `get_*` methods of `RLExperiment`, `get_trainer` and `run`."""
 
-    is_stock = True
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise ConfigError if the subclass overrides a SkyRL method that nothing calls here."""
         super().__init_subclass__(**kwargs)
@@ -142,5 +140,3 @@ class BasePPOExp(RLExperiment):
 
 class EvalOnlyEntrypoint(EvaluationExperiment, BasePPOExp):
     """An evaluation without training, with SkyRL's override points."""
-
-    is_stock = True

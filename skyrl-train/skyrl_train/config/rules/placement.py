@@ -22,8 +22,8 @@ def launcher_starts_every_process(cfg: Any) -> Iterator[str]:
     for name, value in zip(("policy_num_nodes", "policy_num_gpus_per_node"), placement.size("policy"), strict=True):
         if value != 1:
             yield (
-                f"trainer.placement.{name}={value} takes several processes, but trainer.placement.launcher=inline is "
-                f"one; set trainer.placement.launcher=ray, or trainer.placement.{name}=1"
+                f"trainer.placement.{name}={value} takes several processes, but trainer.placement.launcher=inline "
+                f"starts only one; set trainer.placement.launcher=ray, or trainer.placement.{name}=1"
             )
     if not placement.shares_devices:
         yield (
@@ -115,18 +115,18 @@ def idle_memory_is_shared(cfg: SkyRLConfig) -> Iterator[str]:
     if placement.offload_idle is not True or cfg.offloads_idle(has_gpus=True):
         return
     if not placement.colocate_all:
-        reason = "trainer.placement.colocate_all=false reserves others for it"
+        reason = "trainer.placement.colocate_all=false gives the engine separate devices"
         fix = "trainer.placement.colocate_all=true"
     elif not generator.run_engines_locally:
         reason, fix = "generator.run_engines_locally=false uses servers", "generator.run_engines_locally=true"
     elif cfg.trainer.fully_async.enabled:
-        reason, fix = "trainer.fully_async.enabled=true leaves none idle", "trainer.fully_async.enabled=false"
+        reason, fix = "trainer.fully_async.enabled=true keeps all of them busy", "trainer.fully_async.enabled=false"
     else:
         reason = f"generator.backend={generator.backend} generates with the policy's own tensors in one process"
         fix = "trainer.placement.launcher=ray"
     yield (
-        f"trainer.placement.offload_idle=true frees devices for an engine with a copy of the weights, and {reason}; "
-        f"set trainer.placement.offload_idle=auto, or {fix}"
+        "trainer.placement.offload_idle=true frees devices for an engine with its own copy of the weights, but "
+        f"{reason}; set trainer.placement.offload_idle=auto, or {fix}"
     )
 
 

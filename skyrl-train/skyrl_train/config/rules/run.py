@@ -136,8 +136,8 @@ def trajectories_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
     yield from _url_problems("trainer.remote_trajectory_url", url)
     if url is not None and not cfg.trainer.dump_eval_results:
         yield (
-            f"trainer.remote_trajectory_url={show(url)} uploads what trainer.dump_eval_results=false does not write; "
-            "set trainer.dump_eval_results=true"
+            f"trainer.remote_trajectory_url={show(url)} needs evaluation trajectories, but "
+            "trainer.dump_eval_results=false writes none; set trainer.dump_eval_results=true"
         )
 
 
@@ -156,11 +156,7 @@ SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 def wandb_can_start(cfg: Any) -> Iterator[str]:
     """Reject Weights & Biases without its package or a login before any model is loaded."""
-    if "wandb" not in cfg.trainer.logger:
-        return
-    if find_spec("wandb") is None:
-        yield "trainer.logger=wandb needs the package wandb; pip install wandb, or set trainer.logger=tensorboard"
-    elif problem := wandb_login_problem(os.environ):
+    if "wandb" in cfg.trainer.logger and (problem := find_wandb_problem(os.environ)):
         yield problem
 
 
@@ -178,11 +174,13 @@ def wandb_settings_have_a_run(cfg: Any) -> Iterator[str]:
             yield f"trainer.wandb_environment=[{name}] looks like a secret, which it would upload; remove {name}"
 
 
-def wandb_login_problem(environ: Mapping[str, str]) -> str | None:
-    """Return a sentence on how to log in, or None with an API key, a `wandb login`, or a mode that needs neither.
+def find_wandb_problem(environ: Mapping[str, str]) -> str | None:
+    """Return how to install wandb or to log in, or None with an API key, a `wandb login`, or a mode that needs neither.
 
     Reads only `environ` and the netrc file.
     """
+    if find_spec("wandb") is None:
+        return "trainer.logger=wandb needs the package wandb; pip install wandb, or set trainer.logger=tensorboard"
     if environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun") or environ.get("WANDB_API_KEY"):
         return None
     file = Path(environ.get("NETRC") or Path(environ.get("HOME", "")) / ".netrc")

@@ -196,7 +196,7 @@ def test_a_damaged_file_is_named_and_the_newest_complete_checkpoint_offered(
         verify(store, 40)
     folder, complete = store.path / "global_step_40", store.path / "global_step_20"
     assert str(caught.value) == (
-        f"cannot resume from {folder}: {reason.format(file=folder / file)}. The latest complete checkpoint is "
+        f"cannot resume from {folder}: {reason.format(file=folder / file)}. The latest intact checkpoint is "
         f"{complete}. Set trainer.resume_mode=from_path and trainer.resume_path={complete} to resume from it"
     )
 
@@ -204,7 +204,7 @@ def test_a_damaged_file_is_named_and_the_newest_complete_checkpoint_offered(
 def test_without_a_complete_checkpoint_a_new_start_is_offered(store: CheckpointStore) -> None:
     save_all(store, 10)
     (store.path / "global_step_10" / FILES[1]).unlink()
-    with pytest.raises(CheckpointError, match=r"is missing\. No checkpoint in .* Set trainer\.resume_mode=none"):
+    with pytest.raises(CheckpointError, match=r"is missing\. No other checkpoint in .* Set trainer\.resume_mode=none"):
         verify(store, 10)
 
 

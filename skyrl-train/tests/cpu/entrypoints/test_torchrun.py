@@ -23,7 +23,6 @@ from skyrl_train.entrypoints.sft import SFTExp
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch import torchrun as torchrun_module
 from skyrl_train.launch.torchrun import DRIVER, Torchrun, _accept_ranks
-from skyrl_train.weight_sync import SyncOptions
 
 TENSOR = ["trainer.strategy=megatron", "trainer.policy.megatron_config.tensor_model_parallel_size=2"]
 PIPELINE = ["trainer.strategy=megatron", "trainer.policy.megatron_config.pipeline_model_parallel_size=2"]
@@ -183,7 +182,7 @@ def test_runs_with_an_engine_are_refused_under_torchrun(
         monkeypatch.setenv(name, value)
     experiment = SFTExp(parse(overrides_of("sft", "out"), SFT))
     with pytest.raises(ConfigError, match="torchrun has started 2 processes, but this kind of run starts its own"):
-        experiment.new_launcher(["policy"], SyncOptions())
+        experiment.new_launcher(["policy"])
 
 
 def test_connections_of_other_programs_do_not_delay_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,14 +109,16 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
     placement, generator, policy = cfg.trainer.placement, cfg.generator, cfg.trainer.policy
     spec = model_spec("policy", math.prod, print, cfg.trainer, 1.0, sharding=policy)
     plan = RunPlan(cfg, has_gpus=False)
-    is_copied = placement.uses_ray or not plan.engine.needs_model
+    is_copied = placement.uses_ray or not plan.needs_engine_model
     sync = sync_options(generator)
     if not placement.uses_ray:
         with ThreadPoolExecutor(1) as executor:
             group = WorkerGroup(spec, [LocalRank(executor, SingleStrategy(World()))], None)
-            sync = InlineLauncher(executor, sync, plan.engine.receiving_servers).weight_sync(group, {})._options
+            sync = InlineLauncher(executor, sync, plan.receiving_servers).weight_sync(group, {})._options
     return {
-        "devices": list_requests(placement, ["policy", "critic", "ref"], plan.engine.n_local, plan.engine.n_devices)
+        "devices": list_requests(
+            placement, ["policy", "critic", "ref"], generator.n_local_engines, generator.n_devices_per_engine
+        )
         if placement.uses_ray
         else None,
         "offloads_idle": plan.offloads_idle,

@@ -10,17 +10,19 @@ import pytest
 
 from skyrl_train.tracking import Progress
 
+REWARD, SPEED = "reward/avg_raw_reward", "trainer/tokens_per_second"
+
 
 def test_a_log_file_gets_plain_lines_at_limited_frequency(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 0.5, 1.0, 6.0, 7.0, 10.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
     stream = io.StringIO()
     progress = Progress(total_steps=5, initial_step=0, stream=stream)
-    progress.update(1, reward=0.125, tokens_per_second=12345.6)
-    progress.update(2, reward=0.25)
-    progress.update(3, reward=0.5, eval_metrics={"eval/all/avg_score": 0.9, "eval/environment/catch_rate": 1.0})
-    progress.update(4, reward=0.75)
-    progress.update(5, reward=1.0)
+    progress.update(1, {REWARD: 0.125, SPEED: 12345.6})
+    progress.update(2, {REWARD: 0.25})
+    progress.update(3, {REWARD: 0.5, "eval/all/avg_score": 0.9, "eval/environment/catch_rate": 1.0})
+    progress.update(4, {REWARD: 0.75})
+    progress.update(5, {REWARD: 1.0})
     progress.close()
     lines = stream.getvalue().splitlines()
     scores = "eval at step 3: avg_score 0.900, catch_rate 1.000 · 12,346 tok/s"
@@ -36,7 +38,7 @@ def test_slow_steps_of_a_resumed_run_get_a_line_each_and_count_from_its_checkpoi
     stream = io.StringIO()
     progress = Progress(total_steps=10, initial_step=7, stream=stream, seconds_between_lines=0)
     for step in (8, 9, 10):
-        progress.update(step, reward=1.0)
+        progress.update(step, {REWARD: 1.0})
     first, *later = stream.getvalue().splitlines()
     assert first.startswith("step 8/10 (80%) · reward 1.000 · 00:00 elapsed · 00:00 left · ")
     assert len(later) == 2
@@ -47,9 +49,9 @@ def _terminal_output(columns: int) -> str:
     termios.tcsetwinsize(follower, (24, columns))
     with os.fdopen(follower, "w") as stream:
         progress = Progress(total_steps=4, initial_step=0, stream=stream)
-        progress.update(1, reward=0.5)
-        progress.update(2, reward=0.75, tokens_per_second=100)
-        progress.update(4)
+        progress.update(1, {REWARD: 0.5})
+        progress.update(2, {REWARD: 0.75, SPEED: 100})
+        progress.update(4, {})
         progress.close()
         progress.close()
     output = b""

@@ -1,5 +1,5 @@
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -77,25 +77,19 @@ def test_to_moves_every_tensor() -> None:
     group_sizes=st.lists(st.integers(min_value=1, max_value=4), min_size=1, max_size=6),
     n_prompts=st.integers(min_value=1, max_value=7),
 )
-def test_joining_chunks_gives_the_batch(group_sizes: list[int], n_prompts: int) -> None:
+def test_chunks_are_consecutive_rows_of_the_batch(group_sizes: list[int], n_prompts: int) -> None:
     draws = [group for group, size in enumerate(group_sizes) for _ in range(size)]
     batch = batch_of(draws, old_logprobs=torch.rand(len(draws), 3))
     parts = batch.chunk(n_prompts)
-    assert_same(TrainingBatch.cat(parts), batch)
+    for end, part in zip(accumulate(map(len, parts)), parts, strict=True):
+        assert_same(part, batch.select(list(range(end - len(part), end))))
+    assert sum(map(len, parts)) == len(batch)
     assert all(len(set(part.draws.tolist())) == n_prompts for part in parts[:-1])
     assert not any(set(left.draws.tolist()) & set(right.draws.tolist()) for left, right in pairwise(parts))
-
-
-def test_cat_refuses_a_field_that_only_some_batches_have() -> None:
-    scored = batch_of([0], advantages=torch.ones(1, 3))
-    for batches in ([scored, batch_of([1])], [batch_of([1]), scored]):
-        with pytest.raises(AssertionError, match="advantages is set in 1 of 2 batches"):
-            TrainingBatch.cat(batches)
 
 
 def test_a_batch_needs_no_rewards() -> None:
     """A batch of supervised rows has no rewards."""
     batch = replace(batch_of([0, 0, 1]), rewards=None, rollout_logprobs=None)
     assert [part.rewards for part in batch.chunk(1)] == [None, None]
-    assert TrainingBatch.cat(batch.chunk(1)).rewards is None
     assert batch.select([0]).to("cpu").rewards is None

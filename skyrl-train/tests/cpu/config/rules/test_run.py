@@ -5,7 +5,7 @@ from train_kit.rules import RuleContract, load
 
 from skyrl_train.config import load_config, parse_cli, validate_cfg
 from skyrl_train.config.rules import run
-from skyrl_train.config.rules.run import wandb_login_problem
+from skyrl_train.config.rules.run import find_wandb_problem
 from skyrl_train.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def no_login(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_missing_login_is_refused_before_a_run_starts(no_login: pytest.MonkeyPatch) -> None:
-    problem = wandb_login_problem({"WANDB_MODE": "online"})
+    problem = find_wandb_problem({"WANDB_MODE": "online"})
     for words in ("WANDB_API_KEY", "WANDB_MODE=offline", "trainer.logger=tensorboard"):
         assert words in problem
     for start in (
@@ -48,9 +48,9 @@ def test_a_key_or_an_offline_mode_is_accepted(no_login: pytest.MonkeyPatch, name
 
 def test_a_login_is_found_in_the_netrc_file(tmp_path: Path) -> None:
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
-    assert wandb_login_problem({"HOME": str(tmp_path)}) is None
-    assert wandb_login_problem({"NETRC": str(tmp_path / ".netrc")}) is None
-    assert wandb_login_problem({"HOME": str(tmp_path), "WANDB_BASE_URL": "https://wandb.example.org"}) is not None
+    assert find_wandb_problem({"HOME": str(tmp_path)}) is None
+    assert find_wandb_problem({"NETRC": str(tmp_path / ".netrc")}) is None
+    assert find_wandb_problem({"HOME": str(tmp_path), "WANDB_BASE_URL": "https://wandb.example.org"}) is not None
 
 
 def test_the_configuration_of_a_finished_run_is_read_without_a_login(no_login: pytest.MonkeyPatch) -> None:
