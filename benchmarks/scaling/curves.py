@@ -34,7 +34,7 @@ from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.entrypoints.tiny import write_tiny_model
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.models.scoring_module import ScoringModule
@@ -154,7 +154,7 @@ def generation_seconds(workload: Workload, n_times: int) -> float:
         ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor,
         asyncio.Runner() as runner,
     ):
-        engine = HFEngine(
+        engine = PackedEngine(
             make_model(w.vocab_size),
             NoTokenizer(),
             max_num_seqs=1024,

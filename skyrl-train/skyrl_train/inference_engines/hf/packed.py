@@ -23,7 +23,7 @@ from skyrl_train.models.loading import autocast
 from skyrl_train.models.memory import cache_bytes_per_token
 
 
-class HFEngine(EmbeddedEngine[CachedSequence]):
+class PackedEngine(EmbeddedEngine[CachedSequence]):
     """An engine that packs the new tokens of all sequences into one row, with keys and values in one memory."""
 
     sequence_type = CachedSequence
