@@ -11,17 +11,3 @@ from skyrl_train.weight_sync.sync import (
     send,
     transport_between,
 )
-
-__all__ = [
-    "MirroredReceiver",
-    "Receipt",
-    "Receiver",
-    "SyncOptions",
-    "SyncPlan",
-    "WeightMirror",
-    "WeightSink",
-    "WeightSource",
-    "WeightSync",
-    "send",
-    "transport_between",
-]

@@ -3,5 +3,3 @@
 from skyrl_train.inference_engines.hf.engine import create_engine, load_engine
 from skyrl_train.inference_engines.hf.general import GeneralEngine
 from skyrl_train.inference_engines.hf.packed import PackedEngine
-
-__all__ = ["GeneralEngine", "PackedEngine", "create_engine", "load_engine"]
