@@ -104,7 +104,7 @@ def measure_update(config: Qwen3Config, device: torch.device, n_prompts: int, n_
     def update() -> None:
         for rows in shard.micro_batches:
             with autocast(device, bf16=True):
-                scores = module.score(shard.rows.select(rows).to(device))
+                scores = module(shard.rows.select(rows).to(device))
             scores.logprobs.mean().backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()

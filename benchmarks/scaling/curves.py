@@ -139,7 +139,7 @@ def update_seconds(workload: Workload, n_times: int) -> float:
     def update() -> None:
         (shard,), _ = split(batch, 1, max_tokens, shares_prefixes=module.shares_prefixes)
         for rows in shard.micro_batches:
-            module.score(shard.rows.select(rows)).logprobs.sum().backward()
+            module(shard.rows.select(rows)).logprobs.sum().backward()
         module.zero_grad()
 
     return processor_seconds(update, n_times)
@@ -187,7 +187,7 @@ def memory_growth() -> tuple[int, int]:
     batches = [make_batch(Workload(2, 4, n_prompt=16 + 8 * i, n_new=8 + i)) for i in range(4)]
     resident = 0
     for step in range(50 + N_STEPS):
-        module.score(batches[step % len(batches)]).logprobs.sum().backward()
+        module(batches[step % len(batches)]).logprobs.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == 49:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from skyrl_train.distributed.strategy import DistributedStrategy, TrainState, all_finite, gather, local_part
+from skyrl_train.distributed.strategy import DistributedStrategy, TrainState, gather, local_part
 from skyrl_train.models.deferred import deferring
 from skyrl_train.models.generation import save_model
 from skyrl_train.models.loading import autocast, checkpointed_layers, train_in_float32
@@ -90,13 +90,13 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
             if not backward:
                 without_adapter = nullcontext() if adapter else adapter_disabled(module.hf_model)
                 with torch.no_grad(), autocast(device, bf16), without_adapter:
-                    results.append(consume(module.score(rows), rows)[1])
+                    results.append(consume(module(rows), rows)[1])
                 continue
             recomputed = use_attention(module.hf_model) if module.shares_prefixes else nullcontext()
             dropped = adapter_dropout(module.hf_model) if dropout else nullcontext()
             with checkpointed_layers(module.hf_model), recomputed, dropped:
                 with autocast(device, bf16):
-                    scores = module.score(rows)
+                    scores = module(rows)
                 loss, result = consume(scores, rows)
                 assert loss is not None
                 loss.backward()
@@ -150,9 +150,6 @@ class SingleStrategy(HuggingFaceStrategy):
 
     def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
         return module
-
-    def is_finite(self, module: ScoringModule) -> bool:
-        return all_finite(module.parameters())
 
     def export(self, module: ScoringModule, folder: Path) -> None:
         model = module.hf_model

@@ -126,10 +126,6 @@ class DistributedStrategy(ABC, Generic[M]):
         """
 
     @abstractmethod
-    def is_finite(self, module: M) -> bool:
-        """Return True on every rank if no parameter on any rank is NaN or infinite."""
-
-    @abstractmethod
     def gather_from(self, module: M) -> Gather:
         """Return a function that gathers a parameter of the module's Hugging Face model. Its calls are collective."""
 
@@ -152,6 +148,19 @@ class DistributedStrategy(ABC, Generic[M]):
     def random_stream(self) -> int:
         """Rank whose random numbers this rank draws. Tensor-parallel ranks must drop the same inputs of an adapter."""
         return self.world.rank
+
+    def is_finite(self, module: M) -> bool:
+        """Return True on every rank if no parameter on any rank is NaN or infinite.
+
+        `aminmax` takes a seventh of the time of `isfinite`.
+        """
+        parts = (local_part(parameter.detach())[0] for parameter in module.parameters())
+        is_finite = all(bool(torch.stack(torch.aminmax(part)).isfinite().all()) for part in parts if part.numel())
+        if self.world.size == 1:
+            return is_finite
+        flag = torch.tensor(is_finite, device=torch.device(self.world.device), dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
 
     def tensor_specs(self, module: M, kind: SyncKind = "full") -> list[TensorSpec]:
         """Return the tensors of a weight sync, in the order of `full_tensors`."""
@@ -233,18 +242,6 @@ def new_save_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo")
     _set_pg_timeout(SAVE_TIMEOUT, group)
     return group
-
-
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return False if an element is NaN or infinite. `aminmax` takes a seventh of the time of `isfinite`."""
-    return all(bool(torch.stack(torch.aminmax(tensor)).isfinite().all()) for tensor in tensors if tensor.numel())
-
-
-def all_finite_on_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -> bool:
-    """Return False on every rank if an element is NaN or infinite on any rank."""
-    flag = torch.tensor(all_finite(tensors), device=device, dtype=torch.int32)
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag)
 
 
 def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:

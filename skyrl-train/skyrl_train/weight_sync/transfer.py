@@ -150,22 +150,20 @@ def _write(
 ) -> None:
     """Write a tensor or its changes, in the format that `_read` documents.
 
-    If the whole tensor is written, add its bytes to `checksum` block by block, while they are in a cache.
+    If the whole tensor is written, add its bytes to `checksum`.
     """
     changes = None if sent_weights is None else sent_weights.replace(spec.name, tensor.cpu())
-    if plan.base_version is None and checksum is not None:
-        for block in split_into_blocks(flat_bytes(tensor)):
-            writer.write(block)
-            checksum.add(block)  # still in a cache
-    elif plan.base_version is None:
-        writer.write(flat_bytes(tensor))
-    elif changes is None or changes.n_bytes >= spec.n_bytes:
+    if plan.base_version is not None:
+        if changes is not None and changes.n_bytes < spec.n_bytes:
+            writer.write(torch.tensor([len(changes.gaps)]).view(torch.uint8))
+            writer.write(changes.gaps)
+            writer.write(flat_bytes(changes.bits))
+            return
         writer.write(torch.tensor([WHOLE]).view(torch.uint8))
-        writer.write(flat_bytes(tensor))
-    else:
-        writer.write(torch.tensor([len(changes.gaps)]).view(torch.uint8))
-        writer.write(changes.gaps)
-        writer.write(flat_bytes(changes.bits))
+    for block in split_into_blocks(flat_bytes(tensor)):
+        writer.write(block)
+        if checksum is not None:
+            checksum.add(block)  # still in a cache
 
 
 def receive_stream(
@@ -251,11 +249,8 @@ def _fill(tensor: torch.Tensor, reader: StreamReader, checksum: Checksum | None 
     for part in reader.read(len(flat)):
         own = flat[start : start + len(part)]
         start += len(part)
-        if checksum is None:
-            own.copy_(part)
-            continue
-        n_copied = 0
-        for block in split_into_blocks(own):
-            block.copy_(part[n_copied : n_copied + len(block)])
-            checksum.add(block)  # still in a cache
-            n_copied += len(block)
+        blocks = split_into_blocks(own)
+        for block, values in zip(blocks, part.split([len(block) for block in blocks]), strict=True):
+            block.copy_(values)
+            if checksum is not None:
+                checksum.add(block)  # still in a cache

@@ -31,7 +31,6 @@ from skyrl_train.distributed.megatron.names import EMBEDDINGS, HEAD, HEAD_PARAME
 from skyrl_train.distributed.strategy import (
     DistributedStrategy,
     TrainState,
-    all_finite_on_ranks,
     gather,
     local_part,
     new_save_group,
@@ -224,9 +223,6 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         if module.is_replicated(name):
             return bool(self._groups.tp.rank() == 0)
         return not (module.has_copy(name) and name == HEAD_PARAMETER)
-
-    def is_finite(self, module: MegatronScorer) -> bool:
-        return all_finite_on_ranks((parameter.detach() for parameter in module.parameters()), self._device)
 
     def full_tensors(
         self, module: MegatronScorer, kind: SyncKind = "full", *, as_exported: bool = True
