@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from skyrl_train.models.generation import save_model
 from skyrl_train.models.lora import Gather, merged_buffers, merged_names, sync_tensors
 from skyrl_train.models.scoring_module import Scorer
-from skyrl_train.types import Scores, TrainingBatch
+from skyrl_train.types import Shard, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec, World
 
 M = TypeVar("M", bound=Scorer)
@@ -51,6 +51,20 @@ class TrainState(Generic[M]):
     module: M
     optimizer: torch.optim.Optimizer | None = None
     scheduler: LambdaLR | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Settings of a pass over micro-batches."""
+
+    bf16: bool  # compute in bfloat16 on a GPU
+    backward: bool = False  # differentiate the loss
+    adapter: bool = True  # False: compute without the adapter
+    dropout: bool = False  # apply the adapter's dropout
+
+
+Consume = Callable[[Any, TrainingBatch], tuple[torch.Tensor | None, T]]
+"""Function of the scores of a micro-batch, and its rows."""
 
 
 class _RankWriter(dcp.FileSystemWriter):
@@ -97,22 +111,11 @@ class DistributedStrategy(ABC, Generic[M]):
         """Load the model of `spec` and shard it. `entropy_grad` makes its entropies differentiable."""
 
     @abstractmethod
-    def run(
-        self,
-        module: M,
-        micro_batches: Sequence[TrainingBatch],
-        consume: Callable[[Scores, TrainingBatch], tuple[torch.Tensor | None, T]],
-        *,
-        bf16: bool,
-        backward: bool,
-        adapter: bool = True,
-        dropout: bool = False,
-    ) -> list[T]:
-        """Score every micro-batch and pass the scores to `consume`.
+    def run(self, module: M, shard: Shard, consume: Consume[T], settings: Pass) -> list[T]:
+        """Score every micro-batch of a shard and pass the scores to `consume`.
 
-        `consume` returns a loss and a result. With `backward`, the loss is differentiated. Gradients are summed over
-        micro-batches here, and over ranks here or in `clip_gradients`. `adapter=False` disables the adapter, and
-        `dropout` enables the adapter's dropout.
+        `consume` returns a loss and a result. Gradients are summed over micro-batches here, and over ranks here or in
+        `clip_gradients`.
 
         Returns:
             The results of `consume`, or an empty list on a rank without scores.

@@ -113,6 +113,7 @@ def send_stream(
 def _send(
     plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None, *, has_checksum: bool
 ) -> Receipt:
+    """Write every tensor, or its changes if they are shorter, in the format that `_read` documents."""
     if sent_weights is not None:
         sent_weights.check(plan)
     writer = StreamWriter(plan)
@@ -125,10 +126,21 @@ def _send(
             n_bytes += spec.n_bytes
             with half_of_cores():  # the receiver may run on the same machine and uses the other half
                 tensor = tensor.detach().to(spec.dtype).contiguous()
-                found = Checksum(name) if has_checksum else None
-                _write(writer, plan, spec, tensor, sent_weights, found)
-                if found is not None:
-                    checksum += found.value if found.n_words else tensor_checksum(name, tensor)
+                changes = None if sent_weights is None else sent_weights.replace(name, tensor.cpu())
+                if plan.base_version is not None and changes is not None and changes.n_bytes < spec.n_bytes:
+                    writer.write(flat_bytes(torch.tensor([len(changes.gaps)])))
+                    writer.write(changes.gaps)
+                    writer.write(flat_bytes(changes.bits))
+                    checksum += tensor_checksum(name, tensor) if has_checksum else 0
+                    continue
+                if plan.base_version is not None:
+                    writer.write(flat_bytes(torch.tensor([WHOLE])))
+                found = Checksum(name)
+                for block in split_into_blocks(flat_bytes(tensor)):
+                    writer.write(block)
+                    if has_checksum:
+                        found.add(block)  # still in a cache
+                checksum += found.value
         writer.finish()
     except BaseException as error:
         writer.fail(error)
@@ -138,32 +150,6 @@ def _send(
     if sent_weights is not None:
         sent_weights.complete(plan.version)
     return Receipt(plan.version, n_bytes, checksum % 2**64, writer.n_sent)
-
-
-def _write(
-    writer: StreamWriter,
-    plan: SyncPlan,
-    spec: TensorSpec,
-    tensor: torch.Tensor,
-    sent_weights: SentWeights | None,
-    checksum: Checksum | None,
-) -> None:
-    """Write a tensor or its changes, in the format that `_read` documents.
-
-    If the whole tensor is written, add its bytes to `checksum`.
-    """
-    changes = None if sent_weights is None else sent_weights.replace(spec.name, tensor.cpu())
-    if plan.base_version is not None:
-        if changes is not None and changes.n_bytes < spec.n_bytes:
-            writer.write(torch.tensor([len(changes.gaps)]).view(torch.uint8))
-            writer.write(changes.gaps)
-            writer.write(flat_bytes(changes.bits))
-            return
-        writer.write(torch.tensor([WHOLE]).view(torch.uint8))
-    for block in split_into_blocks(flat_bytes(tensor)):
-        writer.write(block)
-        if checksum is not None:
-            checksum.add(block)  # still in a cache
 
 
 def receive_stream(
