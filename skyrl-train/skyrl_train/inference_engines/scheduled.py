@@ -96,7 +96,7 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
 
 
 class AsyncEngine(ScheduledEngine):
-    """An engine whose backend is another process, which takes its own steps and streams its outputs.
+    """An engine whose backend is another process. The backend takes its own steps and streams its outputs.
 
     While the engine is held, running requests are aborted in the backend. They are submitted again afterwards, with the
     tokens that they have generated. If the backend derives each sample from the seed and the position, the tokens do

@@ -82,7 +82,7 @@ class ProcessRank(ConnectedRank):
         return f"(process {self._process.pid}) ended with exit status {status}{name}"
 
     async def close(self) -> None:
-        """Close the connection, which ends the process. Kill it after 5 s, e.g. if it is stuck in a collective."""
+        """Close the connection to end the process. Kill it after 5 s, e.g. if it is stuck in a collective."""
         await super().close()
         await asyncio.to_thread(self._process.join, 5)
         if self._process.is_alive():

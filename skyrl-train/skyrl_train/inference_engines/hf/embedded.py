@@ -58,7 +58,7 @@ class SequenceQueue(Generic[S]):
 
 
 class EmbeddedEngine(SteppedEngine[S]):
-    """An engine that generates with the tensors of `model`, so if a trainer updates them, only the version changes.
+    """An engine that generates with the tensors of `model`. If a trainer updates them, a sync only sets the version.
 
     Subclasses differ in how they run the model and store what it remembers of a sequence.
     """

@@ -31,7 +31,7 @@ class Batch:
 
 
 class GeneralEngine(EmbeddedEngine[DrawnSequence]):
-    """An engine for any causal model that is right with its own cache.
+    """An engine for any causal model. It uses the model's own cache.
 
     It keeps no cache after a sequence ends, so every turn of a session reads its whole prompt, in a single step.
     """
