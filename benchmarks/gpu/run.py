@@ -26,7 +26,7 @@ from harness import Contender, alternate, conditions  # noqa: E402
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams  # noqa: E402
-from skyrl_train.inference_engines.hf import HFEngine  # noqa: E402
+from skyrl_train.inference_engines.hf import PackedEngine  # noqa: E402
 from skyrl_train.models.fused import fuse_operations  # noqa: E402
 from skyrl_train.models.loading import autocast  # noqa: E402
 from skyrl_train.models.scoring_module import ScoringModule  # noqa: E402
@@ -104,7 +104,7 @@ def measure_update(config: Qwen3Config, device: torch.device, n_prompts: int, n_
     def update() -> None:
         for rows in shard.micro_batches:
             with autocast(device, bf16=True):
-                scores = module.score(shard.rows.select(rows).to(device))
+                scores = module(shard.rows.select(rows).to(device))
             scores.logprobs.mean().backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
@@ -131,7 +131,7 @@ def measure_engine(config: Qwen3Config, device: torch.device, n_prompts: int, n_
     sampling = SamplingParams(max_new_tokens=n_new, ignore_eos=True)
     requests = [EngineRequest(prompts[i // n_samples], sampling, i) for i in range(n_prompts * n_samples)]
     with ThreadPoolExecutor(1) as executor, asyncio.Runner() as runner:
-        engine = HFEngine(
+        engine = PackedEngine(
             make_model(config, device),
             NoTokenizer(),
             max_num_seqs=1024,

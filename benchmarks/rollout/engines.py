@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from workloads import Conversation, Workload, workloads
 
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
-from skyrl_train.inference_engines.hf import GeneralEngine, HFEngine
+from skyrl_train.inference_engines.hf import GeneralEngine, PackedEngine
 
 HERE = Path(__file__).parent
 VLLM_PYTHON = HERE.parents[1] / ".venv-vllm/bin/python"
@@ -125,7 +125,7 @@ def measure(index: int, workload: Workload, n_times: int) -> dict[str, Any]:
     loop, executor = asyncio.new_event_loop(), ThreadPoolExecutor(max_workers=1)
     limits = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_cache_bytes": 1 << 31}
     # Both compute in one thread, as in a run: two computing threads would slow each other down.
-    engine, padded = (kind(model, NoTokenizer(), **limits, executor=executor) for kind in (HFEngine, GeneralEngine))
+    engine, padded = (kind(model, NoTokenizer(), **limits, executor=executor) for kind in (PackedEngine, GeneralEngine))
     with vllm_runner(index, model) as vllm:
         runners: dict[str, Runner | None] = {
             "generate": generate_runner(model, workload.conversations, executor),

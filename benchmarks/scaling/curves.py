@@ -34,7 +34,7 @@ from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.entrypoints.tiny import write_tiny_model
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.models.scoring_module import ScoringModule
@@ -139,7 +139,7 @@ def update_seconds(workload: Workload, n_times: int) -> float:
     def update() -> None:
         (shard,), _ = split(batch, 1, max_tokens, shares_prefixes=module.shares_prefixes)
         for rows in shard.micro_batches:
-            module.score(shard.rows.select(rows)).logprobs.sum().backward()
+            module(shard.rows.select(rows)).logprobs.sum().backward()
         module.zero_grad()
 
     return processor_seconds(update, n_times)
@@ -154,7 +154,7 @@ def generation_seconds(workload: Workload, n_times: int) -> float:
         ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor,
         asyncio.Runner() as runner,
     ):
-        engine = HFEngine(
+        engine = PackedEngine(
             make_model(w.vocab_size),
             NoTokenizer(),
             max_num_seqs=1024,
@@ -187,7 +187,7 @@ def memory_growth() -> tuple[int, int]:
     batches = [make_batch(Workload(2, 4, n_prompt=16 + 8 * i, n_new=8 + i)) for i in range(4)]
     resident = 0
     for step in range(50 + N_STEPS):
-        module.score(batches[step % len(batches)]).logprobs.sum().backward()
+        module(batches[step % len(batches)]).logprobs.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == 49:

@@ -25,7 +25,7 @@ from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.models.loading import load_model, load_tokenizer
 from skyrl_train.threads import compute_thread
 from skyrl_train.weight_sync import SyncPlan, send
@@ -54,7 +54,7 @@ class Rollout:
         self.rewards += [0.0] * (len(tokens) - 1) + [reward]
 
 
-async def play(engine: HFEngine, tokenizer: PreTrainedTokenizerBase, row: Row, group: str, seed: int) -> Rollout:
+async def play(engine: PackedEngine, tokenizer: PreTrainedTokenizerBase, row: Row, group: str, seed: int) -> Rollout:
     """Play one game. The trainer's agent loop adds timeouts, retries and limits on length."""
     env, rollout, session = CatchEnv({}, row), Rollout(group), f"{group}-{seed}"
     sampling = SamplingParams(max_new_tokens=1)  # at temperature 1
@@ -106,7 +106,7 @@ async def train(run: CatchRun, n_steps: int) -> tuple[float, float]:
     rng = random.Random(run.seed)
     train_rows, val_rows = (read_rows(str(run.data_dir / f"{split}.parquet")) for split in ("train", "validation"))
     with compute_thread() as thread:  # the engine and the update take turns in one thread, with all cores
-        engine = HFEngine(
+        engine = PackedEngine(
             model, tokenizer, max_num_seqs=512, max_num_batched_tokens=8192, max_cache_bytes=1 << 30, executor=thread
         )
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import EngineError
-from skyrl_train.generators.source import BatchSource
+from skyrl_train.generators.source import Rollouts
 from skyrl_train.learner import Learner
 from skyrl_train.run import Callback, Run, Step
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory
@@ -55,7 +55,7 @@ class Trainer(Run):
         self,
         cfg: SkyRLConfig,
         *,
-        source: BatchSource,
+        source: Rollouts,
         learner: Learner,
         sync_engines: SyncEngines,
         total_steps: int,

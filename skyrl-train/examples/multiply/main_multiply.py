@@ -8,9 +8,9 @@ import ray
 from omegaconf import DictConfig
 
 from skyrl_gym.envs import register
+from skyrl_train.compat.skyrl.cluster import initialize_ray
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import config_dir, validate_cfg
-from skyrl_train.launch.ray.cluster import initialize_ray
 
 
 @ray.remote(num_cpus=1)

@@ -8,13 +8,3 @@ from skyrl_train.algorithms.registry import (
     register_advantage_estimator,
     register_policy_loss,
 )
-
-__all__ = [
-    "advantage_estimator",
-    "advantages",
-    "losses",
-    "policy_loss",
-    "register_advantage_estimator",
-    "register_policy_loss",
-    "required_inputs",
-]

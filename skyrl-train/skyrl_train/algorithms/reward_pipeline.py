@@ -65,16 +65,6 @@ def place_turn_rewards(segments: Sequence[Segment], turns: Iterable[Turn]) -> No
             segment.rewards[last_sampled(segment.loss_mask, turn.end)] += total
 
 
-def place_reward(reward: Reward, loss_mask: Sequence[int]) -> list[float]:
-    """Return per-token rewards [r]. A reward for the whole response goes to its last sampled token."""
-    if isinstance(reward, list):
-        return reward
-    rewards = [0.0] * len(loss_mask)
-    if rewards:
-        rewards[last_sampled(loss_mask)] = float(reward)
-    return rewards
-
-
 def add_function_reward(trajectory: Trajectory, name: str, reward: Reward | None, weight: float) -> Trajectory:
     """Add the result of a reward function, and report it as a component. An unknown reward (None) makes it invalid."""
     if reward is None:

@@ -2,6 +2,4 @@
 
 from skyrl_train.distributed.fsdp2 import FSDP2Strategy
 from skyrl_train.distributed.hugging_face import SingleStrategy
-from skyrl_train.distributed.strategy import BASE_MODEL, METADATA, DistributedStrategy, TrainState
-
-__all__ = ["BASE_MODEL", "METADATA", "DistributedStrategy", "FSDP2Strategy", "SingleStrategy", "TrainState"]
+from skyrl_train.distributed.strategy import BASE_MODEL, METADATA, DistributedStrategy, Pass, TrainState

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.distributed.hugging_face import HuggingFaceStrategy
-from skyrl_train.distributed.strategy import all_finite_on_ranks, local_part, new_save_group, set_timeout
+from skyrl_train.distributed.strategy import new_save_group, set_timeout
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types.specs import ModelSpec, World
@@ -77,6 +77,3 @@ class FSDP2Strategy(HuggingFaceStrategy):
         mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
         set_timeout(mesh, self._timeout)
         return mesh
-
-    def is_finite(self, module: ScoringModule) -> bool:
-        return all_finite_on_ranks((local_part(parameter)[0] for parameter in module.parameters()), self._device)

@@ -1,7 +1,7 @@
 """Strategies for Hugging Face models: every rank has all modules, with the whole or a shard of each parameter."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from skyrl_train.distributed.strategy import DistributedStrategy, TrainState, all_finite, gather, local_part
+from skyrl_train.distributed.strategy import Consume, DistributedStrategy, Pass, TrainState, gather, local_part
 from skyrl_train.models.deferred import deferring
 from skyrl_train.models.generation import save_model
 from skyrl_train.models.loading import autocast, checkpointed_layers, train_in_float32
@@ -34,7 +34,7 @@ from skyrl_train.models.prefix_sharing import use_attention
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.threads import adjust_threads
-from skyrl_train.types import Scores, TrainingBatch
+from skyrl_train.types import Shard
 from skyrl_train.types.specs import ModelSpec
 
 T = TypeVar("T")
@@ -71,32 +71,22 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         _reshard(module)
         return module
 
-    def run(
-        self,
-        module: ScoringModule,
-        micro_batches: Sequence[TrainingBatch],
-        consume: Callable[[Scores, TrainingBatch], tuple[torch.Tensor | None, T]],
-        *,
-        bf16: bool,
-        backward: bool,
-        adapter: bool = True,
-        dropout: bool = False,
-    ) -> list[T]:
+    def run(self, module: ScoringModule, shard: Shard, consume: Consume[T], settings: Pass) -> list[T]:
         device = torch.device(self.world.device)
         results: list[T] = []
-        for micro_batch in micro_batches:
+        for indices in shard.micro_batches:
             adjust_threads()
-            rows = micro_batch.to(device)
-            if not backward:
-                without_adapter = nullcontext() if adapter else adapter_disabled(module.hf_model)
-                with torch.no_grad(), autocast(device, bf16), without_adapter:
-                    results.append(consume(module.score(rows), rows)[1])
+            rows = shard.rows.select(indices).to(device)
+            if not settings.backward:
+                without_adapter = nullcontext() if settings.adapter else adapter_disabled(module.hf_model)
+                with torch.no_grad(), autocast(device, settings.bf16), without_adapter:
+                    results.append(consume(module(rows), rows)[1])
                 continue
             recomputed = use_attention(module.hf_model) if module.shares_prefixes else nullcontext()
-            dropped = adapter_dropout(module.hf_model) if dropout else nullcontext()
+            dropped = adapter_dropout(module.hf_model) if settings.dropout else nullcontext()
             with checkpointed_layers(module.hf_model), recomputed, dropped:
-                with autocast(device, bf16):
-                    scores = module.score(rows)
+                with autocast(device, settings.bf16):
+                    scores = module(rows)
                 loss, result = consume(scores, rows)
                 assert loss is not None
                 loss.backward()
@@ -150,9 +140,6 @@ class SingleStrategy(HuggingFaceStrategy):
 
     def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
         return module
-
-    def is_finite(self, module: ScoringModule) -> bool:
-        return all_finite(module.parameters())
 
     def export(self, module: ScoringModule, folder: Path) -> None:
         model = module.hf_model

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from skyrl_train.models.generation import save_model
 from skyrl_train.models.lora import Gather, merged_buffers, merged_names, sync_tensors
 from skyrl_train.models.scoring_module import Scorer
-from skyrl_train.types import Scores, TrainingBatch
+from skyrl_train.types import Shard, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec, World
 
 M = TypeVar("M", bound=Scorer)
@@ -51,6 +51,20 @@ class TrainState(Generic[M]):
     module: M
     optimizer: torch.optim.Optimizer | None = None
     scheduler: LambdaLR | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Settings of a pass over micro-batches."""
+
+    bf16: bool  # compute in bfloat16 on a GPU
+    backward: bool = False  # differentiate the loss
+    adapter: bool = True  # False: compute without the adapter
+    dropout: bool = False  # apply the adapter's dropout
+
+
+Consume = Callable[[Any, TrainingBatch], tuple[torch.Tensor | None, T]]
+"""Function of the scores of a micro-batch, and its rows."""
 
 
 class _RankWriter(dcp.FileSystemWriter):
@@ -97,22 +111,11 @@ class DistributedStrategy(ABC, Generic[M]):
         """Load the model of `spec` and shard it. `entropy_grad` makes its entropies differentiable."""
 
     @abstractmethod
-    def run(
-        self,
-        module: M,
-        micro_batches: Sequence[TrainingBatch],
-        consume: Callable[[Scores, TrainingBatch], tuple[torch.Tensor | None, T]],
-        *,
-        bf16: bool,
-        backward: bool,
-        adapter: bool = True,
-        dropout: bool = False,
-    ) -> list[T]:
-        """Score every micro-batch and pass the scores to `consume`.
+    def run(self, module: M, shard: Shard, consume: Consume[T], settings: Pass) -> list[T]:
+        """Score every micro-batch of a shard and pass the scores to `consume`.
 
-        `consume` returns a loss and a result. With `backward`, the loss is differentiated. Gradients are summed over
-        micro-batches here, and over ranks here or in `clip_gradients`. `adapter=False` disables the adapter, and
-        `dropout` enables the adapter's dropout.
+        `consume` returns a loss and a result. Gradients are summed over micro-batches here, and over ranks here or in
+        `clip_gradients`.
 
         Returns:
             The results of `consume`, or an empty list on a rank without scores.
@@ -124,10 +127,6 @@ class DistributedStrategy(ABC, Generic[M]):
 
         Call it once per step. Returns the norm before scaling. It may be NaN.
         """
-
-    @abstractmethod
-    def is_finite(self, module: M) -> bool:
-        """Return True on every rank if no parameter on any rank is NaN or infinite."""
 
     @abstractmethod
     def gather_from(self, module: M) -> Gather:
@@ -152,6 +151,19 @@ class DistributedStrategy(ABC, Generic[M]):
     def random_stream(self) -> int:
         """Rank whose random numbers this rank draws. Tensor-parallel ranks must drop the same inputs of an adapter."""
         return self.world.rank
+
+    def is_finite(self, module: M) -> bool:
+        """Return True on every rank if no parameter on any rank is NaN or infinite.
+
+        `aminmax` takes a seventh of the time of `isfinite`.
+        """
+        parts = (local_part(parameter.detach())[0] for parameter in module.parameters())
+        is_finite = all(bool(torch.stack(torch.aminmax(part)).isfinite().all()) for part in parts if part.numel())
+        if self.world.size == 1:
+            return is_finite
+        flag = torch.tensor(is_finite, device=torch.device(self.world.device), dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
 
     def tensor_specs(self, module: M, kind: SyncKind = "full") -> list[TensorSpec]:
         """Return the tensors of a weight sync, in the order of `full_tensors`."""
@@ -233,18 +245,6 @@ def new_save_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo")
     _set_pg_timeout(SAVE_TIMEOUT, group)
     return group
-
-
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return False if an element is NaN or infinite. `aminmax` takes a seventh of the time of `isfinite`."""
-    return all(bool(torch.stack(torch.aminmax(tensor)).isfinite().all()) for tensor in tensors if tensor.numel())
-
-
-def all_finite_on_ranks(tensors: Iterable[torch.Tensor], device: torch.device) -> bool:
-    """Return False on every rank if an element is NaN or infinite on any rank."""
-    flag = torch.tensor(all_finite(tensors), device=device, dtype=torch.int32)
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag)
 
 
 def set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:

@@ -103,10 +103,9 @@ class BufferedRollouts(Rollouts):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert not self._batches, "load the position before the first rollouts"
-        self._prompts.load_state_dict(state)
+        super().load_state_dict(state)
 
     async def close(self) -> None:
-        """Cancel the rollouts in progress."""
         for batch in self._batches:
             batch.rollouts.cancel()
         await asyncio.gather(*(batch.rollouts for batch in self._batches), return_exceptions=True)

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from skyrl_train.algorithms.contract import estimator_traits
 from skyrl_train.algorithms.dynamic_sampling import GroupCollector
@@ -29,36 +29,8 @@ class StepData:
     ends_epoch: bool  # the step includes the last prompt of an epoch
 
 
-class BatchSource(Protocol):
-    """A provider of each step's data."""
-
-    async def take(self, step: int) -> StepData:
-        """Return a step's data. An error leaves the position unchanged."""
-        ...
-
-    async def before_sync(self) -> None:
-        """Prepare for a weight sync."""
-        ...
-
-    async def after_sync(self, version: int) -> None:
-        """Record that the engines now sample with the weights of `version`."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data after the last step."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a position. DataError if it belongs to different data."""
-        ...
-
-    async def close(self) -> None:
-        """Cancel the rollouts in progress."""
-        ...
-
-
 class Rollouts(ABC):
-    """Base class for sources that play rollouts. Subclasses decide when to play them.
+    """A provider of each step's data. Subclasses decide when to play the rollouts.
 
     Invalid trajectories are counted and dropped. If the advantage estimator compares samples, a valid trajectory that
     is alone in its group is also dropped. Dynamic sampling draws more prompts until enough groups are informative.
@@ -79,6 +51,27 @@ class Rollouts(ABC):
         self._with_greedy_rewards = with_greedy_rewards
         self._compares_samples = estimator_traits(cfg.trainer.algorithm).compares_samples
         self._sampling = SamplingParams.from_config(cfg.generator.sampling_params)
+
+    @abstractmethod
+    async def take(self, step: int) -> StepData:
+        """Return a step's data. An error leaves the position unchanged."""
+
+    async def before_sync(self) -> None:  # noqa: B027, engines may be idle between steps
+        """Prepare for a weight sync."""
+
+    async def after_sync(self, version: int) -> None:  # noqa: B027, as above
+        """Record that the engines now sample with the weights of `version`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data after the last step."""
+        return self._prompts.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a position. DataError if it belongs to different data."""
+        self._prompts.load_state_dict(state)
+
+    async def close(self) -> None:  # noqa: B027, no rollout may outlive `take`
+        """Cancel the rollouts in progress."""
 
     @abstractmethod
     async def _next_batch(self, step: int) -> tuple[list[DrawnPrompt[PromptRow]], list[Trajectory]]:
@@ -180,21 +173,6 @@ class LockstepRollouts(Rollouts):
         except BaseException:
             self._prompts.load_state_dict(position)
             raise
-
-    async def before_sync(self) -> None:
-        """Do nothing: engines are idle between steps."""
-
-    async def after_sync(self, version: int) -> None:
-        """Do nothing: the next step starts its own rollouts."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._prompts.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._prompts.load_state_dict(state)
-
-    async def close(self) -> None:
-        """Do nothing: no rollout outlives `take`."""
 
     async def _next_batch(self, step: int) -> tuple[list[DrawnPrompt[PromptRow]], list[Trajectory]]:
         prompts = self._prompts.next_batch()

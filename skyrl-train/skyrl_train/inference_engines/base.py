@@ -57,18 +57,13 @@ class SamplingParams:
     @staticmethod
     def from_config(section: SamplingConfig) -> SamplingParams:
         """Convert `generator.sampling_params` or `generator.eval_sampling_params`."""
+        renamed = {"max_generate_length", "min_tokens", "stop", "stop_token_ids", "logprobs"}
         return SamplingParams(
             max_new_tokens=section.max_generate_length,
             min_new_tokens=section.min_tokens,
-            temperature=section.temperature,
-            top_p=section.top_p,
-            top_k=section.top_k,
-            min_p=section.min_p,
-            repetition_penalty=section.repetition_penalty,
-            presence_penalty=section.presence_penalty,
-            frequency_penalty=section.frequency_penalty,
             stop=tuple(section.stop or ()),
             stop_token_ids=tuple(section.stop_token_ids),
+            **section.model_dump(exclude=renamed),
         )
 
     @property

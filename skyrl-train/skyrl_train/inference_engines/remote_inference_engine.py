@@ -1,10 +1,5 @@
-"""Engines behind HTTP servers, under the name that SkyRL scripts import.
-
-For `generator.remote_inference_engine_urls`, a run creates `VLLMServerEngine` or `SGLangEngine`.
-"""
+"""The name under which SkyRL's scripts import engines behind HTTP servers."""
 
 from skyrl_train.inference_engines.http import HTTPEngine
 
 RemoteInferenceEngine = HTTPEngine
-
-__all__ = ["RemoteInferenceEngine"]

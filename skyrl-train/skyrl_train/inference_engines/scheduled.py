@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -96,7 +96,7 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
 
 
 class AsyncEngine(ScheduledEngine):
-    """An engine whose backend is another process, which takes its own steps and streams its outputs.
+    """An engine whose backend is another process. The backend takes its own steps and streams its outputs.
 
     While the engine is held, running requests are aborted in the backend. They are submitted again afterwards, with the
     tokens that they have generated. If the backend derives each sample from the seed and the position, the tokens do
@@ -107,10 +107,22 @@ class AsyncEngine(ScheduledEngine):
         super().__init__(**options)
         self._outputs: asyncio.Queue[Output | Exception | None] = asyncio.Queue()
         """Outputs of the backend. None ends a step, and an exception fails it."""
+        self._aborts: set[asyncio.Task[None]] = set()
 
     @abstractmethod
     async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
         """Submit new requests to the backend, whose outputs the subclass puts into `_outputs`."""
+
+    def _start_abort(self, abort: Coroutine[Any, Any, None]) -> None:
+        """Send a request to abort to the backend, without waiting for its answer."""
+        task = asyncio.create_task(abort)
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _wait_for_aborts(self) -> None:
+        """Wait until the backend has received all requests to abort."""
+        if self._aborts:
+            await asyncio.wait(self._aborts)
 
     def _interrupt_step(self) -> None:
         self._outputs.put_nowait(None)

@@ -48,7 +48,7 @@ S = TypeVar("S", bound=ActiveSequence)
 
 
 class EngineThread:
-    """The thread that an engine computes in: its own, or the trainer's."""
+    """The thread in which an engine computes: a thread of the engine, or the trainer's."""
 
     def __init__(self, shared: ThreadPoolExecutor | None, name: str) -> None:
         """Use `shared`, an executor with one thread, or start a thread called `name`."""

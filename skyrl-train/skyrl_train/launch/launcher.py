@@ -14,7 +14,8 @@ from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.launch.lease import Lease
 from skyrl_train.types.specs import ModelSpec, SyncKind
-from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync, transport_between
+from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
+from skyrl_train.weight_sync.base import Transport
 from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -88,12 +89,17 @@ class Launcher(ModelLauncher, Protocol):
 
 
 def with_transport(options: SyncOptions, device: torch.device, *, shares_devices: bool) -> SyncOptions:
-    """Return the options with the transport to use on this kind of device.
+    """Return the options with the transport between models on this kind of device, and log it if it was replaced.
 
-    `shares_devices` means that receivers are on the sender's devices. Log the transport if it replaces the configured
-    one.
+    `shares_devices` is True if a receiver is on the same GPU as a rank of the sender.
     """
-    transport = transport_between(options, device, shares_devices=shares_devices)
+    if options.transport not in ("nccl", "cuda_ipc") and not (options.transport == "auto" and options.prefers_gpus):
+        return options
+    transport: Transport = "nccl"
+    if device.type == "cpu":
+        transport = "auto"
+    elif shares_devices:
+        transport = "cuda_ipc"  # NCCL rejects two processes on one GPU
     if transport != options.transport != "auto":
         logger.info(
             "generator.weight_sync_backend=%s: weights travel through %s, because %s",

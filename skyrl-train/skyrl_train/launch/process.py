@@ -11,49 +11,39 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from copy import copy
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from skyrl_gym.runtime.console import guard_console
-from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.errors import WorkerError
 from skyrl_train.launch.rank_host import RankHost
 from skyrl_train.threads import threads_per_process
-from skyrl_train.types.specs import ModelSpec, Role, World
+from skyrl_train.types.specs import Role, World
 from skyrl_train.weight_sync.sync import free_port
 
 
 class ConnectedRank:
-    """A rank in the process at the other end of a connection. Calls and results are pickled."""
+    """A rank in the process at the other end of a connection.
 
-    _role: Role | None = None
+    Calls and results are pickled, so functions in a spec or an objective must be importable.
+    """
 
     def __init__(self, rank: int, connection: Connection) -> None:
         self._rank = rank
         self._connection = connection
         self._thread = ThreadPoolExecutor(1, f"rank-{rank}")
 
-    async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        """Load a model. `spec` and `objective` are pickled, so functions in them must be importable."""
-        self._role = spec.role
-        await self.call("load", spec, objective)
-
-    def share(self) -> ConnectedRank:
-        """Return a rank for a model with a different role in the same process."""
-        return copy(self)
-
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, role: Role, method: str, *args: Any) -> Any:
         """Call a method of the worker.
 
         Raises:
             WorkerError: the process has ended.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, method, args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, role, method, args)
 
-    def _call(self, method: str, args: tuple[Any, ...]) -> Any:
-        request = pickle.dumps((self._role, method, args))
+    def _call(self, role: Role, method: str, args: tuple[Any, ...]) -> Any:
+        request = pickle.dumps((role, method, args))
         try:
             self._connection.send_bytes(request)
             is_result, value = pickle.loads(self._connection.recv_bytes())
@@ -92,7 +82,7 @@ class ProcessRank(ConnectedRank):
         return f"(process {self._process.pid}) ended with exit status {status}{name}"
 
     async def close(self) -> None:
-        """Close the connection, which ends the process. Kill it after 5 s, e.g. if it is stuck in a collective."""
+        """Close the connection to end the process. Kill it after 5 s, e.g. if it is stuck in a collective."""
         await super().close()
         await asyncio.to_thread(self._process.join, 5)
         if self._process.is_alive():

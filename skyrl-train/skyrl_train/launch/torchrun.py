@@ -9,14 +9,14 @@ import secrets
 import signal
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
@@ -30,8 +30,6 @@ from skyrl_train.models.loading import default_device
 from skyrl_train.threads import threads_per_process
 from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.workers.group import Rank, WorkerGroup
-
-T = TypeVar("T")
 
 DRIVER = "skyrl/driver"
 """Key in torchrun's store for the address of rank 0. The address is empty if rank 0 needs no other ranks."""
@@ -88,27 +86,22 @@ class Torchrun:
 
 
 class HostedRank:
-    """The local rank of rank 0's process. Its calls run in the single thread of `executor`."""
+    """The rank of rank 0's own process. Its calls run in the single thread of `executor`."""
 
     def __init__(self, executor: Executor, host: RankHost) -> None:
         self._executor = executor
         self._host = host
-        self._role: Role | None = None
 
-    async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        self._role = spec.role
-        await self.call("load", spec, objective)
-
-    async def call(self, method: str, *args: Any) -> Any:
-        assert self._role is not None, "load() comes first"
+    async def call(self, role: Role, method: str, *args: Any) -> Any:
         loop = asyncio.get_running_loop()
-        is_result, value = await loop.run_in_executor(self._executor, self._host.call, self._role, method, args)
+        is_result, value = await loop.run_in_executor(self._executor, self._host.call, role, method, args)
         if is_result:
             return value
         raise value
 
     async def close(self) -> None:
-        await self.call("close")
+        with suppress(Exception):  # a collective may fail because the other ranks have ended
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._host.close)
 
 
 class TorchrunLauncher:
@@ -121,9 +114,7 @@ class TorchrunLauncher:
         self.device = default_device()
         self._executor = executor
         self._torchrun = torchrun
-        self._host: RankHost | None = None
-        self._others: list[ConnectedRank] = []
-        self._local: list[HostedRank] = []
+        self._ranks: list[Rank] = []
 
     async def start(self) -> None:
         """Connect to the other ranks and join their process group.
@@ -132,27 +123,19 @@ class TorchrunLauncher:
             WorkerError: a rank did not connect in time.
         """
         connections = await asyncio.to_thread(_accept_ranks, self._torchrun)
-        self._others = [ConnectedRank(rank, connection) for rank, connection in sorted(connections.items())]
-        self._host = await self._compute(self._torchrun.join)
+        self._ranks = [ConnectedRank(rank, connection) for rank, connection in sorted(connections.items())]
+        host = await asyncio.get_running_loop().run_in_executor(self._executor, self._torchrun.join)
+        self._ranks.insert(0, HostedRank(self._executor, host))
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
-        assert self._host is not None, "start() comes first"
-        local = HostedRank(self._executor, self._host)
-        group = WorkerGroup(spec, [local, *(rank.share() for rank in self._others)], objective)
+        group = WorkerGroup(spec, self._ranks, objective)
         await group.load()
-        self._local.append(local)
         return group
 
     async def close(self) -> None:
-        """End the other ranks and leave the process group."""
-        ranks: list[Rank] = [*self._others, *self._local]
-        await asyncio.gather(*(rank.close() for rank in ranks), return_exceptions=True)  # a save may be in progress
-        if self._host is not None:
-            with suppress(Exception):  # a collective may fail because the other ranks have ended
-                await self._compute(self._host.close)
-
-    async def _compute(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        """End the other ranks, then leave the process group."""
+        for rank in reversed(self._ranks):
+            await rank.close()
 
 
 def _accept_ranks(torchrun: Torchrun) -> dict[int, Connection]:

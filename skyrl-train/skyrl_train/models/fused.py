@@ -112,7 +112,7 @@ def _last_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor) -> to
 
 
 def _norm_on_gpu(states: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Compute the norm in PyTorch's kernel, which needs states and weight of the same dtype."""
+    """Compute the norm in PyTorch's kernel. States and weight must have the same dtype, so the weight is converted."""
     dtype = dtype or torch.promote_types(states.dtype, weight.dtype)
     with torch.autocast("cuda", enabled=False):  # autocast would copy all states to float32
         return torch.nn.functional.rms_norm(states, weight.shape, weight.to(states.dtype), epsilon).to(dtype)

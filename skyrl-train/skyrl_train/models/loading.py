@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.attributes import with_attribute
 from skyrl_train.models.deferred import create_without_weights
 from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.last_layer import narrow_last_layer
@@ -345,8 +346,7 @@ def _find_fault(config: PretrainedConfig) -> str | None:
     return None
 
 
-@contextmanager
-def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
+def checkpointed_layers(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Make layers recompute their activations if gradient checkpointing is on.
 
     Transformers checkpoints a layer only in training mode, so the layer alone is put in training mode. The modules in
@@ -357,13 +357,7 @@ def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
         for module in model.modules()
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
     ]
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
+    return with_attribute(layers, "training", True)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.attributes import with_attribute
 from skyrl_train.models.loading import create_empty
 from skyrl_train.models.low_rank import MatrixChange
 from skyrl_train.models.weight_files import suggest_folder
@@ -114,33 +115,18 @@ def count_trained(path: str, lora: LoraSpec, role: Role = "policy") -> int:
     return count_parameters(model)[0]
 
 
-@contextmanager
-def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
+def adapter_disabled(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Compute without the adapter.
 
     peft's own switch also freezes the adapter. FSDP would remember that if it happened before the first update.
     """
-    layers = adapter_layers(model).values()
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
+    return with_attribute(adapter_layers(model).values(), "_disable_adapters", True)
 
 
-@contextmanager
-def adapter_dropout(model: PreTrainedModel) -> Iterator[None]:
+def adapter_dropout(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Apply the adapter's dropout to its inputs. All other modules stay deterministic."""
     modules = [layer.lora_dropout[NAME] for layer in adapter_layers(model).values()]
-    for module in modules:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = False
+    return with_attribute(modules, "training", True)
 
 
 def trained_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:

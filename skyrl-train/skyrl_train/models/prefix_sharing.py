@@ -19,8 +19,8 @@ On a CPU, the last layer computes keys and values of all tokens, but everything 
 (`models/last_layer.py`).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
@@ -30,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.attributes import with_attribute
 from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow, widen_last_layer
 from skyrl_train.models.sequence_parallel import SequenceGroup
 
@@ -37,6 +38,15 @@ NAME = "skyrl_prefix_tree"
 BUCKET = 32  # tokens by which positions and lengths in one attention call may differ (a quarter of large lengths)
 SPAN = 192  # minimum queries per call on a CPU: with fewer, the kernel processes only 32 at a time
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value, in float32 and in shorter dtypes
+
+
+def causal_mask(distance: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return 0 for the keys that a query sees, up to itself and within the sliding window, and -inf for all others.
+
+    `distance` is the query's position minus the key's.
+    """
+    is_hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros_like(is_hidden, dtype=dtype).masked_fill_(is_hidden, -torch.inf)
 
 
 @dataclass(slots=True)
@@ -52,8 +62,7 @@ class AttentionCall:
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the mask (T, n_keys) to add to the attention scores, or None if the call is plainly causal.
 
-        It is 0 for the keys that a query sees, up to itself and within the sliding window, and -inf for all others. It
-        is not boolean, because attention would convert a boolean mask, and keep the copy, in every layer.
+        It is not boolean, because attention would convert a boolean mask, and keep the copy, in every layer.
         """
         if window is not None and self.n_keys <= window:
             window = None
@@ -62,10 +71,7 @@ class AttentionCall:
         key = (window, dtype)
         if key not in self._masks:
             distance = self.positions[:, None] - torch.arange(self.n_keys, device=self.positions.device)
-            is_hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-            self._masks[key] = torch.zeros(distance.shape, dtype=dtype, device=distance.device).masked_fill_(
-                is_hidden, -torch.inf
-            )
+            self._masks[key] = causal_mask(distance, window, dtype)
         return self._masks[key]
 
 
@@ -218,19 +224,12 @@ def tree_hidden_states(model: PreTrainedModel, tree: PrefixTree, group: Sequence
     return states if tree.selected is None or is_narrowed else states[tree.selected]
 
 
-@contextmanager
-def use_attention(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
+def use_attention(model: PreTrainedModel, name: str = NAME) -> AbstractContextManager[None]:
     """Switch a model to a registered attention function. Defaults to the one for prefix trees.
 
     With gradient checkpointing, the backward pass recomputes layers, so it must also run inside the context.
     """
-    config = model.config.get_text_config()
-    previous = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = previous
+    return with_attribute([model.config.get_text_config()], "_attn_implementation", name)
 
 
 def _attend(
@@ -307,6 +306,13 @@ def find_mask_fault(config: PretrainedConfig) -> str | None:
     return None
 
 
+def read_alone(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """Return the hidden states (t, H) of a sequence without a cache, in float32."""
+    output = model.base_model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False)
+    states: torch.Tensor = output.last_hidden_state[0].float()
+    return states
+
+
 @torch.no_grad()
 def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = None) -> str | None:
     """Return why rows of a model cannot share prefixes, or None if they can.
@@ -321,10 +327,7 @@ def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = Non
     if (mask_fault := find_mask_fault(model.config)) is not None:
         return mask_fault
     rows = [np.array(row) for row in ([1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 2], [1, 2, 3, 4, 5, 6, 7, 8, 1])]
-    expected = []
-    for row in rows:
-        token_ids = torch.from_numpy(row)[None].to(model.device)
-        expected.append(model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state[0].float())
+    expected = [read_alone(model, row.tolist()) for row in rows]
     tree = PrefixTree(rows, model.device)
     fault = _find_fault(model, tree, [tree.index[i, : len(row)] for i, row in enumerate(rows)], expected, group)
     if fault is None and group is None and is_narrow(model):

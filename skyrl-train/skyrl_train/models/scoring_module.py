@@ -65,18 +65,14 @@ class ScoringModule(Scorer):
     def hf_model(self) -> PreTrainedModel:
         return self.model
 
-    def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> Scores:
-        """Score tokens: values for a critic, else log-probs and entropies. Each is (B, R), 0 where `loss_mask` is 0."""
+    def forward(self, rows: TrainingBatch) -> Scores:
+        """Score a micro-batch: values for a critic, else log-probs and entropies, (B, R) and 0 outside the mask."""
+        tokens = (rows.sequences, rows.attention_mask, rows.loss_mask)
         if self.scores_type is ValueScores:
-            values = response_values(
-                self.model, sequences, attention_mask, loss_mask, self.shares_prefixes, self._sequence_group
-            )
-            return ValueScores(values)
+            return ValueScores(response_values(self.model, *tokens, self.shares_prefixes, self._sequence_group))
         return response_logprobs(
             self.model,
-            sequences,
-            attention_mask,
-            loss_mask,
+            *tokens,
             self._temperature,
             entropy_grad=self._entropy_grad,
             shares_prefixes=self.shares_prefixes,
@@ -101,11 +97,6 @@ class ScoringModule(Scorer):
             logger.info("A %s computes every row separately, because %s", name, fault)
         if source is not None and self.scores_type is TokenScores:
             check_head(self.model, source)
-
-    def score(self, rows: TrainingBatch) -> Scores:
-        """Return the scores of a micro-batch."""
-        scores: Scores = self(rows.sequences, rows.attention_mask, rows.loss_mask)
-        return scores
 
 
 def response_values(

@@ -2,26 +2,4 @@
 
 from skyrl_train.weight_sync.base import Receipt, SyncPlan
 from skyrl_train.weight_sync.mirror import MirroredReceiver, WeightMirror
-from skyrl_train.weight_sync.sync import (
-    Receiver,
-    SyncOptions,
-    WeightSink,
-    WeightSource,
-    WeightSync,
-    send,
-    transport_between,
-)
-
-__all__ = [
-    "MirroredReceiver",
-    "Receipt",
-    "Receiver",
-    "SyncOptions",
-    "SyncPlan",
-    "WeightMirror",
-    "WeightSink",
-    "WeightSource",
-    "WeightSync",
-    "send",
-    "transport_between",
-]
+from skyrl_train.weight_sync.sync import Receiver, SyncOptions, WeightSink, WeightSource, WeightSync, send

@@ -29,13 +29,30 @@ READ_BYTES = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """A connection of the sender to a receiver, or to the driver."""
+    """A connection between the sender and a receiver, or the driver."""
 
     sock: socket.socket
-    rank: int | None = None  # None until the receiver has sent it
-    received: bytes = b""
+    rank: int | None = None  # of the receiver, None until it has sent it
     messages: deque[Any] = field(default_factory=deque)
     is_open: bool = True
+    _rest: bytes = b""  # an incomplete line
+
+    def send(self, kind: str, value: Any) -> None:
+        """Send a line. If the connection is closed, the next read reports that."""
+        with suppress(OSError):
+            self.sock.sendall(_encode(kind, value))
+
+    def read(self) -> list[bytes]:
+        """Return the lines that have arrived, after waiting for data within the socket's timeout."""
+        try:
+            data = self.sock.recv(READ_BYTES)
+        except (TimeoutError, BlockingIOError):
+            return []
+        except OSError:
+            data = b""
+        self.is_open = bool(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
 
 
 class SenderEndpoint:
@@ -81,11 +98,9 @@ class SenderEndpoint:
 
     def send(self, message: Any) -> None:
         """Send a message to every receiver that has connected."""
-        line = _encode(MESSAGE, message)
         for connection in self._connections:
             if connection.rank is not None:
-                with suppress(OSError):  # the next read reports a closed connection
-                    connection.sock.sendall(line)
+                connection.send(MESSAGE, message)
 
     def fail(self, error: BaseException) -> None:
         """Inform all receivers that the sync has failed, even if they connect only within the next `LINGER_S`."""
@@ -95,8 +110,7 @@ class SenderEndpoint:
             for connection in self._connections:
                 if connection.rank not in informed:
                     informed.add(connection.rank)
-                    with suppress(OSError):
-                        connection.sock.sendall(_encode(FAILED, str(error)))
+                    connection.send(FAILED, str(error))
             if len(informed) <= len(self._receivers):
                 with suppress(SyncError):
                     self._receive(MAX_POLL_S)
@@ -122,14 +136,9 @@ class SenderEndpoint:
                 self._read(key.data)
 
     def _read(self, connection: _Connection) -> None:
-        try:
-            data = connection.sock.recv(READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            connection.is_open = False
+        lines = connection.read()
+        if not connection.is_open:
             self._selector.unregister(connection.sock)
-        *lines, connection.received = (connection.received + data).split(b"\n")
         for line in lines:
             try:
                 kind, value = json.loads(line)
@@ -151,9 +160,7 @@ class ReceiverEndpoint:
     def __init__(self, plan: SyncPlan) -> None:
         """Connect to the sender. Retry until it listens."""
         self._plan = plan
-        self._sock = _connect(plan, plan.timeout_s)
-        self._received = b""
-        self._messages: deque[Any] = deque()
+        self._connection = _Connection(_connect(plan, plan.timeout_s), plan.rank)
         self._send(HELLO, plan.rank)
 
     def send(self, message: Any) -> None:
@@ -167,11 +174,11 @@ class ReceiverEndpoint:
             SyncError: the sender has failed, or sent nothing in time. `stage` completes "did not …".
         """
         deadline = time.monotonic() + self._plan.timeout_s + GRACE_S
-        while not self._messages:
+        while not self._connection.messages:
             if (left_s := deadline - time.monotonic()) <= 0:
                 raise SyncError(_describe_silence(self._plan, self._plan.name(0), stage))
             self._read(left_s, stage)
-        return self._messages.popleft()
+        return self._connection.messages.popleft()
 
     def check(self, stage: str) -> None:
         """Raise SyncError if the sender has failed or ended. `stage` completes "ended before it could …"."""
@@ -179,20 +186,13 @@ class ReceiverEndpoint:
 
     def _read(self, timeout_s: float, stage: str) -> None:
         """Wait for data, at most `timeout_s`, and split it into messages."""
-        self._sock.settimeout(timeout_s)
-        try:
-            data = self._sock.recv(READ_BYTES)
-        except (TimeoutError, BlockingIOError):
-            return
-        except OSError:
-            data = b""
-        *lines, self._received = (self._received + data).split(b"\n")
-        for line in lines:
+        self._connection.sock.settimeout(timeout_s)
+        for line in self._connection.read():
             kind, value = json.loads(line)
             if kind == FAILED:
                 raise SyncError(f"weight sync {self._plan.version} was called off: {value}")
-            self._messages.append(value)
-        if not data:
+            self._connection.messages.append(value)
+        if not self._connection.is_open:
             raise SyncError(
                 f"weight sync {self._plan.version} broke off: {self._plan.name(0)} ended before it could {stage}"
             )
@@ -203,12 +203,11 @@ class ReceiverEndpoint:
 
     def close(self) -> None:
         """Close the connection."""
-        self._sock.close()
+        self._connection.sock.close()
 
     def _send(self, kind: str, value: Any) -> None:
-        self._sock.settimeout(self._plan.timeout_s)
-        with suppress(OSError):  # the next read reports a closed connection
-            self._sock.sendall(_encode(kind, value))
+        self._connection.sock.settimeout(self._plan.timeout_s)
+        self._connection.send(kind, value)
 
 
 def call_off(plan: SyncPlan, reason: BaseException, failed: Sequence[int] = ()) -> bool:

@@ -105,18 +105,6 @@ class SyncOptions:
     sends_changes: bool = False  # send only changes since the last sync, for tensors where that is shorter
 
 
-def transport_between(options: SyncOptions, device: torch.device, *, shares_devices: bool) -> Transport:
-    """Return the transport between models on this type of device.
-
-    `shares_devices` is True if a receiver is on the same GPU as a rank of the sender.
-    """
-    if options.transport not in ("nccl", "cuda_ipc") and not (options.transport == "auto" and options.prefers_gpus):
-        return options.transport
-    if device.type == "cpu":
-        return "auto"
-    return "cuda_ipc" if shares_devices else "nccl"  # NCCL rejects two processes on one GPU
-
-
 class WeightSync:
     """A channel that sends the weights of one model to its sinks, and checks that they have arrived."""
 

@@ -113,6 +113,7 @@ def send_stream(
 def _send(
     plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None, *, has_checksum: bool
 ) -> Receipt:
+    """Write every tensor, or its changes if they are shorter, in the format that `_read` documents."""
     if sent_weights is not None:
         sent_weights.check(plan)
     writer = StreamWriter(plan)
@@ -125,10 +126,21 @@ def _send(
             n_bytes += spec.n_bytes
             with half_of_cores():  # the receiver may run on the same machine and uses the other half
                 tensor = tensor.detach().to(spec.dtype).contiguous()
-                found = Checksum(name) if has_checksum else None
-                _write(writer, plan, spec, tensor, sent_weights, found)
-                if found is not None:
-                    checksum += found.value if found.n_words else tensor_checksum(name, tensor)
+                changes = None if sent_weights is None else sent_weights.replace(name, tensor.cpu())
+                if plan.base_version is not None and changes is not None and changes.n_bytes < spec.n_bytes:
+                    writer.write(flat_bytes(torch.tensor([len(changes.gaps)])))
+                    writer.write(changes.gaps)
+                    writer.write(flat_bytes(changes.bits))
+                    checksum += tensor_checksum(name, tensor) if has_checksum else 0
+                    continue
+                if plan.base_version is not None:
+                    writer.write(flat_bytes(torch.tensor([WHOLE])))
+                found = Checksum(name)
+                for block in split_into_blocks(flat_bytes(tensor)):
+                    writer.write(block)
+                    if has_checksum:
+                        found.add(block)  # still in a cache
+                checksum += found.value
         writer.finish()
     except BaseException as error:
         writer.fail(error)
@@ -138,34 +150,6 @@ def _send(
     if sent_weights is not None:
         sent_weights.complete(plan.version)
     return Receipt(plan.version, n_bytes, checksum % 2**64, writer.n_sent)
-
-
-def _write(
-    writer: StreamWriter,
-    plan: SyncPlan,
-    spec: TensorSpec,
-    tensor: torch.Tensor,
-    sent_weights: SentWeights | None,
-    checksum: Checksum | None,
-) -> None:
-    """Write a tensor or its changes, in the format that `_read` documents.
-
-    If the whole tensor is written, add its bytes to `checksum` block by block, while they are in a cache.
-    """
-    changes = None if sent_weights is None else sent_weights.replace(spec.name, tensor.cpu())
-    if plan.base_version is None and checksum is not None:
-        for block in split_into_blocks(flat_bytes(tensor)):
-            writer.write(block)
-            checksum.add(block)  # still in a cache
-    elif plan.base_version is None:
-        writer.write(flat_bytes(tensor))
-    elif changes is None or changes.n_bytes >= spec.n_bytes:
-        writer.write(torch.tensor([WHOLE]).view(torch.uint8))
-        writer.write(flat_bytes(tensor))
-    else:
-        writer.write(torch.tensor([len(changes.gaps)]).view(torch.uint8))
-        writer.write(changes.gaps)
-        writer.write(flat_bytes(changes.bits))
 
 
 def receive_stream(
@@ -251,11 +235,8 @@ def _fill(tensor: torch.Tensor, reader: StreamReader, checksum: Checksum | None 
     for part in reader.read(len(flat)):
         own = flat[start : start + len(part)]
         start += len(part)
-        if checksum is None:
-            own.copy_(part)
-            continue
-        n_copied = 0
-        for block in split_into_blocks(own):
-            block.copy_(part[n_copied : n_copied + len(block)])
-            checksum.add(block)  # still in a cache
-            n_copied += len(block)
+        blocks = split_into_blocks(own)
+        for block, values in zip(blocks, part.split([len(block) for block in blocks]), strict=True):
+            block.copy_(values)
+            if checksum is not None:
+                checksum.add(block)  # still in a cache

@@ -32,14 +32,13 @@ SAVE_POLL_S = 0.05
 
 
 class Rank(Protocol):
-    """One rank of a worker group."""
+    """One rank of one or several models."""
 
-    async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        """Load a model, replacing the previous one."""
-        ...
+    async def call(self, role: Role, method: str, *args: Any) -> Any:
+        """Call a method of a model's worker and return its result.
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the rank's worker and return its result."""
+        The method "load" takes a spec and an objective. It loads a model and replaces an earlier one of the role.
+        """
         ...
 
     async def close(self) -> None:
@@ -56,15 +55,15 @@ class LocalRank:
         self._executor = executor
         self._strategy = strategy
 
-    async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        loop = asyncio.get_running_loop()
-        self.worker = await loop.run_in_executor(self._executor, Worker, spec, self._strategy, objective)
+    async def call(self, role: Role, method: str, *args: Any) -> Any:
+        function = self._load if method == "load" else getattr(self.worker, method)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, getattr(self.worker, method), *args)
+    def _load(self, spec: ModelSpec, objective: Objective | None) -> None:
+        self.worker = Worker(spec, self._strategy, objective)
 
     async def close(self) -> None:
-        await self.call("close")
+        await asyncio.get_running_loop().run_in_executor(self._executor, self.worker.close)
 
 
 class WorkerGroup:
@@ -107,7 +106,7 @@ class WorkerGroup:
 
     async def load(self) -> None:
         """Load the model on every rank, or raise ConfigError if there is no model at its path."""
-        await self._gather(rank.load(self._spec, self._objective) for rank in self._ranks)
+        await self._gather(rank.call(self.role, "load", self._spec, self._objective) for rank in self._ranks)
         self.facts = (await self._call("facts"))[0]
         self._shares_prefixes = self.facts.shares_prefixes
         self._max_tokens = self._layout.context_size * self.facts.max_tokens_per_micro_batch
@@ -264,7 +263,7 @@ class WorkerGroup:
                     f"the {self._spec.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
                 ) from self._broken_by
             return await self._gather(
-                rank.call(method, *first, *args)
+                rank.call(self.role, method, *first, *args)
                 for rank, first in zip(self._ranks, first_args or [()] * len(self._ranks), strict=True)
             )
 

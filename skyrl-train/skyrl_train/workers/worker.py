@@ -19,7 +19,7 @@ from transformers import get_scheduler
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.checkpoint import disk_error, to_bytes
-from skyrl_train.distributed import BASE_MODEL, METADATA, DistributedStrategy, TrainState
+from skyrl_train.distributed import BASE_MODEL, METADATA, DistributedStrategy, Pass, TrainState
 from skyrl_train.distributed.strategy import SCHEDULE
 from skyrl_train.errors import CheckpointError, WorkerError
 from skyrl_train.models.generation import save_generation_config
@@ -181,7 +181,8 @@ class Worker:
         `adapter=False` disables the adapter. With tensor or sequence parallelism, several ranks get the same rows, but
         only their leader returns scores. All other ranks return {}.
         """
-        scored = self._run(shard, lambda scores, _: (None, scores), backward=False, adapter=adapter)
+        settings = Pass(self._spec.bf16, adapter=adapter)
+        scored: list[Any] = self._strategy.run(self.module, shard, lambda scores, _: (None, scores), settings)
         layout, rank = self._spec.layout(self._strategy.world.size), self._strategy.world.rank
         if rank != layout.leader(layout.data_parallel_rank(rank)):
             return {}
@@ -195,26 +196,8 @@ class Worker:
     def forward_backward(self, shard: Shard) -> Metrics:
         """Add the gradient of the shard's part of the loss to the parameters."""
         assert self._objective is not None, f"the {self._spec.role} has no objective"
-        return Metrics().merge(*self._run(shard, self._objective, backward=True, dropout=True))
-
-    def _run(
-        self,
-        shard: Shard,
-        consume: Callable[[Any, TrainingBatch], tuple[torch.Tensor | None, T]],
-        *,
-        backward: bool,
-        adapter: bool = True,
-        dropout: bool = False,
-    ) -> list[T]:
-        return self._strategy.run(
-            self.module,
-            [shard.rows.select(rows) for rows in shard.micro_batches],
-            consume,
-            bf16=self._spec.bf16,
-            backward=backward,
-            adapter=adapter,
-            dropout=dropout,
-        )
+        settings = Pass(self._spec.bf16, backward=True, dropout=True)
+        return Metrics().merge(*self._strategy.run(self.module, shard, self._objective, settings))
 
     @needing("all")
     def optim_step(self) -> Metrics:
@@ -259,7 +242,8 @@ class Worker:
             total = scores[0].sum()
             return total, Metrics({"mean": Metric("mean", total.item(), rows.loss_mask.sum().item())})
 
-        metrics = Metrics().merge(*self._run(shard, consume, backward=True))
+        settings = Pass(self._spec.bf16, backward=True)
+        metrics = Metrics().merge(*self._strategy.run(self.module, shard, consume, settings))
         metrics["grad_norm"] = Metric("mean", self._strategy.clip_gradients(self.module, math.inf))
         self._state.optimizer.zero_grad(set_to_none=True)
         return metrics

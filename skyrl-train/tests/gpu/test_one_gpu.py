@@ -12,7 +12,7 @@ from train_kit.engines import EngineKit
 from train_kit.runs import train
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.models import linear_head
 from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.linear_head import can_compile
@@ -101,9 +101,9 @@ class TestContractOnAGPU(EngineContract):
     ) -> AsyncIterator[EngineKit]:
         engines = []
 
-        def new(max_num_seqs: int = 32, max_num_batched_tokens: int = 1024) -> HFEngine:
+        def new(max_num_seqs: int = 32, max_num_batched_tokens: int = 1024) -> PackedEngine:
             limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-            engines.append(HFEngine(gpu_model, tiny_tokenizer, max_cache_bytes=1 << 28, **limits))
+            engines.append(PackedEngine(gpu_model, tiny_tokenizer, max_cache_bytes=1 << 28, **limits))
             return engines[-1]
 
         yield EngineKit(new, gpu_model, tiny_tokenizer, tolerance=1e-4, cache_block_size=1)

@@ -14,7 +14,7 @@ from skyrl_train.config.cli import parse_cli
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import ConfigError, SyncError
 from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 pytestmark = pytest.mark.timeout(600)
@@ -41,7 +41,7 @@ def test_transports_and_changes_train_alike(start_cluster: Callable[..., Cluster
     assert gloo.metrics[1]["sync/megabytes"] <= 1.01 * memory.metrics[1]["sync/megabytes"]
 
 
-class CarelessEngine(HFEngine):
+class CarelessEngine(PackedEngine):
     """An engine that changes a weight after each sync but the first."""
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:

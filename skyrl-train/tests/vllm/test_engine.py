@@ -10,7 +10,7 @@ from train_kit.engines import EngineKit, Listener, assert_agrees
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 from skyrl_train.inference_engines.vllm.sampler import PositionSampler
 
@@ -35,7 +35,9 @@ async def test_both_engines_sample_the_same_tokens(kit: EngineKit, monkeypatch: 
     monkeypatch.setattr("skyrl_train.inference_engines.vllm.sampler.CHUNK_LOGITS", 2 * len(kit.tokenizer))
     shapes: list[dict[str, Any]] = [{}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 9, "frequency_penalty": 0.4}]
     requests = [kit.request(10 + 30 * i, 40, seed=i, **shapes[i % 3]) for i in range(9)]
-    embedded = HFEngine(kit.model, kit.tokenizer, max_num_seqs=32, max_num_batched_tokens=1024, max_cache_bytes=1 << 28)
+    embedded = PackedEngine(
+        kit.model, kit.tokenizer, max_num_seqs=32, max_num_batched_tokens=1024, max_cache_bytes=1 << 28
+    )
     expected = await embedded.generate(requests)
     await embedded.close()
     results = await kit.new().generate(requests)

@@ -30,29 +30,3 @@ from skyrl_train.algorithms.advantages.by_token import (
 from skyrl_train.algorithms.advantages.by_turn import gae_per_turn, grpo_per_turn, rloo_per_turn, turn_index
 from skyrl_train.algorithms.advantages.groups import group_statistics, trajectory_scores
 from skyrl_train.algorithms.masked import normalize_over_batch
-
-__all__ = [
-    "gae",
-    "gae_per_turn",
-    "gdpo",
-    "gpg",
-    "group_normalized",
-    "group_statistics",
-    "grpo",
-    "grpo_passk",
-    "grpo_per_turn",
-    "maxrl",
-    "normalize_over_batch",
-    "on_policy_distillation",
-    "opo",
-    "optimal_token_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "reward_to_go",
-    "rloo",
-    "rloo_per_turn",
-    "token_rewards",
-    "trajectory_scores",
-    "turn_index",
-]

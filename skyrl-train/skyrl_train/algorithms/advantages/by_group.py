@@ -7,6 +7,7 @@ from typing import Any
 
 from skyrl_train.algorithms.advantages.groups import (
     ROUNDING,
+    Estimate,
     are_equal,
     group_statistics,
     on_sampled_tokens,
@@ -27,7 +28,7 @@ def grpo(
     index: list[str],
     grpo_norm_by_std: bool = True,
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Compute group-relative advantages: A = (S - mean_group(S)) / (std_group(S) + 1e-6), the same for every token.
 
     S is the sum of a trajectory's rewards, and std is unbiased. `grpo_norm_by_std=false` omits the division. A group of
@@ -52,9 +53,7 @@ def grpo(
 
 
 @register_advantage_estimator("rloo", compares="samples", per_token=False, whitens=False)
-def rloo(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any) -> Estimate:
     """Compute REINFORCE leave-one-out advantages: A = S - the mean score of the rest of the group.
 
     S is the sum of a trajectory's rewards. For a group of n, A = (S - mean_group(S)) · n / (n - 1). A group of one gets
@@ -74,7 +73,7 @@ def rloo(
 @register_advantage_estimator("reinforce++-baseline", compares="samples", per_token=False, whitens=True)
 def reinforce_plus_plus_baseline(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Compute REINFORCE++ advantages with a group baseline: A = whiten(S - mean_group(S)) over the sampled tokens.
 
     S is the sum of a trajectory's rewards. Whitening runs over the tokens of the batch, so long trajectories weigh more
@@ -89,9 +88,7 @@ def reinforce_plus_plus_baseline(
 
 
 @register_advantage_estimator("opo", compares="samples", per_token=False, whitens=False)
-def opo(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any) -> Estimate:
     """Subtract the optimal reward baseline: A = S - Σ_group l·S / Σ_group l, where l counts a trajectory's tokens.
 
     The baseline with the least variance weighs each score by its squared gradient norm. This norm grows with the
@@ -109,9 +106,7 @@ def opo(
 
 
 @register_advantage_estimator("gpg", compares="samples", per_token=False, whitens=False)
-def gpg(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gpg(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any) -> Estimate:
     """Compute group policy gradient advantages: A = α · (S - mean_group(S)).
 
     α = trajectories / trajectories with a score other than 0, counted over the batch and over trajectories with sampled
@@ -129,9 +124,7 @@ def gpg(
 
 
 @register_advantage_estimator("maxrl", compares="samples", per_token=False, whitens=False)
-def maxrl(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def maxrl(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any) -> Estimate:
     """Compute maximum-likelihood RL advantages: A = (S - mean_group(S)) / (mean_group(S) - floor + 1e-6).
 
     S is the sum of a trajectory's rewards, floor = min(0, min_group(S)). Without negative rewards the floor is 0, and
@@ -162,7 +155,7 @@ def grpo_passk(
     index: list[str],
     grpo_norm_by_std: bool = True,
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Compute pass@k advantages: only a group's best trajectory gets one, (best - second best) / (std_group + 1e-6).
 
     pass@k values k samples by their best score, so the advantage is what the best sample adds to that value. A tie for
@@ -195,7 +188,7 @@ def gdpo(
     reward_components: Mapping[str, torch.Tensor],
     config: AlgorithmConfig,
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Compute group reward-decoupled advantages: normalize each component in its group, add them up, whiten the sum.
 
     A = whiten(Σ_c w_c · (S_c - mean_group(S_c)) / (std_group(S_c) + 1e-6)), where S_c (B,) is a trajectory's total for
@@ -248,7 +241,7 @@ def _centred_scores(
     return torch.where(std > 0, scores - mean, 0.0), size
 
 
-def _same_for_every_token(advantages: torch.Tensor, response_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _same_for_every_token(advantages: torch.Tensor, response_mask: torch.Tensor) -> Estimate:
     """Repeat advantages (B,) on every sampled token (B, R), and return them as advantages and as returns."""
     on_tokens = on_sampled_tokens(advantages, response_mask)
     return on_tokens, on_tokens

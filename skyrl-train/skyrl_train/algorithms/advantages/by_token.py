@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyrl_train.algorithms.advantages.groups import Cells, on_sampled_tokens, prompt_groups
+from skyrl_train.algorithms.advantages.groups import Cells, Estimate, on_sampled_tokens, prompt_groups
 from skyrl_train.algorithms.masked import masked_whiten
 from skyrl_train.algorithms.registry import register_advantage_estimator
 from skyrl_train.lazy import torch
@@ -16,7 +16,7 @@ from skyrl_train.lazy import torch
 @register_advantage_estimator("reinforce++", compares="baseline", per_token=True, whitens=True)
 def reinforce_plus_plus(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float = 1.0, **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Compute REINFORCE++ advantages: G_t = r_t + γ G_{t+1}, whitened over the sampled tokens of the batch.
 
     The batch is the only baseline, so one sample per prompt is enough. Returns are the rewards-to-go G.
@@ -36,7 +36,7 @@ def gae(
     gamma: float = 1.0,
     lambd: float = 1.0,
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Compute generalized advantage estimates, whitened over the sampled tokens of the batch.
 
     δ_t = r_t + γ V_{t+1} - V_t and A_t = δ_t + γλ A_{t+1}, where t + 1 is the next sampled token, V (B, R) are the
@@ -64,7 +64,7 @@ def remax(
     greedy_rewards: torch.Tensor,
     gamma: float = 1.0,
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Compute ReMax advantages: A_t = G_t - b, where b is the reward of a greedy rollout of the same prompt.
 
     G_t = r_t + γ G_{t+1}, and b is `greedy_rewards` (B,), the total of one more rollout at temperature 0. Returns are
@@ -85,7 +85,7 @@ def optimal_token_baseline(
     sum_pi_squared: torch.Tensor,
     gamma: float = 1.0,
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Subtract the optimal token baseline: A_t = G_t - B_t, with B_t = Σ_group G_t W_t / Σ_group W_t per position.
 
     G_t = r_t + γ G_{t+1} is the reward-to-go. The baseline with the least variance weighs by squared gradient norms.
@@ -117,7 +117,7 @@ def optimal_token_baseline(
 @register_advantage_estimator("on_policy_distillation", compares="nothing", per_token=True, whitens=False)
 def on_policy_distillation(
     response_mask: torch.Tensor, old_log_probs: torch.Tensor, ref_log_probs: torch.Tensor, **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Compute distillation advantages: A_t = log π_teacher - log π_old of each sampled token.
 
     The teacher is the reference model, and rewards are ignored. On the policy's own samples, the mean of -A is the
@@ -131,9 +131,7 @@ def on_policy_distillation(
 
 
 @register_advantage_estimator("token_rewards", compares="nothing", per_token=True, whitens=False)
-def token_rewards(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_rewards(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any) -> Estimate:
     """Use the rewards as advantages: A_t = r_t, for an environment or a reward model that returns advantages."""
     advantages = on_sampled_tokens(token_level_rewards, response_mask)  # (B, R)
     return advantages, advantages
@@ -145,12 +143,8 @@ def reward_to_go(token_level_rewards: torch.Tensor, response_mask: torch.Tensor,
     >>> reward_to_go(torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[1, 0, 1]]), gamma=0.5)
     tensor([[0.5000, 0.0000, 1.0000]])
     """
-    is_sampled = response_mask > 0
-    returns = torch.zeros_like(token_level_rewards)
-    following = torch.zeros_like(token_level_rewards[:, 0])  # (B,)
-    for t in reversed(range(token_level_rewards.shape[1])):
-        following = torch.where(is_sampled[:, t], token_level_rewards[:, t] + gamma * following, following)
-        returns[:, t] = following
+    no_values = torch.zeros_like(token_level_rewards)
+    returns = generalized_advantages(token_level_rewards, no_values, response_mask, gamma, lambd=1.0)
     return on_sampled_tokens(returns, response_mask)
 
 

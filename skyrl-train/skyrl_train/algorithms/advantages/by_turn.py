@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from skyrl_train.algorithms.advantages.by_token import generalized_advantages, reward_to_go
-from skyrl_train.algorithms.advantages.groups import Cells, on_sampled_tokens, prompt_groups
+from skyrl_train.algorithms.advantages.groups import Cells, Estimate, on_sampled_tokens, prompt_groups
 from skyrl_train.algorithms.masked import masked_whiten
 from skyrl_train.algorithms.registry import register_advantage_estimator
 from skyrl_train.lazy import torch
@@ -32,7 +32,7 @@ def grpo_per_turn(
     gamma: float = 1.0,
     grpo_norm_by_std: bool = True,
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Compute GRPO advantages per turn: A_k = (G_k - mean(G_k)) / (std(G_k) + 1e-6) over the group's turns k.
 
     G_k = r_k + γ G_{k+1}, where r_k is the sum of rewards on the tokens of turn k. So a turn gets no credit for earlier
@@ -63,7 +63,7 @@ def grpo_per_turn(
 @register_advantage_estimator("rloo_per_turn", compares="parts", per_token=True, whitens=False)
 def rloo_per_turn(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], gamma: float = 1.0, **_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Compute leave-one-out advantages per turn: A_k = (G_k - mean(G_k)) · n / (n - 1) over the group's n turns k.
 
     G_k = r_k + γ G_{k+1}, where r_k is the sum of rewards on the tokens of turn k. The only trajectory to reach turn k
@@ -85,7 +85,7 @@ def gae_per_turn(
     gamma: float = 1.0,
     lambd: float = 1.0,
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Estimate:
     """Compute generalized advantage estimates over turns, whitened over the sampled tokens of the batch.
 
     δ_k = r_k + γ V_{k+1} - V_k and A_k = δ_k + γλ A_{k+1}, where r_k is the sum of rewards on the tokens of turn k. V_k

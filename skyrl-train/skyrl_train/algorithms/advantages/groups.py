@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from skyrl_train.lazy import torch
+
+Estimate: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+"""Advantages and returns, both (B, R) and 0 outside the mask."""
 
 ROUNDING = 1e-6  # values that differ by no more than a sum's rounding count as equal (relative above 1)
 

@@ -18,28 +18,3 @@ from skyrl_train.algorithms.losses.weighted import (
     rollout_is,
     sapo,
 )
-
-__all__ = [
-    "LossOutput",
-    "Tokens",
-    "cispo",
-    "clip_cov",
-    "clipped_surrogate",
-    "cross_entropy",
-    "dppo",
-    "dro",
-    "dual_clip",
-    "gmpo",
-    "gspo",
-    "importance_ratio",
-    "importance_sampling",
-    "kl_cov",
-    "luspo",
-    "policy_gradient",
-    "rollout_is",
-    "sapo",
-    "sequence_ratio",
-    "value_loss",
-    "vespo",
-    "within_mask",
-]

@@ -8,14 +8,3 @@ from skyrl_train.algorithms.objectives.objective import (
 )
 from skyrl_train.algorithms.objectives.policy import PolicyObjective
 from skyrl_train.algorithms.objectives.preference import PairObjective, PreferenceObjective, RewardObjective
-
-__all__ = [
-    "CrossEntropyObjective",
-    "Objective",
-    "PairObjective",
-    "PolicyObjective",
-    "PreferenceObjective",
-    "RewardObjective",
-    "SupervisedObjective",
-    "ValueObjective",
-]

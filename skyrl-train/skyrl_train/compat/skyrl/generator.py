@@ -9,7 +9,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.metrics import default_aggregate_metrics
-from skyrl_train.algorithms.reward_pipeline import EMPTY_RESPONSE, place_reward
+from skyrl_train.algorithms.reward_pipeline import EMPTY_RESPONSE, Reward
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import DataError
@@ -17,7 +17,7 @@ from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, Rollout
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.inference_engines.base import ConversationType, InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
-from skyrl_train.types import PromptRow, Segment, Trajectory, TrajectoryID, Turn, all_or_none
+from skyrl_train.types import PromptRow, Segment, Trajectory, TrajectoryID, Turn, all_or_none, last_sampled
 from skyrl_train.types.tokens import Phase
 
 T = TypeVar("T")
@@ -300,6 +300,16 @@ def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segmen
         sampling_logprobs=sampling_logprobs if len(sampling_logprobs or ()) == len(response_ids) else None,
         turns=tuple(turns) if all(turn.end <= len(response_ids) for turn in turns) else (),
     )
+
+
+def place_reward(reward: Reward, loss_mask: Sequence[int]) -> list[float]:
+    """Return per-token rewards [r]. A reward for the whole response goes to its last sampled token."""
+    if isinstance(reward, list):
+        return reward
+    rewards = [0.0] * len(loss_mask)
+    if rewards:
+        rewards[last_sampled(loss_mask)] = float(reward)
+    return rewards
 
 
 def _at(values: Sequence[T] | None, i: int) -> T | None:

@@ -10,8 +10,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.metrics import default_aggregate_metrics
-from skyrl_train.algorithms.reward_pipeline import place_reward
-from skyrl_train.compat.skyrl.generator import GeneratorOutput
+from skyrl_train.compat.skyrl.generator import GeneratorOutput, place_reward
 from skyrl_train.generators.chat_template import Messages
 from skyrl_train.generators.chat_template import load_chat_template as get_custom_chat_template
 from skyrl_train.generators.metrics import rollout_metrics

@@ -15,7 +15,7 @@ from typing import Any
 
 from skyrl_train.compat.skyrl.absent import MISSING_NAMES, AbsentModules, refuse_name
 
-UTILS = {"Timer": "compat.skyrl.timer", "initialize_ray": "launch.ray.cluster", "validate_cfg": "entrypoints.command"}
+UTILS = {"Timer": "compat.skyrl.timer", "initialize_ray": "compat.skyrl.cluster", "validate_cfg": "entrypoints.command"}
 
 HOMES = {
     "entrypoints.main_base": {"BasePPOExp": "compat.skyrl.experiment", "skyrl_entrypoint": "compat.skyrl.entrypoint"},

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from skyrl_train.algorithms.reward_pipeline import place_reward
 from skyrl_train.callbacks import Callback, Evaluation
 from skyrl_train.compat.skyrl.absent import TRAINER_ATTRIBUTES, TRAINER_METHODS, describe_missing, refuse_overrides
 from skyrl_train.compat.skyrl.batch import TrainingInputBatch
-from skyrl_train.compat.skyrl.generator import GeneratorOutput, edit_as_lists, returns_totals
+from skyrl_train.compat.skyrl.generator import GeneratorOutput, edit_as_lists, place_reward, returns_totals
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import RolloutGenerator

@@ -5,5 +5,3 @@ import warnings
 warnings.filterwarnings("ignore", message=r".*Apex (is|are) not installed")  # it is optional
 
 from skyrl_train.distributed.megatron.strategy import MegatronStrategy  # noqa: E402
-
-__all__ = ["MegatronStrategy"]

@@ -4,7 +4,7 @@ Data-parallel copies of such a group of ranks get different rows.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardedDim
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
@@ -29,9 +30,10 @@ from skyrl_train.distributed.megatron.lora import check_adapter
 from skyrl_train.distributed.megatron.model import MegatronScorer, check_model, transformer_config
 from skyrl_train.distributed.megatron.names import EMBEDDINGS, HEAD, HEAD_PARAMETER, Part
 from skyrl_train.distributed.strategy import (
+    Consume,
     DistributedStrategy,
+    Pass,
     TrainState,
-    all_finite_on_ranks,
     gather,
     local_part,
     new_save_group,
@@ -42,7 +44,7 @@ from skyrl_train.models.deferred import deferring
 from skyrl_train.models.loading import autocast, train_in_float32
 from skyrl_train.models.lora import Gather, adapter_disabled, adapter_dropout, add_adapter
 from skyrl_train.threads import adjust_threads
-from skyrl_train.types import Scores, TrainingBatch
+from skyrl_train.types import Scores, Shard, TrainingBatch
 from skyrl_train.types.specs import Layout, LoraSpec, ModelSpec, SyncKind, World
 
 T = TypeVar("T")
@@ -145,24 +147,14 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         model.tie_weights()
         return module
 
-    def run(
-        self,
-        module: MegatronScorer,
-        micro_batches: Sequence[TrainingBatch],
-        consume: Callable[[Scores, TrainingBatch], tuple[torch.Tensor | None, T]],
-        *,
-        bf16: bool,
-        backward: bool,
-        adapter: bool = True,
-        dropout: bool = False,
-    ) -> list[T]:
-        if not micro_batches:
+    def run(self, module: MegatronScorer, shard: Shard, consume: Consume[T], settings: Pass) -> list[T]:
+        if not shard.micro_batches:
             return []
 
         def forward(remaining: Iterator[TrainingBatch], _: torch.nn.Module) -> Any:
             adjust_threads()
             rows = next(remaining).to(self._device)
-            with autocast(self._device, bf16):
+            with autocast(self._device, settings.bf16):
                 return module(rows), partial(finish, rows)
 
         def finish(rows: TrainingBatch, scores: Scores) -> tuple[torch.Tensor, torch.Tensor, T]:
@@ -171,17 +163,17 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
 
         schedule = get_forward_backward_func(self._groups.pp.size(), None)
         model = module.hf_model  # its modules hold the adapter's settings
-        without_adapter = nullcontext() if adapter else adapter_disabled(model)
-        dropped = adapter_dropout(model) if dropout else nullcontext()
-        with computing_on(self._device), torch.set_grad_enabled(backward), without_adapter, dropped:
+        without_adapter = nullcontext() if settings.adapter else adapter_disabled(model)
+        dropped = adapter_dropout(model) if settings.dropout else nullcontext()
+        with computing_on(self._device), torch.set_grad_enabled(settings.backward), without_adapter, dropped:
             results: list[T] = schedule(
                 forward_step_func=forward,
-                data_iterator=iter(micro_batches),
+                data_iterator=map(shard.rows.select, shard.micro_batches),
                 model=module.stage,
-                num_microbatches=len(micro_batches),
+                num_microbatches=len(shard.micro_batches),
                 seq_length=0,  # ignored, because micro-batches differ in length
                 micro_batch_size=0,
-                forward_only=not backward,
+                forward_only=not settings.backward,
                 p2p_communicator=P2PCommunicator(self._groups.pp, module.stage.config),
                 pg_collection=self._groups,
             )
@@ -224,9 +216,6 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         if module.is_replicated(name):
             return bool(self._groups.tp.rank() == 0)
         return not (module.has_copy(name) and name == HEAD_PARAMETER)
-
-    def is_finite(self, module: MegatronScorer) -> bool:
-        return all_finite_on_ranks((parameter.detach() for parameter in module.parameters()), self._device)
 
     def full_tensors(
         self, module: MegatronScorer, kind: SyncKind = "full", *, as_exported: bool = True
@@ -303,7 +292,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         """Return the shape and the offset of this rank's slice of a tensor."""
         if dim is None:
             return shape, (0,) * len(shape)
-        return compute_local_shape_and_global_offset(torch.Size(shape), self._tp_mesh, [Shard(dim)])
+        return compute_local_shape_and_global_offset(torch.Size(shape), self._tp_mesh, [ShardedDim(dim)])
 
     def _as_slice(self, part: Part, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return this rank's part of a Hugging Face tensor of `shape`, as a DTensor if it is sharded.
@@ -317,7 +306,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         if local.untyped_storage().nbytes() > local.nbytes:  # DCP's stager copies whole storages and fails for views
             local = local.clone()
         stride = torch.empty(tuple(shape), device="meta").stride()
-        return DTensor.from_local(local, self._tp_mesh, [Shard(part.dim)], shape=torch.Size(shape), stride=stride)
+        return DTensor.from_local(local, self._tp_mesh, [ShardedDim(part.dim)], shape=torch.Size(shape), stride=stride)
 
 
 def _slice(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> torch.Tensor:

@@ -2,6 +2,4 @@
 
 from skyrl_train.inference_engines.hf.engine import create_engine, load_engine
 from skyrl_train.inference_engines.hf.general import GeneralEngine
-from skyrl_train.inference_engines.hf.packed import HFEngine
-
-__all__ = ["GeneralEngine", "HFEngine", "create_engine", "load_engine"]
+from skyrl_train.inference_engines.hf.packed import PackedEngine

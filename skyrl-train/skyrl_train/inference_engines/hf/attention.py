@@ -32,7 +32,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.scheduler import Row
 from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow
-from skyrl_train.models.prefix_sharing import use_attention
+from skyrl_train.models.prefix_sharing import causal_mask, use_attention
 
 NAME = "skyrl_packed"
 MASK_SIZE = 1 << 24  # maximum elements of a mask: 64 MiB in float32
@@ -94,16 +94,14 @@ class RowRun:
     def mask(self, queries: slice, n_keys: int, n_shared: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return the mask (n, 1, heads per key head · queries, keys) to add to the attention scores.
 
-        Keys that a query may attend to (itself and earlier ones, within the sliding window) get 0, all others -inf. A
-        mask of all queries is cached for the other layers. `n_shared` is the number of query heads per key head.
+        A mask of all queries is cached for the other layers. `n_shared` is the number of query heads per key head.
         """
         key = (n_shared, window, dtype)
         if key in self._masks:
             return self._masks[key]
         keys = torch.arange(n_keys, device=self.positions.device)
         distance = self.positions[:, None, queries, None] - keys
-        is_hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-        mask = torch.zeros_like(is_hidden, dtype=dtype).masked_fill_(is_hidden, -torch.inf).repeat(1, 1, n_shared, 1)
+        mask = causal_mask(distance, window, dtype).repeat(1, 1, n_shared, 1)
         if mask.shape[2] == n_shared * self.positions.shape[1]:
             self._masks[key] = mask
         return mask

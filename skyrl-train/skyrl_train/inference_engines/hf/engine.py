@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf.embedded import EmbeddedEngine
 from skyrl_train.inference_engines.hf.general import GeneralEngine
-from skyrl_train.inference_engines.hf.packed import HFEngine
+from skyrl_train.inference_engines.hf.packed import PackedEngine
 from skyrl_train.inference_engines.setup import EngineSetup
 from skyrl_train.models.loading import default_device, load_model, load_tokenizer
 
@@ -37,7 +37,7 @@ def create_engine(
         EngineError: neither engine computes the hidden states of the model.
     """
     try:
-        return HFEngine(model, tokenizer, **options)
+        return PackedEngine(model, tokenizer, **options)
     except EngineError as error:
         logger.info("Sequences are padded instead of packed, because %s", error)
     return GeneralEngine(model, tokenizer, **options)

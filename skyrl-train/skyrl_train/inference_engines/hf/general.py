@@ -8,13 +8,12 @@ the batches take turns.
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from dataclasses import dataclass
 
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.hf.embedded import DrawnSequence, EmbeddedEngine
+from skyrl_train.inference_engines.hf.embedded import DrawnSequence, EmbeddedEngine, SequenceQueue
 from skyrl_train.inference_engines.hf.padded_cache import PaddedCache
 from skyrl_train.inference_engines.hf.support import check_cache, measure_cache
 from skyrl_train.inference_engines.sampling import SampledToken
@@ -23,24 +22,16 @@ from skyrl_train.models.loading import autocast
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class Batch:
     """Running sequences, and the cache that has each as a row."""
 
-    def __init__(self, cache: PaddedCache, sequences: list[DrawnSequence]) -> None:
-        self.cache = cache
-        self.sequences = sequences
-
-    def remove_finished(self) -> None:
-        """Remove sequences that are over."""
-        kept = [row for row, sequence in enumerate(self.sequences) if not sequence.is_over]
-        if len(kept) < len(self.sequences):
-            if kept:
-                self.cache.select(kept)
-            self.sequences = [self.sequences[row] for row in kept]
+    cache: PaddedCache
+    sequences: list[DrawnSequence]
 
 
 class GeneralEngine(EmbeddedEngine[DrawnSequence]):
-    """An engine for any causal model that is right with its own cache.
+    """An engine for any causal model. It uses the model's own cache.
 
     It keeps no cache after a sequence ends, so every turn of a session reads its whole prompt, in a single step.
     """
@@ -58,24 +49,15 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
         return measure_cache(self._model, self._bf16)
 
     def _create_cache(self, n_tokens: int) -> None:
-        self._waiting: deque[DrawnSequence] = deque()
-        self._running: list[DrawnSequence] = []
+        self._queue = SequenceQueue()
         self._batches: deque[Batch] = deque()  # of the running sequences, changed only in the thread or between steps
 
     async def end_session(self, session_id: str) -> None:
         """Do nothing, because sessions keep no cache."""
 
-    def _add(self, sequences: Sequence[DrawnSequence]) -> None:
-        self._waiting.extend(sequences)
-
-    def _active_sequences(self) -> Iterable[DrawnSequence]:
-        return chain(self._running, self._waiting)
-
     def _take_finished(self) -> list[DrawnSequence]:
-        over = [sequence for sequence in self._active_sequences() if sequence.is_over]
-        self._running = [sequence for sequence in self._running if not sequence.is_over]
-        self._waiting = deque(sequence for sequence in self._waiting if not sequence.is_over)
-        if not self._running:
+        over = super()._take_finished()
+        if not self._queue.running:
             self._batches.clear()  # or it would keep its memory until the next request
         return over
 
@@ -94,32 +76,28 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
         Each has room for its last token, so it never has to stop for others. The batch counts as wide as its longest
         sequence will be.
         """
-        longest = max((sequence.max_tokens for sequence in self._running), default=0)
+        waiting, running = self._queue.waiting, self._queue.running
+        longest = max((sequence.max_tokens for sequence in running), default=0)
         new: list[DrawnSequence] = []
         prompts: set[tuple[int, ...]] = set()
-        while self._waiting and len(self._running) + len(new) < self._max_num_seqs:
-            sequence = self._waiting[0]
+        while waiting and len(running) + len(new) < self._max_num_seqs:
+            sequence = waiting[0]
             longest = max(longest, sequence.max_tokens)
             prompts.add(tuple(sequence.token_ids))
             n_read = len(prompts) * max(map(len, prompts))
-            if self._n_bytes(len(self._running) + len(new) + 1, longest) > self._max_cache_bytes:
+            if self._n_bytes(len(running) + len(new) + 1, longest) > self._max_cache_bytes:
                 break
             if new and n_read > self._max_num_batched_tokens:
                 break
             if new and not self._is_padded and len(sequence.token_ids) != len(new[0].token_ids):
                 break
-            new.append(self._waiting.popleft())
-        self._running += new
+            new.append(waiting.popleft())
+        running += new
         return new
 
-    async def _drop_all(self) -> None:
-        self._running = []
-        self._waiting.clear()
-        self._drop_caches()
-
     def _restart_all(self) -> None:
-        self._waiting.extendleft(reversed(self._running))
-        self._running = []
+        self._queue.waiting.extendleft(reversed(self._queue.running))
+        self._queue.running = []
         self._batches.clear()
 
     @torch.inference_mode()
@@ -143,7 +121,10 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
 
     def _remove_finished(self) -> None:
         for batch in self._batches:
-            batch.remove_finished()
+            kept = [row for row, sequence in enumerate(batch.sequences) if not sequence.is_over]
+            if 0 < len(kept) < len(batch.sequences):
+                batch.cache.select(kept)
+            batch.sequences = [batch.sequences[row] for row in kept]
         self._batches = deque(batch for batch in self._batches if batch.sequences)
 
     @torch.inference_mode()

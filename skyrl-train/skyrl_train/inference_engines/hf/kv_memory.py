@@ -17,12 +17,7 @@ class Extents:
     """First-fit allocator over [0, size): a sorted list of free extents. Neighboring free extents merge."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self.clear()
-
-    def clear(self) -> None:
-        """Free everything."""
-        self._starts, self._sizes = ([0], [self._size]) if self._size else ([], [])
+        self._starts, self._sizes = ([0], [size]) if size else ([], [])
 
     def allocate(self, size: int) -> int | None:
         """Return the start of a new extent, or None if no free extent is large enough."""

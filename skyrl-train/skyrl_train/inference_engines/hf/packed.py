@@ -6,10 +6,6 @@ prefix that the session or any other sequence has already stored is not read aga
 Only the forward pass and weight copies run in the thread. Regions and sessions belong to the event loop.
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import chain
-
 import torch
 
 from skyrl_train.inference_engines.hf.attention import hidden_states
@@ -23,7 +19,7 @@ from skyrl_train.models.loading import autocast
 from skyrl_train.models.memory import cache_bytes_per_token
 
 
-class HFEngine(EmbeddedEngine[CachedSequence]):
+class PackedEngine(EmbeddedEngine[CachedSequence]):
     """An engine that packs the new tokens of all sequences into one row, with keys and values in one memory."""
 
     sequence_type = CachedSequence
@@ -36,19 +32,10 @@ class HFEngine(EmbeddedEngine[CachedSequence]):
     def _create_cache(self, n_tokens: int) -> None:
         self._memory = KVMemory(n_tokens)
         self._table = RegionTable(n_tokens)
-        self._scheduler = Scheduler(self._table, self._max_num_seqs, self._max_num_batched_tokens)
+        self._queue = self._scheduler = Scheduler(self._table, self._max_num_seqs, self._max_num_batched_tokens)
 
     async def end_session(self, session_id: str) -> None:
         self._table.end_session(session_id)
-
-    def _add(self, sequences: Sequence[CachedSequence]) -> None:
-        self._scheduler.waiting.extend(sequences)
-
-    def _active_sequences(self) -> Iterable[CachedSequence]:
-        return chain(self._scheduler.running, self._scheduler.waiting)
-
-    def _take_finished(self) -> list[CachedSequence]:
-        return self._scheduler.take_finished()
 
     async def _step(self) -> None:
         step = self._scheduler.next_step()
@@ -58,11 +45,6 @@ class HFEngine(EmbeddedEngine[CachedSequence]):
             row.region.n_cached += row.n_new
             if is_complete:
                 self._append(row.sequence, next(choices))
-
-    async def _drop_all(self) -> None:
-        self._scheduler.running = []
-        self._scheduler.waiting = deque()
-        self._drop_caches()
 
     def _restart_all(self) -> None:
         self._scheduler.restart_all()

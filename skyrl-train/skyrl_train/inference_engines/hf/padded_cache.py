@@ -1,8 +1,8 @@
 """A model's own cache, with sequences as the rows of one batch.
 
-Rows are padded on the left to the longest one, so that all of them end in the same column. A mask hides the padding
-from attention, and recurrent layers read zeros there, which leave a zero state unchanged. Three sequences of 5, 3 and 2
-tokens, the last of which has just joined:
+Rows are padded on the left to the length of the longest row, so all end in the same column. A mask hides the padding
+from attention. Recurrent layers read zeros there and keep their zero state. For example, sequences of 5 and 3 tokens,
+and one of 2 tokens that has just joined:
 
     row 0   a a a a a
     row 1   . . b b b      columns that only padding fills are cut off when row 0 leaves
@@ -48,7 +48,7 @@ BY_ROW = ("conv_states", "recurrent_states")
 
 
 class PaddedCache:
-    """The cache of b rows, of which row i has read `lengths[i]` tokens."""
+    """The cache of b rows. Row i has read `lengths[i]` tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

@@ -44,7 +44,11 @@ class RegionTable:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._extents = Extents(size)
+        self.clear()
+
+    def clear(self) -> None:
+        """Free every region."""
+        self._extents = Extents(self.size)
         self._idle: OrderedDict[Region, None] = OrderedDict()  # least recently used first
         self._sessions: dict[str, Region] = {}  # idle regions, by session
         self._busy: dict[str, dict[Region, None]] = {}  # regions in use, by session
@@ -117,15 +121,6 @@ class RegionTable:
         self._unindex(region)
         self._copies.pop(region, None)
         self._extents.free(region.start, region.capacity)
-
-    def clear(self) -> None:
-        """Free every region."""
-        self._idle.clear()
-        self._sessions.clear()
-        self._busy.clear()
-        self._by_prefix.clear()
-        self._copies.clear()
-        self._extents.clear()
 
     def _reuse(
         self, region: Region, token_ids: list[int], capacity: int, session_id: str | None = None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
-from skyrl_train.inference_engines.hf.embedded import DrawnSequence
+from skyrl_train.inference_engines.hf.embedded import DrawnSequence, SequenceQueue
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy
 from skyrl_train.inference_engines.hf.region_table import Deferral, Region, RegionTable, prefix_keys
 
@@ -80,7 +79,7 @@ class EngineStep:
     rows: list[Row]  # in the order of their regions
 
 
-class Scheduler:
+class Scheduler(SequenceQueue[CachedSequence]):
     """A first-come, first-served scheduler. Sequences join and leave between steps.
 
     Every decoding sequence reads one token per step. Prompts share the rest of `max_tokens`, in chunks, so a long
@@ -98,18 +97,14 @@ class Scheduler:
     """
 
     def __init__(self, table: RegionTable, max_sequences: int, max_tokens: int) -> None:
+        super().__init__()
         self._table = table
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
-        self.waiting: deque[CachedSequence] = deque()
-        self.running: list[CachedSequence] = []
 
     def take_finished(self) -> list[CachedSequence]:
         """Remove and return the sequences that are over. Their regions stay available to their sessions."""
-        over = [sequence for sequence in (*self.running, *self.waiting) if sequence.is_over]
-        if over:
-            self.running = [sequence for sequence in self.running if not sequence.is_over]
-            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_over)
+        over = super().take_finished()
         for sequence in over:
             if sequence.region is not None:
                 self._table.give_back(sequence.region)

@@ -16,7 +16,7 @@ from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
 from skyrl_train.models.last_layer import is_narrow, widen_last_layer
 from skyrl_train.models.loading import autocast
-from skyrl_train.models.prefix_sharing import LOW_PRECISION_TOLERANCE, TOLERANCE, find_mask_fault
+from skyrl_train.models.prefix_sharing import LOW_PRECISION_TOLERANCE, TOLERANCE, find_mask_fault, read_alone
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> Non
             packed.append(states.split(1 if last_only else list(lengths)))
             for row in rows:
                 row.region.n_cached += row.n_new
-        separate = [_read_alone(model, sequence.token_ids) for sequence in sequences]
+        separate = [read_alone(model, sequence.token_ids) for sequence in sequences]
     for i, (expected, first) in enumerate(zip(separate, FIRST, strict=True)):
         states = torch.cat([parts[i] for parts in packed])  # (t, H)
         if last_only:
@@ -108,7 +108,7 @@ def check_cache(model: PreTrainedModel, bf16: bool, *, is_padded: bool) -> None:
         read_one("ABC")
         cache.select([0, 2])
         read_one("AC")
-        expected = {name: _read_alone(model, row) for name, row in tokens.items()}
+        expected = {name: read_alone(model, row) for name, row in tokens.items()}
     for name in tokens:
         _compare(torch.stack(states[name]), expected[name][positions[name]], model, bf16, failure)
 
@@ -133,13 +133,6 @@ def _failing_as(failure: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise EngineError(f"{failure}: {error}") from error
-
-
-def _read_alone(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """Return the hidden states (t, H) of a sequence without a cache."""
-    output = model.base_model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False)
-    states: torch.Tensor = output.last_hidden_state[0].float()
-    return states
 
 
 def _compare(states: torch.Tensor, expected: torch.Tensor, model: PreTrainedModel, bf16: bool, failure: str) -> None:

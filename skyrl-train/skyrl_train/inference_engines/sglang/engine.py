@@ -91,7 +91,6 @@ class SGLangEngine(HTTPEngine):
         self._end_server = end_server
         self._can_sleep = bool(facts.get("enable_memory_saver"))
         self._name = uuid4().hex  # other clients of the server also number their requests
-        self._aborts: set[asyncio.Task[None]] = set()
 
     def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
         sampling = request.sampling
@@ -165,9 +164,7 @@ class SGLangEngine(HTTPEngine):
         unfinished = [request_id for request_id in request_ids if request_id in self._streams]
         super()._abort(request_ids)
         for request_id in unfinished:
-            task = asyncio.create_task(self._abort_on_server(request_id))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+            self._start_abort(self._abort_on_server(request_id))
 
     async def _abort_on_server(self, request_id: str) -> None:
         with suppress(EngineError):  # a lost server runs nothing
@@ -180,7 +177,7 @@ class SGLangEngine(HTTPEngine):
         try:
             await asyncio.to_thread(write_model, folder, self._model_path, receiver)
             update = {"model_path": str(folder.absolute()), "weight_version": str(plan.version), "flush_cache": False}
-            await self._end_requests()
+            await self._wait_for_aborts()
             try:
                 await self._request("POST", "/update_weights_from_disk", json=update, timeout_s=plan.timeout_s)
             except EngineLostError as error:
@@ -195,13 +192,8 @@ class SGLangEngine(HTTPEngine):
 
     async def _flush_cache(self) -> None:
         """Drop all keys and values after the server has aborted the dropped requests."""
-        await self._end_requests()
+        await self._wait_for_aborts()
         await self._request("POST", "/flush_cache", params={"timeout": MAX_FLUSH_S}, timeout_s=2 * MAX_FLUSH_S)
-
-    async def _end_requests(self) -> None:
-        """Wait until the server has received all abort requests."""
-        if self._aborts:
-            await asyncio.wait(self._aborts)
 
     async def _release_memory(self) -> None:
         await self._flush_cache()
@@ -213,7 +205,7 @@ class SGLangEngine(HTTPEngine):
             await self._request("POST", "/resume_memory_occupation", json={"tags": [part]})
 
     async def _shut_down(self) -> None:
-        await self._end_requests()
+        await self._wait_for_aborts()
         await super()._shut_down()
         if self._end_server is not None:
             await self._thread.run(self._end_server)

@@ -91,7 +91,6 @@ class AsyncVLLMEngine(AsyncEngine):
         self.n_weight_copies = self._facts.n_workers
         self._eos_token_id = tokenizer.eos_token_id
         self._reading: asyncio.Task[None] | None = None
-        self._aborts: set[asyncio.Task[None]] = set()
 
     async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
         if self._reading is None:
@@ -128,17 +127,14 @@ class AsyncVLLMEngine(AsyncEngine):
             raise EngineLostError(DIED) from error
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        task = asyncio.get_running_loop().create_task(self._client.abort_requests_async(list(request_ids)))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        self._start_abort(self._client.abort_requests_async(list(request_ids)))
 
     async def _drop_all(self) -> None:
         await super()._drop_all()
         await self._drop_caches()
 
     async def _drop_caches(self) -> None:
-        if self._aborts:
-            await asyncio.wait(self._aborts)
+        await self._wait_for_aborts()
         await self._ask(self._client.reset_prefix_cache_async(reset_running_requests=True))
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
@@ -191,6 +187,5 @@ class AsyncVLLMEngine(AsyncEngine):
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
-        if self._aborts:
-            await asyncio.wait(self._aborts)
+        await self._wait_for_aborts()
         await self._thread.run(self._client.shutdown)

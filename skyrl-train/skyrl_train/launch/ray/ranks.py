@@ -12,13 +12,12 @@ import ray
 from ray.exceptions import RayError
 from transformers.utils.logging import disable_progress_bar
 
-from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.errors import WorkerError
 from skyrl_train.launch.rank_host import RankHost
 from skyrl_train.launch.ray.placement import Device
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT
 from skyrl_train.threads import threads_per_process
-from skyrl_train.types.specs import ModelSpec, Role, World
+from skyrl_train.types.specs import Role, World
 from skyrl_train.weight_sync.sync import free_port
 
 CLOSE_TIMEOUT_S = 5.0
@@ -68,7 +67,6 @@ class RayRank:
 
     def __init__(self, role: Role, world: World, device: Device) -> None:
         """Start the actor on a reserved device, without waiting until it is ready."""
-        self._role = role
         self._world = world
         self._name = f"rank {world.rank} of the {role}"
         self._actor: Any = ray.remote(RankActor).options(**device.options()).remote(world.rank == 0)
@@ -86,17 +84,13 @@ class RayRank:
         """Return a free "host:port" on the rank's node."""
         return await self._ask("find_address")
 
-    async def load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        """Load a model."""
-        await self.call("load", spec, objective)
-
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, role: Role, method: str, *args: Any) -> Any:
         """Call a method of the worker.
 
         Raises:
             WorkerError: the process has ended.
         """
-        is_result, value = await self._ask("call", self._role, method, *args)
+        is_result, value = await self._ask("call", role, method, *args)
         if is_result:
             return value
         raise value

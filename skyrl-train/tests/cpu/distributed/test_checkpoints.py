@@ -145,7 +145,9 @@ async def test_an_export_has_the_buffers_of_the_model(strategies: Strategies) ->
 async def test_no_rank_waits_for_the_disk_of_an_export(strategies: Strategies, tmp_path: Path) -> None:
     await strategies.load("qwen3", "fsdp2")
     os.mkfifo(tmp_path / "config.json")
-    first, *others = (asyncio.create_task(rank.call("export", tmp_path)) for rank in strategies.ranks("fsdp2"))
+    first, *others = (
+        asyncio.create_task(rank.call("policy", "export", tmp_path)) for rank in strategies.ranks("fsdp2")
+    )
     try:
         assert await asyncio.wait_for(asyncio.gather(*others), 60) == [None] * len(others)
         assert not first.done()

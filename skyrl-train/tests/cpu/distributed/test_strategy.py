@@ -292,7 +292,7 @@ async def test_the_reference_is_divided_on_its_own(strategies: Strategies) -> No
     ref = replace(strategies.spec("qwen3", "tokens"), role="ref", optimizer=None)
     scores = []
     for model, objective in ((strategies.spec("qwen3"), policy_objective(strategies.config())), (ref, None)):
-        group = await load_group([rank.share() for rank in ranks], model, objective)
+        group = await load_group(ranks, model, objective)
         scores.append(await group.score(batch))
     assert scores[0]["logprobs"].any()
     for name, values in scores[0].items():

@@ -9,7 +9,7 @@ from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.config import load_config, parse_cli
 from skyrl_train.entrypoints.engine import new_engine
 from skyrl_train.entrypoints.experiment import RLExperiment
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.models.memory import cache_bytes_per_token
 
 TOKEN_BYTES = 2 * 2 * 4 * 16 * 4  # keys and values, layers, heads, head_dim, float32
@@ -29,7 +29,7 @@ async def test_the_embedded_engine_gets_a_share_of_the_memory_that_the_trainer_l
     bytes_to_come = psutil.virtual_memory().available - free_bytes if free_bytes else 2**60
     with ThreadPoolExecutor(1) as executor:
         engine = new_engine(cfg, tiny_model, tiny_tokenizer, bytes_to_come, executor)
-        assert isinstance(engine, HFEngine)
+        assert isinstance(engine, PackedEngine)
         assert engine._thread._executor is executor
         assert engine._memory.size * TOKEN_BYTES == pytest.approx(free_bytes / 2, rel=0.2)  # memory in use varies
         await engine.close()

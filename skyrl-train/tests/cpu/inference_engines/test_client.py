@@ -19,7 +19,7 @@ from skyrl_train.inference_engines import client as client_module
 from skyrl_train.inference_engines import remote
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.client import EngineClient
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.inference_engines.process import ServerProcess
 from skyrl_train.weight_sync import Receipt, SyncOptions, SyncPlan, WeightSync, rendezvous
 
@@ -187,7 +187,7 @@ async def test_an_engine_that_hangs_does_not_delay_the_health_checks_of_others(
     monkeypatch.setattr(client_module, "HEALTH_INTERVAL_S", 0.05)
     both, checked = asyncio.Barrier(2), asyncio.Event()
 
-    class Meeting(HFEngine):
+    class Meeting(PackedEngine):
         async def check_health(self) -> None:
             await both.wait()
             checked.set()
@@ -330,7 +330,7 @@ async def test_a_replacement_with_another_weight_dtype_is_rejected(fleet: Fleet)
 async def test_engines_with_different_weight_dtypes_are_rejected(
     tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    engines = [HFEngine(tiny_model, tiny_tokenizer, **LIMITS) for _ in range(2)]
+    engines = [PackedEngine(tiny_model, tiny_tokenizer, **LIMITS) for _ in range(2)]
     for engine, dtype in zip(engines, (torch.float32, torch.bfloat16), strict=True):
         engine.info = replace(engine.info, weight_dtype=dtype)  # as servers of vLLM have it
     with pytest.raises(EngineError, match="engines hold weights in different types: float32, bfloat16; start all"):
@@ -356,7 +356,7 @@ async def test_an_aborted_request_of_a_lost_engine_is_not_sampled_again(fleet: F
 # -- receipts
 
 
-class Damaged(HFEngine):
+class Damaged(PackedEngine):
     """An engine whose weights differ from the sent ones."""
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
@@ -368,7 +368,7 @@ class Damaged(HFEngine):
 async def test_any_engine_with_wrong_weights_fails_the_sync(
     damaged: list[int], tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    kinds = [Damaged if i in damaged else HFEngine for i in range(2)]
+    kinds = [Damaged if i in damaged else PackedEngine for i in range(2)]
     model = copy.deepcopy(tiny_model)
     engines = [kind(copy.deepcopy(model), tiny_tokenizer, owns_model=True, **LIMITS) for kind in kinds]
     client = EngineClient(engines)

@@ -17,7 +17,7 @@ from skyrl_train.algorithms.objectives import Objective, ValueObjective
 from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.client import EngineClient
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.launch.launcher import holding_devices
 from skyrl_train.launch.lease import Lease
 from skyrl_train.models.loading import load_value_model
@@ -29,7 +29,7 @@ IN_TRAINING = {"policy", "optimizer"}
 IN_ROLLOUTS = {"policy", "engine", "cache"}
 
 
-class SlowEngine(HFEngine):
+class SlowEngine(PackedEngine):
     """An engine that wakes up slowly, and can lose the weights of a sync."""
 
     is_broken = False

@@ -13,7 +13,7 @@ from skyrl_train.config.cli import parse_cli
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.errors import DivergenceError, SyncError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 CHECK = "generator.weight_sync_check=logprobs"
@@ -25,11 +25,11 @@ def arguments(catch_run: list[str]) -> list[str]:
     return [*catch_run, learning_rate, "trainer.eval_interval=-1", "trainer.ckpt_interval=-1"]
 
 
-def train_with_engine(engine_class: type[HFEngine], *overrides: str, copies: bool = True) -> Run:
+def train_with_engine(engine_class: type[PackedEngine], *overrides: str, copies: bool = True) -> Run:
     """Train with an engine that has a copy of the policy, or its tensors."""
 
     class Experiment(RLExperiment):
-        def get_engine(self, model: PreTrainedModel) -> HFEngine:
+        def get_engine(self, model: PreTrainedModel) -> PackedEngine:
             model = copy.deepcopy(model) if copies else model
             limits: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 26}
             return engine_class(model, self.tokenizer, executor=self._compute, **limits)
@@ -41,7 +41,7 @@ def train_with_engine(engine_class: type[HFEngine], *overrides: str, copies: boo
 def test_every_copy_of_the_weights_samples_tokens_and_the_gap_is_logged_in_every_step(arguments: list[str]) -> None:
     n_requests: list[int] = []
 
-    class WideEngine(HFEngine):
+    class WideEngine(PackedEngine):
         """An engine that counts as 16 copies of the weights."""
 
         n_weight_copies = 16
@@ -56,11 +56,11 @@ def test_every_copy_of_the_weights_samples_tokens_and_the_gap_is_logged_in_every
 
 
 def test_a_run_whose_engine_shares_the_tensors_checks_nothing(arguments: list[str]) -> None:
-    run = train_with_engine(HFEngine, *arguments, copies=False)
+    run = train_with_engine(PackedEngine, *arguments, copies=False)
     assert not [name for step in run.metrics for name in step if name.startswith("sync/")]
 
 
-class ForgetfulEngine(HFEngine):
+class ForgetfulEngine(PackedEngine):
     """An engine with a copy of the policy that ignores the second and later syncs."""
 
     n_syncs = 0
@@ -91,7 +91,7 @@ def test_a_broken_sync_ends_the_run_in_the_same_step(
 
 
 def test_diverged_weights_are_reported_as_such(arguments: list[str]) -> None:
-    class DivergedEngine(HFEngine):
+    class DivergedEngine(PackedEngine):
         async def _load_weights(self, plan: SyncPlan) -> Receipt:
             receipt = await super()._load_weights(plan)
             if plan.version == 1:

@@ -7,17 +7,7 @@ from train_kit.weight_sync import TensorCopy, Tensors, specs_of
 
 from skyrl_train.errors import EngineLostError, SyncError
 from skyrl_train.types.specs import SyncKind, TensorSpec
-from skyrl_train.weight_sync import (
-    Receipt,
-    Receiver,
-    SyncOptions,
-    SyncPlan,
-    WeightSync,
-    rendezvous,
-    send,
-    transport_between,
-)
-from skyrl_train.weight_sync.base import Transport
+from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, rendezvous, send
 from skyrl_train.weight_sync.sync import free_port
 
 pytestmark = pytest.mark.usefixtures("frozen_objects")
@@ -32,27 +22,6 @@ def empty_copy(tensors: Tensors) -> TensorCopy:
 
 def assert_holds(copy: TensorCopy, tensors: Tensors) -> None:
     assert all(torch.equal(copy.tensors[name], tensor) for name, tensor in tensors.items())
-
-
-@pytest.mark.parametrize(
-    ("options", "device", "shares_devices", "expected"),
-    [
-        (SyncOptions("nccl"), "cuda", False, "nccl"),
-        (SyncOptions("nccl"), "cuda", True, "cuda_ipc"),
-        (SyncOptions("nccl"), "cpu", True, "auto"),
-        (SyncOptions("cuda_ipc"), "cuda", True, "cuda_ipc"),
-        (SyncOptions("cuda_ipc"), "cpu", False, "auto"),
-        (SyncOptions("auto", prefers_gpus=True), "cuda", True, "cuda_ipc"),
-        (SyncOptions("auto", prefers_gpus=True), "cuda", False, "nccl"),
-        (SyncOptions("auto", prefers_gpus=True), "cpu", False, "auto"),
-        (SyncOptions("auto"), "cuda", True, "auto"),
-        (SyncOptions("gloo", prefers_gpus=True), "cuda", True, "gloo"),
-    ],
-)
-def test_the_transport_follows_the_devices(
-    options: SyncOptions, device: str, shares_devices: bool, expected: Transport
-) -> None:
-    assert transport_between(options, torch.device(device), shares_devices=shares_devices) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

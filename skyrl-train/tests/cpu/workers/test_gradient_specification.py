@@ -106,11 +106,9 @@ class PartRank:
     def __init__(self, rank: LocalRank) -> None:
         self._rank = rank
 
-    async def load(self, spec: Any, objective: Any) -> None:
-        """Do nothing. The worker is already loaded."""
-
-    async def call(self, method: str, *args: Any) -> Any:
-        return await self._rank.call(method, *args)
+    async def call(self, role: Role, method: str, *args: Any) -> Any:
+        """Call the worker, which is already loaded."""
+        return None if method == "load" else await self._rank.call(role, method, *args)
 
     async def close(self) -> None:
         """Do nothing."""

@@ -118,7 +118,7 @@ def test_a_probe_returns_mean_and_gradient_norm_and_changes_nothing(policy: PreT
     undisturbed = make_worker(copy.deepcopy(policy), max_tokens_per_microbatch=max_tokens)
     assert worker.update(batches[0]) == undisturbed.update(batches[0])
 
-    total = worker.rank.worker.module.score(batches[0])[0].sum()
+    total = worker.rank.worker.module(batches[0])[0].sum()
     gradient = torch.autograd.grad(total, list(policy.parameters()))
     norm = torch.stack([part.norm() for part in gradient]).norm().item()
     probe = complete(worker.group.probe(batches[0])).numbers()

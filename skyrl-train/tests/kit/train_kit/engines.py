@@ -30,7 +30,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.generators.base import RolloutRequest
 from skyrl_train.generators.rollout import Rollout
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams, TokenChunk
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.inference_engines.hf.embedded import EmbeddedEngine
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.models.logprobs import response_logprobs
@@ -43,7 +43,7 @@ LIMITS = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes":
 """Options of an embedded engine with room for every test."""
 
 
-def make_engine(path: Path, pid_file: Path | None = None, **limits: Any) -> Callable[[], HFEngine]:
+def make_engine(path: Path, pid_file: Path | None = None, **limits: Any) -> Callable[[], PackedEngine]:
     """Return a picklable function that creates an embedded engine of the model at `path`, in float32.
 
     It writes its process id to `pid_file`, because a process forked from the zygote has a different id than its shim.
@@ -51,11 +51,11 @@ def make_engine(path: Path, pid_file: Path | None = None, **limits: Any) -> Call
     return partial(_make_engine, path, pid_file, **limits)
 
 
-def _make_engine(path: Path, pid_file: Path | None, **limits: Any) -> HFEngine:
+def _make_engine(path: Path, pid_file: Path | None, **limits: Any) -> PackedEngine:
     if pid_file is not None:
         pid_file.write_text(str(os.getpid()))
     model, tokenizer = _load(path)
-    return HFEngine(copy.deepcopy(model), tokenizer, owns_model=True, **{**LIMITS, **limits})
+    return PackedEngine(copy.deepcopy(model), tokenizer, owns_model=True, **{**LIMITS, **limits})
 
 
 @functools.cache
@@ -268,7 +268,7 @@ def start(engine: InferenceEngine, request: EngineRequest, method: str) -> async
     return asyncio.create_task(generate())
 
 
-class RecordedEngine(HFEngine):
+class RecordedEngine(PackedEngine):
     """The embedded engine, with a record of its requests and results."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **limits: Any) -> None:

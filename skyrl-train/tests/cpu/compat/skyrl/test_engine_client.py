@@ -22,13 +22,13 @@ from skyrl_train.config import load_config
 from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
-from skyrl_train.inference_engines.hf import HFEngine, load_engine
+from skyrl_train.inference_engines.hf import PackedEngine, load_engine
 
 MESSAGES = [{"role": "user", "content": "State:"}]
 
 
 @pytest.fixture
-async def engine(tiny_model_path: Path) -> AsyncIterator[HFEngine]:
+async def engine(tiny_model_path: Path) -> AsyncIterator[PackedEngine]:
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_cache_bytes": 1 << 24}
     engine = load_engine(str(tiny_model_path), dtype=torch.float32, **limits)
     yield engine
@@ -36,7 +36,7 @@ async def engine(tiny_model_path: Path) -> AsyncIterator[HFEngine]:
 
 
 @pytest.fixture
-def client(engine: HFEngine, tiny_tokenizer: PreTrainedTokenizerBase) -> InferenceEngineClient:
+def client(engine: PackedEngine, tiny_tokenizer: PreTrainedTokenizerBase) -> InferenceEngineClient:
     cfg = load_config({"generator": {"sampling_params": {"max_generate_length": 5}}}).generator
     return InferenceEngineClient(engine, tiny_tokenizer, cfg, seed=1)
 
@@ -58,7 +58,7 @@ async def test_conversations_and_token_ids_get_the_same_responses(
 
 
 async def test_tokens_depend_on_session_number_and_seed(
-    engine: HFEngine, client: InferenceEngineClient, tiny_tokenizer: PreTrainedTokenizerBase
+    engine: PackedEngine, client: InferenceEngineClient, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     async def sample(client: InferenceEngineClient, *sessions: str) -> list[list[int]]:
         inputs = InferenceEngineInput(prompts=[MESSAGES] * len(sessions), session_ids=list(sessions))
@@ -75,7 +75,7 @@ async def test_tokens_depend_on_session_number_and_seed(
 
 
 async def test_the_session_that_was_idle_for_longest_ends(
-    client: InferenceEngineClient, engine: HFEngine, monkeypatch: pytest.MonkeyPatch
+    client: InferenceEngineClient, engine: PackedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = []
     end_session = engine.end_session
@@ -105,7 +105,7 @@ async def test_other_input_is_refused(client: InferenceEngineClient, inputs: Any
         await client.generate(inputs)
 
 
-async def test_everything_else_is_that_of_the_engine(client: InferenceEngineClient, engine: HFEngine) -> None:
+async def test_everything_else_is_that_of_the_engine(client: InferenceEngineClient, engine: PackedEngine) -> None:
     assert client.info == engine.info
     (result,) = await client.generate([EngineRequest([5, 6], SamplingParams(2), seed=0)])
     assert len(result.token_ids) == 2

@@ -7,18 +7,18 @@ import torch
 from train_kit.engines import LIMITS
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 
 
 @pytest.fixture
 async def new_engine(
     tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, forward_passes: list[int]
-) -> AsyncIterator[Callable[..., HFEngine]]:
+) -> AsyncIterator[Callable[..., PackedEngine]]:
     """Create engines, by default of the tiny model, and close them after the test."""
     engines = []
 
-    def make(model: PreTrainedModel = tiny_model, **options: Any) -> HFEngine:
-        engines.append(HFEngine(model, tiny_tokenizer, **LIMITS | options))
+    def make(model: PreTrainedModel = tiny_model, **options: Any) -> PackedEngine:
+        engines.append(PackedEngine(model, tiny_tokenizer, **LIMITS | options))
         forward_passes.clear()  # passes that checked the model
         return engines[-1]
 

@@ -8,13 +8,13 @@ from train_kit.engine_contract import InProcessContract
 from train_kit.engines import EngineKit, embedded_kit
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 
 
 @pytest.fixture
 async def engine_kit(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[EngineKit]:
     """An engine that generates with the tensors of the policy itself."""
-    async with embedded_kit(HFEngine, copy.deepcopy(tiny_model), tiny_tokenizer) as kit:
+    async with embedded_kit(PackedEngine, copy.deepcopy(tiny_model), tiny_tokenizer) as kit:
         yield kit
 
 

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
-from skyrl_train.inference_engines.hf import HFEngine, attention
+from skyrl_train.inference_engines.hf import PackedEngine, attention
 from skyrl_train.models.memory import cache_bytes_per_token
 
-NewEngine = Callable[..., HFEngine]
+NewEngine = Callable[..., PackedEngine]
 Passes = list[int]
 
 

@@ -21,10 +21,10 @@ from transformers import (
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
-from skyrl_train.inference_engines.hf import HFEngine
+from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.inference_engines.hf.kv_memory import KVMemory
 
-NewEngine = Callable[..., HFEngine]
+NewEngine = Callable[..., PackedEngine]
 Passes = list[int]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
@@ -157,7 +157,7 @@ async def test_a_failing_pass_fails_every_caller_and_the_engine_recovers(
 
 
 async def start_step(
-    engine: HFEngine, gate: threading.Event, step_request: EngineRequest | None = None
+    engine: PackedEngine, gate: threading.Event, step_request: EngineRequest | None = None
 ) -> asyncio.Task[list[EngineResult]]:
     """Start a call whose first step does not end before `gate` is set."""
     gate.clear()

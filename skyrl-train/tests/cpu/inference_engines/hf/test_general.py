@@ -64,7 +64,7 @@ async def test_sequences_wait_until_their_last_token_fits(engine_kit: EngineKit)
     n_running: list[int] = []
 
     def record(*args: Any) -> Any:
-        n_running.append(len(engine._running))
+        n_running.append(len(engine._queue.running))
         return type(engine)._decode(engine, *args)
 
     engine._decode = record

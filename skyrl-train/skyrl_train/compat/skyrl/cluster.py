@@ -1,0 +1,57 @@
+"""SkyRL's connection of a script to a Ray cluster, with the script's registrations in the cluster's processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from skyrl_gym.envs.registration import EnvSpec
+from skyrl_gym.envs.registration import registry as ENVIRONMENTS
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.generators.rewards import REWARD_FUNCTIONS
+from skyrl_train.launch.ray.cluster import connect
+
+
+@dataclass(frozen=True, slots=True)
+class Registrations:
+    """Everything registered in a process: environments, estimators, losses and reward functions."""
+
+    environments: dict[str, EnvSpec]
+    estimators: dict[str, Any]
+    losses: dict[str, Any]
+    reward_functions: dict[str, Any]
+
+    @classmethod
+    def collect(cls) -> Registrations:
+        """Collect the registrations of this process.
+
+        Environments named `__main__:…` are resolved to their class, because `__main__` is a different module in other
+        processes.
+        """
+        environments = {
+            name: replace(spec, entry_point=spec.load()) if str(spec.entry_point).startswith("__main__:") else spec
+            for name, spec in ENVIRONMENTS.items()
+        }
+        return cls(environments, ADVANTAGE_ESTIMATORS.entries(), POLICY_LOSSES.entries(), dict(REWARD_FUNCTIONS))
+
+    def restore(self) -> None:
+        """Also register everything in this process."""
+        ENVIRONMENTS.update(self.environments)
+        ADVANTAGE_ESTIMATORS.update(self.estimators)
+        POLICY_LOSSES.update(self.losses)
+        REWARD_FUNCTIONS.update(self.reward_functions)
+
+
+def initialize_ray(cfg: SkyRLConfig | DictConfig) -> None:
+    """Connect a script to a Ray cluster, as SkyRL scripts do before they run an experiment in a task.
+
+    Environments, estimators, losses and reward functions registered so far are also registered in all processes of the
+    cluster. A new cluster has one CPU more than this machine, for the task. `cfg` is ignored.
+
+    Raises:
+        ConfigError: no cluster answers at `$RAY_ADDRESS`.
+    """
+    connect(Registrations.collect().restore, n_task_cpus=1)
