@@ -19,7 +19,7 @@ from skyrl_train.algorithms.reward_pipeline import penalize_rewards
 from skyrl_train.config.base import value_at
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.trainer import TrainerConfig
-from skyrl_train.errors import DivergenceError
+from skyrl_train.errors import ConfigError, DivergenceError
 from skyrl_train.types import Metric, Metrics, TrainingBatch
 from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
@@ -179,7 +179,15 @@ class Learner(TrainedModels):
 
         With one mini-batch and one update epoch, the update itself computes the policy's log-probs, so `old_logprobs`
         stays None unless something reads it before the update. Set `reads_old_logprobs` if the caller does.
+
+        Raises:
+            ConfigError: `router_replay`, and the batch has no experts.
         """
+        if self._cfg.algorithm.router_replay and batch.experts is None:
+            raise ConfigError(
+                "trainer.algorithm.router_replay=true needs rollouts with the experts of their tokens, but these have "
+                "none; keep Segment.experts in a generator of your own, or set trainer.algorithm.router_replay=false"
+            )
         if self.critic is not None:
             batch = replace(batch, values=(await self.critic.score(batch))["values"])
         batch = await self.score_reference(batch)

@@ -167,6 +167,10 @@ class AlgorithmConfig(Section):
     """Mask trajectories with negative advantage whose log-probs fell by more than this many nats per token since
     sampling, on average. null masks none. Each row of a step-wise trajectory is checked separately."""
 
+    router_replay: bool = False
+    """Compute each token of a mixture of experts with the experts that computed it in the engine (R3). Otherwise
+    rounding decides between nearly equal experts, which moves the log-probs."""
+
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
     zero_variance_filter: bool = False

@@ -27,6 +27,9 @@ class EngineTraits:
     reads_files: bool = False
     """It loads new weights from files, even if the run has started it. Other engines receive tensors."""
 
+    records_experts: bool = False
+    """It reports which experts of a mixture computed a token, for `trainer.algorithm.router_replay`."""
+
     needs_ray_for_several_devices: bool = True
 
     unscored_sampling: tuple[str, ...] = ()
@@ -41,7 +44,9 @@ class EngineTraits:
 EMBEDDED = "hf"
 
 ENGINES = {
-    EMBEDDED: EngineTraits("the embedded engine", "skyrl_train.inference_engines.hf.engine:start"),
+    EMBEDDED: EngineTraits(
+        "the embedded engine", "skyrl_train.inference_engines.hf.engine:start", records_experts=True
+    ),
     "vllm": EngineTraits(
         "vLLM",
         "skyrl_train.inference_engines.vllm.start:start",

@@ -42,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     engine.servers_have_addresses,
     engine.servers_have_their_options,
     engine.engine_has_its_options,
+    engine.experts_can_be_replayed,
     engine.sampling_lengths_are_ordered,
     run.rollouts_are_scored_exactly,
     data.interpreter_has_processes,

@@ -58,6 +58,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
             entropy_grad=entropy_grad,
             is_critic=is_critic,
             sequence_group=self._sequence_group(spec),
+            replays_experts=spec.replays_experts,
         )
         module.export_dtypes = dtypes
         module = self._wrap(module, spec)

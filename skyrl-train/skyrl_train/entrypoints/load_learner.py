@@ -42,12 +42,13 @@ class ModelLoader:
         objective: Objective,
         section: PolicyConfig | CriticConfig,
         n_steps: int,
+        **options: Any,
     ) -> WorkerGroup:
-        """Load a model to train for `n_steps` optimizer steps. `section` has its settings."""
+        """Load a model to train for `n_steps` optimizer steps. `section` and `options` are its settings."""
         key = f"trainer.{'critic' if role == 'critic' else 'policy'}"
         optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps)
         lora = lora_spec(section.model, f"{key}.model.lora", self.cfg.seed)
-        return await self._load(role, load, objective, section, optimizer=optimizer, lora=lora)
+        return await self._load(role, load, objective, section, optimizer=optimizer, lora=lora, **options)
 
     async def load_reference(
         self,
@@ -119,6 +120,7 @@ async def load_learner(
         PolicyObjective(resolve_policy_loss(cfg.algorithm), cfg.algorithm),
         cfg.policy,
         n_prompts // cfg.policy_mini_batch_size,
+        replays_experts=cfg.algorithm.router_replay,
     )
     critic, ref, reference_sync = None, None, None
     if (path := cfg.critic.model.path) is not None:

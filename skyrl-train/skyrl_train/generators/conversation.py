@@ -86,6 +86,8 @@ class TokenConversation:
         row = self.rows[index]
         n_tokens, start = len(row.token_ids), row.response_length
         row.append_sampled(result.token_ids, result.logprobs, result.sampling_logprobs)
+        if result.experts is not None:  # of all tokens of the row so far
+            row.experts = result.experts
         turn = Turn(start, row.response_length, n_tokens, 0.0, result.stop_reason, result.weight_spans, segment=index)
         self.turns.append(turn)
 

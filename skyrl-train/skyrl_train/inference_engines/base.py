@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 
 from skyrl_train.config.generator import SamplingConfig
@@ -108,6 +109,9 @@ class EngineResult:
     raw_logprobs: list[float] | None = None  # [n] at temperature 1, on request
     top_logprobs: list[dict[int, float]] | None = None  # [n] most likely tokens, like `logprobs`, on request
     n_reused: int = 0  # prompt tokens taken from the cache
+    experts: np.ndarray | None = None
+    """(tokens, layers, K) int16, if recorded: the experts that computed each token of prompt and response, -1 where
+    unknown. The last token is missing, because the engine did not read it."""
 
 
 @dataclass(frozen=True, slots=True)

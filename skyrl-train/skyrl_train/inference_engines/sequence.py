@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams, TokenChunk
@@ -29,6 +30,7 @@ class ActiveSequence:
     n_streamed: int = 0  # tokens already in `chunks`
     n_received: int = 0  # tokens received from the backend since the request was last submitted
     stop_reason: StopReason | None = None
+    experts: np.ndarray | None = None  # as in `EngineResult`
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_ids)
@@ -83,6 +85,7 @@ class ActiveSequence:
             raw_logprobs=self.raw_logprobs or None,
             top_logprobs=self.top_logprobs or None,
             n_reused=self.n_reused or 0,
+            experts=self.experts,
         )
 
 

@@ -23,6 +23,7 @@ def model_spec(
     lora: LoraSpec | None = None,
     sharding: ShardedModelConfig | None = None,
     eos_ids: Sequence[int] = (),
+    replays_experts: bool = False,
 ) -> ModelSpec:
     """Return the specification of one model. `cfg.strategy` decides which fields of `sharding` are used."""
     sharding = sharding or ShardedModelConfig()
@@ -32,6 +33,7 @@ def model_spec(
         load=load,
         save_tokenizer=save_tokenizer,
         eos_ids=tuple(eos_ids),
+        replays_experts=replays_experts,
         optimizer=optimizer,
         lora=lora,
         fsdp=sharding.fsdp_config,

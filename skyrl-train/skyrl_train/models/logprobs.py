@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.models.linear_head import linear_head_scores, multiply, operand_dtype
 from skyrl_train.models.prefix_sharing import PrefixTree, remove_padding, tree_hidden_states
+from skyrl_train.models.routing import Routers
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types import TokenScores
 
@@ -22,6 +23,7 @@ def response_logprobs(
     entropy_grad: bool = False,
     shares_prefixes: bool = False,
     group: SequenceGroup | None = None,
+    experts: torch.Tensor | None = None,
 ) -> TokenScores:
     """Return the scores of the tokens with `loss_mask` 1, each (B, R) and exactly 0 elsewhere.
 
@@ -34,8 +36,11 @@ def response_logprobs(
         entropy_grad: make entropies differentiable, at a cost of two more values per logit.
         shares_prefixes: compute a prefix that several rows share once.
         group: ranks that divide the tokens. All of them return the same scores. Needs `shares_prefixes`.
+        experts: (B, L, layers, K) that compute each token, or -1.
     """
-    predicted_from, mask = hidden_before(model, sequences, attention_mask, loss_mask, shares_prefixes, group)  # (N, H)
+    predicted_from, mask = hidden_before(
+        model, sequences, attention_mask, loss_mask, shares_prefixes, group, experts
+    )  # (N, H), (B, R)
     token_ids = sequences[:, -loss_mask.shape[1] :][mask]  # (N,)
     chosen = chosen_logprobs(model, predicted_from, token_ids, temperature, entropy_grad)
     return TokenScores(*(on_mask(values, mask, group) for values in chosen))
@@ -54,6 +59,7 @@ def hidden_before(
     loss_mask: torch.Tensor,
     shares_prefixes: bool,
     group: SequenceGroup | None,
+    experts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the hidden state (N, H) that predicts each token with `loss_mask` 1, and the mask (B, R) of these tokens.
 
@@ -65,6 +71,8 @@ def hidden_before(
         is_narrowed = group is None and sequences.device.type == "cpu"  # models/last_layer.py explains why
         selected = (rows, positions) if is_narrowed else None
         tree = PrefixTree(remove_padding(sequences, attention_mask), sequences.device, selected)
+        if experts is not None:
+            Routers.of(model).replay(tree.take_first(experts[attention_mask.bool()]), tree.selected)
         states, index = tree_hidden_states(model, tree, group), tree.index[rows, positions]  # (M or u, H), (N,)
         if tree.selected is not None:
             index = torch.searchsorted(tree.selected, index)
@@ -73,6 +81,8 @@ def hidden_before(
             is_own = (index >= 0) & (index < len(states))
             index, mask = index[is_own], mask.masked_scatter(mask, is_own)
         return states[index], mask
+    if experts is not None:
+        Routers.of(model).replay(align_left(experts, attention_mask).flatten(0, 1))
     return hidden_states(model, sequences, attention_mask)[rows, positions], mask
 
 
@@ -87,13 +97,14 @@ def find_predictions(attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> t
 
 
 def align_left(sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return `sequences` (B, L') with each row's tokens moved to the left, L' the longest row.
+    """Return `sequences` (B, L', …) with each row's tokens moved to the left, L' the longest row.
 
     The causal mask hides padding on the right from every token, so attention needs no mask and takes its fast path.
     """
     order = (1 - attention_mask.long()).argsort(dim=1, stable=True)  # (B, L): tokens first, in order
     length = int(attention_mask.sum(dim=1).max())
-    return sequences.gather(1, order)[:, :length]
+    rows = torch.arange(len(sequences), device=sequences.device)
+    return sequences[rows[:, None], order[:, :length]]
 
 
 def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:

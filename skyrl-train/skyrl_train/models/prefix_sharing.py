@@ -156,6 +156,7 @@ class PrefixTree:
             starts[row] = shared if 4 * shared >= lengths[row] else 0
             n_tokens += n_new
             previous = row
+        self.lengths: list[int] = lengths.tolist()  # of the rows
         columns = np.arange(index.shape[1])
         is_query = (columns >= starts[:, None]) & (columns < lengths[:, None])
         self.queries = Queries(index, is_query, np.arange(n_tokens), device)
@@ -171,6 +172,16 @@ class PrefixTree:
                 is_query[indices] = True
                 self.selected = torch.from_numpy(tokens).to(device)
                 self.selected_queries = Queries(index, is_query, tokens, device)
+
+    def take_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a value (U, …) for each token of the tree, from the first row that has it.
+
+        `values` (tokens of all rows, …) are in the order of the rows.
+        """
+        lengths = torch.tensor(self.lengths, device=self.index.device)
+        is_token = torch.arange(self.index.shape[1], device=self.index.device) < lengths[:, None]  # (B, L)
+        firsts = np.unique(self.index[is_token].cpu().numpy(), return_index=True)[1]  # (U,)
+        return values[torch.from_numpy(firsts).to(values.device)]
 
 
 def _round_down(n_tokens: int) -> int:

@@ -13,6 +13,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import check_head
 from skyrl_train.models.logprobs import hidden_before, on_mask, response_logprobs
 from skyrl_train.models.prefix_sharing import find_sharing_fault
+from skyrl_train.models.routing import Routers
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types import Scores, TokenScores, TrainingBatch, ValueScores
 
@@ -50,15 +51,23 @@ class ScoringModule(Scorer):
         entropy_grad: bool = False,
         is_critic: bool = False,
         sequence_group: SequenceGroup | None = None,
+        replays_experts: bool = False,
     ) -> None:
         """Wrap a model whose logits are divided by `temperature`. `entropy_grad` makes entropies differentiable, at a
-        cost of two more values per logit. The ranks of `sequence_group` get the same rows and split their tokens.
+        cost of two more values per logit. The ranks of `sequence_group` get the same rows and split their tokens. With
+        `replays_experts`, tokens are computed by the experts that the batch names.
+
+        Raises:
+            ConfigError: `replays_experts`, and the model is no mixture of experts.
         """
         super().__init__()
         self.model = model
         self._temperature = temperature
         self._entropy_grad = entropy_grad
         self._sequence_group = sequence_group
+        self._replays_experts = replays_experts
+        if replays_experts:
+            Routers.of(model)
         self.scores_type = ValueScores if is_critic else TokenScores
 
     @property
@@ -68,6 +77,7 @@ class ScoringModule(Scorer):
     def forward(self, rows: TrainingBatch) -> Scores:
         """Score a micro-batch: values for a critic, else log-probs and entropies, (B, R) and 0 outside the mask."""
         tokens = (rows.sequences, rows.attention_mask, rows.loss_mask)
+        Routers.stop_replay(self.model)  # of the last micro-batch
         if self.scores_type is ValueScores:
             return ValueScores(response_values(self.model, *tokens, self.shares_prefixes, self._sequence_group))
         return response_logprobs(
@@ -77,6 +87,7 @@ class ScoringModule(Scorer):
             entropy_grad=self._entropy_grad,
             shares_prefixes=self.shares_prefixes,
             group=self._sequence_group,
+            experts=rows.experts if self._replays_experts else None,
         )
 
     def probe(self, source: str | None = None) -> None:

@@ -7,6 +7,7 @@ from skyrl_train.types.batch import Scores, Shard, TokenScores, TrainingBatch, V
 from skyrl_train.types.metrics import Metric, MetricKind, Metrics, MetricSums
 from skyrl_train.types.stop_reasons import StopReason
 from skyrl_train.types.tokens import (
+    UNKNOWN_EXPERT,
     DrawnPrompt,
     Message,
     PromptRow,
@@ -20,6 +21,7 @@ from skyrl_train.types.tokens import (
 )
 
 __all__ = [
+    "UNKNOWN_EXPERT",
     "DrawnPrompt",
     "Message",
     "Metric",

@@ -41,6 +41,7 @@ class TrainingBatch:
     greedy_rewards: torch.Tensor | None = None  # (B,) total reward of a greedy rollout of each row's prompt
     loss_weights: torch.Tensor | None = None  # (B, R), Σ weights · loss is the loss of the whole mini-batch
     sequence_weights: torch.Tensor | None = None  # (B, R), the same for terms in which every trajectory counts equally
+    experts: torch.Tensor | None = None  # (B, L, layers, K) int16 that computed a token in the engine, -1 if unknown
     logprob_gradient: torch.Tensor | None = None  # (B, R) gradient of a whole batch's loss in log-probs or values
     reward_components: dict[str, torch.Tensor] = field(default_factory=dict)  # (B,) each, totals by name
 
@@ -51,6 +52,8 @@ class TrainingBatch:
         per_token = (n_rows, response_length)
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("sequences", "attention_mask"), (n_rows, length))
         shapes |= dict.fromkeys(("draws", "trajectories", "greedy_rewards"), (n_rows,))
+        if self.experts is not None:
+            shapes["experts"] = (n_rows, length, *self.experts.shape[2:])
         for name in TENSOR_FIELDS:
             tensor = getattr(self, name)
             assert tensor is None or tensor.shape == shapes.get(name, per_token), f"{name}: {tuple(tensor.shape)}"

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
+
+UNKNOWN_EXPERT = -1
+"""Stands for an expert of a token whose experts were not recorded."""
 
 
 class Message(TypedDict):
@@ -93,6 +98,8 @@ class Segment:
     logprobs: list[float] | None = None  # in nats. None: the engine reported none, at least for one turn
     sampling_logprobs: list[float] | None = None  # of the truncated or penalized distribution. None: as `logprobs`
     turns: tuple[Turn, ...] = ()
+    experts: np.ndarray | None = None
+    """(tokens, layers, K) int16, the experts that computed the first tokens in the engine, -1 where unknown."""
 
     def __post_init__(self) -> None:
         n_tokens = len(self.token_ids) - self.n_prompt
@@ -152,6 +159,8 @@ class Segment:
         for values in (self.loss_mask, self.rewards, self.logprobs, self.sampling_logprobs):
             if values is not None:
                 del values[length:]
+        if self.experts is not None:
+            self.experts = self.experts[: self.n_prompt + length]
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,25 @@ def servers_have_their_options(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
+def experts_can_be_replayed(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject router replay where experts are not recorded or not replayed."""
+    key, trainer, generator = "trainer.algorithm.router_replay", cfg.trainer, cfg.generator
+    if not trainer.algorithm.router_replay:
+        return
+    if not generator.engine.records_experts:
+        yield (
+            f"{key}=true needs an engine that reports the experts of tokens, and generator.backend="
+            f"{generator.backend} does not; set generator.backend=hf, or {key}=false"
+        )
+    if trainer.strategy_traits.is_model_parallel:
+        yield f"{key}=true needs trainer.strategy=fsdp2, not {trainer.strategy}; set it, or {key}=false"
+    if (size := trainer.policy.sequence_parallel_size) > 1:
+        yield (
+            f"{key}=true replays whole rows, but trainer.policy.sequence_parallel_size={size} splits them; set "
+            f"trainer.policy.sequence_parallel_size=1, or {key}=false"
+        )
+
+
 def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
     """Reject options that the embedded engine lacks, and sampling whose log-probs SGLang cannot report."""
     generator = cfg.generator

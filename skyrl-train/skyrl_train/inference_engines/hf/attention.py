@@ -20,6 +20,7 @@ rest, and the whole is w · o_prefix + (1 - w) · o_rest with w = e^a / (e^a + e
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
@@ -33,6 +34,7 @@ from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.scheduler import Row
 from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow
 from skyrl_train.models.prefix_sharing import causal_mask, use_attention
+from skyrl_train.models.routing import Routers
 
 NAME = "skyrl_packed"
 MASK_SIZE = 1 << 24  # maximum elements of a mask: 64 MiB in float32
@@ -133,7 +135,7 @@ class PackedCache:
         position_ids = np.arange(ends[-1]) + np.repeat(n_before - (ends - n_new), n_new)
         self.position_ids = torch.from_numpy(position_ids).to(device)  # (N,)
         target = position_ids + np.repeat(starts, n_new)
-        self._target = torch.from_numpy(target).to(device)  # (N,) indices into the pool
+        self.target = torch.from_numpy(target).to(device)  # (N,) indices into the pool
         self._runs = list(_runs(rows, self.position_ids, memory, is_isolated=is_isolated))
         self.last_tokens: torch.Tensor | None = None  # (n rows,) indices, if the pass narrows
         self._last_runs: list[RowRun] = []
@@ -153,12 +155,19 @@ class PackedCache:
         keys = keys.to(values.dtype)
         pools = self._memory.layer(layer_idx, keys.transpose(1, 2), values.transpose(1, 2))
         runs = self._runs
-        if keys.shape[2] == len(self._target):
+        if keys.shape[2] == len(self.target):
             for pool, new in zip(pools, (keys, values), strict=True):
-                pool[self._target] = new[0].transpose(0, 1)
+                pool[self.target] = new[0].transpose(0, 1)
         else:
             runs = self._last_runs
         return _Stored(pools[0], runs), _Stored(pools[1], runs)
+
+    def store_experts(self, layer_idx: int, experts: torch.Tensor) -> None:
+        """Store the experts (T, K) of the new tokens or, if the pass narrows, of the last tokens."""
+        pool = self._memory.experts
+        assert pool is not None
+        target = self.target if len(experts) == len(self.target) else self.target[self.last_tokens]
+        pool[target, layer_idx] = experts.to(pool.dtype)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0. Positions are explicit, so the model needs no past length."""
@@ -352,6 +361,8 @@ def hidden_states(
 ) -> torch.Tensor:
     """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys and values.
 
+    If the memory has `experts`, the chosen experts are stored, too.
+
     `last_only` returns only the states of each row's last token (n rows, H). Rows are in the order of their regions.
 
     An `is_isolated` pass makes results independent of the other sequences. Rows are in the order of `padded_length`,
@@ -362,7 +373,8 @@ def hidden_states(
     input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)
     narrows = last_only and len(rows) <= MAX_SHARE * len(input_ids) and is_narrow(model)
     cache = PackedCache(memory, rows, model.device, is_isolated=is_isolated, narrows=narrows)
-    with use_attention(model, NAME):
+    recording = nullcontext() if memory.experts is None else Routers.of(model).recording(cache.store_experts)
+    with use_attention(model, NAME), recording:
         output = model.base_model(
             input_ids=input_ids[None],
             position_ids=cache.position_ids[None],

@@ -79,13 +79,16 @@ class EmbeddedEngine(SteppedEngine[S]):
         bf16: bool = False,
         executor: ThreadPoolExecutor | None = None,
         owns_model: bool = False,
+        records_experts: bool = False,
     ) -> None:
         """Run at most `max_num_seqs` sequences at once, whose caches take at most `max_cache_bytes` in all.
 
         The model runs in the single thread of `executor`. By default, the engine starts a thread. With `owns_model`,
-        the weights move to host memory while the engine sleeps.
+        the weights move to host memory while the engine sleeps. With `records_experts`, results name the experts that
+        computed each token.
 
         Raises:
+            ConfigError: `records_experts`, and the model is no mixture of experts.
             EngineError: the engine cannot run the model.
         """
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None
@@ -103,6 +106,7 @@ class EmbeddedEngine(SteppedEngine[S]):
         self._bf16 = bf16
         self._head = Head(model)
         self._owns_model = owns_model
+        self._records_experts = records_experts
         self._offloaded: OffloadedTensors | None = None  # the weights, while the engine sleeps
         self._bytes_per_row, self._bytes_per_token = self._thread.run_blocking(self._probe)
         n_tokens = (

@@ -7,7 +7,7 @@ from typing import Any, Required, TypedDict, Unpack
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.inference_engines.hf.embedded import EmbeddedEngine
 from skyrl_train.inference_engines.hf.general import GeneralEngine
 from skyrl_train.inference_engines.hf.packed import PackedEngine
@@ -26,6 +26,7 @@ class EngineOptions(TypedDict, total=False):
     bf16: bool
     executor: ThreadPoolExecutor | None
     owns_model: bool
+    records_experts: bool
 
 
 def create_engine(
@@ -34,11 +35,14 @@ def create_engine(
     """Return an engine that samples from `model`, packed if possible.
 
     Raises:
+        ConfigError: experts are to be recorded, but the model has none or cannot be packed.
         EngineError: neither engine computes the hidden states of the model.
     """
     try:
         return PackedEngine(model, tokenizer, **options)
     except EngineError as error:
+        if options.get("records_experts"):
+            raise ConfigError(f"trainer.algorithm.router_replay=true needs the packed engine, but {error}") from error
         logger.info("Sequences are padded instead of packed, because %s", error)
     return GeneralEngine(model, tokenizer, **options)
 
@@ -56,6 +60,7 @@ def start(setup: EngineSetup) -> EmbeddedEngine[Any]:
         bf16=setup.cfg.trainer.bf16,
         executor=setup.executor,
         owns_model=setup.executor is None,
+        records_experts=setup.cfg.trainer.algorithm.router_replay,
     )
 
 

@@ -75,6 +75,8 @@ class KVMemory:
     def __init__(self, size: int) -> None:
         self.size = size
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.experts: torch.Tensor | None = None
+        """(size, layers, K) int16, the experts that computed each token, if they are recorded."""
 
     @property
     def values_per_token(self) -> int:
@@ -99,6 +101,8 @@ class KVMemory:
         for pools in self._layers.values():
             for pool in pools:
                 pool[target_index] = pool[source_index]
+        if self.experts is not None:
+            self.experts[target_index] = self.experts[source_index]
 
     def release(self) -> None:
         """Release the memory."""

@@ -17,6 +17,8 @@ from skyrl_train.inference_engines.hf.support import check_supported
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.memory import cache_bytes_per_token
+from skyrl_train.models.routing import Routers
+from skyrl_train.types import UNKNOWN_EXPERT
 
 
 class PackedEngine(EmbeddedEngine[CachedSequence]):
@@ -31,6 +33,10 @@ class PackedEngine(EmbeddedEngine[CachedSequence]):
 
     def _create_cache(self, n_tokens: int) -> None:
         self._memory = KVMemory(n_tokens)
+        if self._records_experts:
+            routers = Routers.of(self._model)
+            shape = (n_tokens, routers.n_layers, routers.n_chosen)
+            self._memory.experts = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.int16, device=self._model.device)
         self._table = RegionTable(n_tokens)
         self._queue = self._scheduler = Scheduler(self._table, self._max_num_seqs, self._max_num_batched_tokens)
 
@@ -45,6 +51,16 @@ class PackedEngine(EmbeddedEngine[CachedSequence]):
             row.region.n_cached += row.n_new
             if is_complete:
                 self._append(row.sequence, next(choices))
+
+    def _take_finished(self) -> list[CachedSequence]:
+        finished = super()._take_finished()
+        if (experts := self._memory.experts) is not None:
+            for sequence in finished:
+                if (region := sequence.region) is not None:  # idle now, and its memory is intact until the next step
+                    sequence.experts = (
+                        experts[region.start : region.start + region.n_cached].to("cpu", copy=True).numpy()
+                    )
+        return finished
 
     def _restart_all(self) -> None:
         self._scheduler.restart_all()

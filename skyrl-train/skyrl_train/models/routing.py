@@ -1,0 +1,145 @@
+"""Router replay: the experts that computed a token in the engine compute it again in the trainer.
+
+Engine and trainer put a token into different batches, so its router logits differ by rounding. Where the last chosen
+expert and the next one are nearly equal, rounding decides which of them computes the token, and then its log-prob moves
+by much more than rounding alone would move it. The engine therefore records the experts of every token that it reads,
+and the trainer's routers choose the same (Ma et al., 2025, arXiv:2510.11370). The weights of the chosen experts, and so
+the router's gradient, still come from the trainer's own logits.
+
+Routers are written differently in every architecture, but all choose K of E experts with `torch.topk`. So hooks on each
+decoder layer intercept this call, also when the backward pass recomputes a checkpointed layer:
+
+    torch.topk(scores, 2)        scores = [0.1 0.4 0.2 0.3]    own choice    values 0.4 0.3    experts 1 3
+                                 replayed experts 1 2          result        values 0.4 0.2    experts 1 2
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.types import UNKNOWN_EXPERT
+
+N_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+N_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_topk")
+"""Names of a model's number of experts, and of the number that compute a token, by architecture."""
+
+ATTRIBUTE = "skyrl_routers"
+"""Attribute of a model for its `Routers`."""
+
+Record = Callable[[int, torch.Tensor], None]
+"""A function of a layer's index and the experts (T, K) that its router chose."""
+
+
+class Routers:
+    """The routers of a model. They choose as usual, until they are asked to `record` or to `replay`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Attach to a model's decoder layers.
+
+        Raises:
+            ConfigError: the model has no experts, or the names of its settings are unknown.
+        """
+        config = model.config.get_text_config()
+        sizes = [next((getattr(config, name) for name in names if getattr(config, name, None)), 0) for names in NAMES]
+        layers = getattr(model.base_model, "layers", None)
+        if not all(sizes) or not isinstance(layers, torch.nn.ModuleList):
+            raise ConfigError(
+                "trainer.algorithm.router_replay=true needs a mixture of experts, which a "
+                f"{type(model).__name__} is not; remove it"
+            )
+        self.n_experts, self.n_chosen = sizes
+        self.n_layers = len(layers)
+        self._record: Record | None = None
+        self._experts: torch.Tensor | None = None
+        self._selected: torch.Tensor | None = None
+        for index, layer in enumerate(layers):
+            mode = _Choice(self, index)
+            layer.register_forward_pre_hook(lambda *_, mode=mode: mode.enter())
+            layer.register_forward_hook(lambda *_, mode=mode: mode.leave(), always_call=True)
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> "Routers":
+        """Return the routers of a model, which engine and trainer may share. Raise ConfigError as the constructor."""
+        routers = vars(model).get(ATTRIBUTE)
+        if routers is None:
+            routers = Routers(model)
+            setattr(model, ATTRIBUTE, routers)
+        assert isinstance(routers, Routers)
+        return routers
+
+    @staticmethod
+    def stop_replay(model: PreTrainedModel) -> None:
+        """Let a model's routers choose as usual."""
+        if (routers := vars(model).get(ATTRIBUTE)) is not None:
+            routers.replay(None)
+
+    @contextmanager
+    def recording(self, record: Record) -> Iterator[None]:
+        """Pass the experts that the routers choose to `record`."""
+        self._record, self._experts = record, None
+        try:
+            yield
+        finally:
+            self._record = None
+
+    def replay(self, experts: torch.Tensor | None, selected: torch.Tensor | None = None) -> None:
+        """Choose `experts` (T, layers, K) in the next pass and its backward pass, or as usual.
+
+        The router itself replaces `UNKNOWN_EXPERT`.
+
+        A layer that computes only some tokens computes the `selected` (M,).
+        """
+        self._experts, self._selected = experts, selected
+
+    def choose(self, layer: int, scores: torch.Tensor, own: torch.return_types.topk) -> torch.return_types.topk:
+        """Return the choice of a layer's router, given its scores (T, E) and its own choice (T, K)."""
+        if self._record is not None:
+            self._record(layer, own.indices)
+        if self._experts is None:
+            return own
+        experts = self._experts[:, layer]  # (T, K)
+        if len(experts) != len(scores) and self._selected is not None:
+            experts = experts[self._selected]
+        indices = torch.where(experts == UNKNOWN_EXPERT, own.indices, experts.long())
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+
+NAMES = (N_EXPERTS, N_CHOSEN)
+
+
+class _Choice(TorchFunctionMode):
+    """Intercepts the choice of experts while a layer runs."""
+
+    def __init__(self, routers: Routers, layer: int) -> None:
+        super().__init__()
+        self._routers = routers
+        self._layer = layer
+        self._n_entered = 0
+
+    def enter(self) -> None:
+        """Start to intercept."""
+        self._n_entered += 1
+        self.__enter__()
+
+    def leave(self) -> None:
+        """Stop to intercept."""
+        if self._n_entered:
+            self._n_entered -= 1
+            self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        scores = args[0] if args else kwargs["input"]
+        sizes = (scores.shape[-1], result.indices.shape[-1])
+        if sizes != (self._routers.n_experts, self._routers.n_chosen):  # e.g. a choice of groups of experts
+            return result
+        flat = torch.return_types.topk((result.values.flatten(0, -2), result.indices.flatten(0, -2)))
+        chosen = self._routers.choose(self._layer, scores.flatten(0, -2), flat)
+        return torch.return_types.topk(tuple(part.view_as(result.indices) for part in chosen))

@@ -1,0 +1,137 @@
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from train_kit import runs
+from train_kit.architectures import tiny_config
+from train_kit.engines import LIMITS
+from train_kit.models import create_model
+from train_kit.runs import assert_close_runs, expect_error, train
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.hf import PackedEngine
+from skyrl_train.models.prefix_sharing import use_attention
+from skyrl_train.models.routing import Routers
+from skyrl_train.models.scoring_module import ScoringModule
+from skyrl_train.types import UNKNOWN_EXPERT, Segment, TrainingBatch, Trajectory, TrajectoryID
+
+PACKED = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+SENSITIVE = {"num_experts": 64, "num_experts_per_tok": 1, "norm_topk_prob": True, "num_hidden_layers": 8}
+SENSITIVE |= {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64, "layer_types": ["full_attention"] * 8}
+"""One of many experts computes a token, with weight 1, so another expert changes its log-prob a lot."""
+
+
+async def roll_out(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TrainingBatch:
+    """Return the batch of four samples of each of five prompts. Little memory makes the engine start some again."""
+    engine = PackedEngine(model, tokenizer, **LIMITS | {"max_num_batched_tokens": 64, "records_experts": True})
+    prompts = [list(range(3, 8 + 9 * n)) for n in range(5)]
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    requests = [EngineRequest(list(p), sampling, seed=9 * i + j) for i, p in enumerate(prompts) for j in range(4)]
+    trajectories = []
+    for number, (request, result) in enumerate(zip(requests, await engine.generate(requests), strict=True)):
+        segment = Segment.start(list(request.prompt_ids))
+        segment.append_sampled(result.token_ids, result.logprobs, None)
+        segment.experts = result.experts
+        trajectories.append(Trajectory(TrajectoryID("0", number, number // 4), "env", "data", (segment,), "stop"))
+    await engine.close()
+    return build_training_batch(trajectories, tokenizer.pad_token_id)
+
+
+def score(model: PreTrainedModel, batch: TrainingBatch, *, replays: bool, shares: bool) -> torch.Tensor:
+    """Return the log-probs (N,) of the sampled tokens."""
+    module = ScoringModule(model, replays_experts=replays)
+    module.shares_prefixes = shares
+    return module(batch).logprobs[batch.loss_mask.bool()]
+
+
+@pytest.mark.parametrize("name", PACKED)
+async def test_the_engine_records_the_experts_that_the_trainer_chooses(
+    name: str, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = create_model(tiny_config(name, tiny_tokenizer)).eval()
+    batch = await roll_out(model, tiny_tokenizer)
+    assert batch.experts is not None
+    is_read = batch.attention_mask.bool() & (batch.experts != UNKNOWN_EXPERT).any(dim=-1).any(dim=-1)
+    assert is_read.sum() == batch.attention_mask.sum() - len(batch), "all but the last token of each row"
+    for row, mask in enumerate(is_read):
+        recorded = batch.experts[row, mask]  # (t, layers, K)
+        chosen = [torch.full_like(part, UNKNOWN_EXPERT) for part in recorded.unbind(1)]
+        with torch.no_grad(), Routers.of(model).recording(chosen.__setitem__):
+            model.base_model(input_ids=batch.sequences[row, mask][None], use_cache=False)
+        torch.testing.assert_close(recorded, torch.stack(chosen, dim=1), check_dtype=False)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+async def test_replay_lowers_the_gap_in_bfloat16_fivefold(
+    shares: bool, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    config = tiny_config("qwen3_moe", tiny_tokenizer)
+    config.update(SENSITIVE)
+    model = create_model(config).to(torch.bfloat16).eval()
+    batch = await roll_out(model, tiny_tokenizer)
+    assert batch.rollout_logprobs is not None
+    expected = batch.rollout_logprobs[batch.loss_mask.bool()]
+    with torch.no_grad():
+        usual, replayed = (
+            (score(model, batch, replays=replays, shares=shares) - expected).abs().mean() for replays in (False, True)
+        )
+    assert replayed < usual / 5, f"{usual:.1e} and {replayed:.1e}"
+
+
+@pytest.mark.parametrize("shares", [False, True])
+async def test_other_experts_compute_a_token_with_gradients_for_the_router(
+    shares: bool, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The replayed experts are used in the forward pass and in the backward pass of checkpointed layers."""
+    model = create_model(tiny_config("qwen3_moe", tiny_tokenizer))
+    batch = await roll_out(model.eval(), tiny_tokenizer)
+    assert batch.experts is not None
+    gradients = []
+    for replays, checkpoints, shift in ((False, False, 0), (True, False, 0), (True, False, 1), (True, True, 1)):
+        batch.experts = torch.where(batch.experts == UNKNOWN_EXPERT, batch.experts, (batch.experts + shift) % 4)
+        model.zero_grad()
+        model.train()
+        (model.gradient_checkpointing_enable if checkpoints else model.gradient_checkpointing_disable)()
+        with use_attention(model) if shares else nullcontext():  # which recomputed layers need, too
+            score(model, batch, replays=replays, shares=shares).sum().backward()
+        gradients.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
+        batch.experts = torch.where(batch.experts == UNKNOWN_EXPERT, batch.experts, (batch.experts - shift) % 4)
+    own, replayed, others, recomputed = gradients
+    torch.testing.assert_close(replayed, own, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(recomputed, others, rtol=1e-4, atol=1e-5)
+    router = "model.layers.0.mlp.gate.weight"
+    assert (others[router] - own[router]).abs().max() > 1e-2 * own[router].abs().max()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["generator.step_wise_trajectories=true"],
+        ["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.target_modules=[o_proj]"],
+    ],
+    ids=["one row", "a row per turn", "an adapter"],
+)
+def test_a_run_in_float32_is_the_same_with_replay(
+    overrides: list[str], catch: None, tmp_path: Path, catch_data: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = tmp_path / "model"
+    create_model(tiny_config("qwen3_moe", tiny_tokenizer)).save_pretrained(model)
+    tiny_tokenizer.save_pretrained(model)
+    overrides = [*overrides, "trainer.hf_save_interval=2"]
+    usual, replayed = (
+        train(
+            *runs.catch_run(tmp_path, *overrides, model=model, data=catch_data, name=f"replay_{replays}"),
+            f"trainer.algorithm.router_replay={replays}",
+        )
+        for replays in ("false", "true")
+    )
+    assert_close_runs(replayed, usual)
+
+
+def test_a_model_without_experts_is_refused(catch_run: list[str]) -> None:
+    message = expect_error(*catch_run, "trainer.algorithm.router_replay=true")
+    assert "router_replay=true needs a mixture of experts, which a Qwen3ForCausalLM is not; remove it" in message
