@@ -36,7 +36,7 @@ Record = Callable[[int, torch.Tensor], None]
 
 
 class Routers:
-    """The routers of a model. They choose as usual, until they are asked to `record` or to `replay`."""
+    """The routers of a model. They choose as usual, unless they are asked to `replay` a choice."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Attach to a model's decoder layers.
@@ -45,18 +45,22 @@ class Routers:
             ConfigError: the model has no experts, or the names of its settings are unknown.
         """
         config = model.config.get_text_config()
-        sizes = [next((getattr(config, name) for name in names if getattr(config, name, None)), 0) for names in NAMES]
+        self.n_experts, self.n_chosen = (
+            next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
+            for names in (N_EXPERTS, N_CHOSEN)
+        )
         layers = getattr(model.base_model, "layers", None)
-        if not all(sizes) or not isinstance(layers, torch.nn.ModuleList):
+        if not self.n_experts or not self.n_chosen or not isinstance(layers, torch.nn.ModuleList):
             raise ConfigError(
                 "trainer.algorithm.router_replay=true needs a mixture of experts, which a "
                 f"{type(model).__name__} is not; remove it"
             )
-        self.n_experts, self.n_chosen = sizes
         self.n_layers = len(layers)
+        self._name = type(model).__name__
         self._record: Record | None = None
         self._experts: torch.Tensor | None = None
         self._selected: torch.Tensor | None = None
+        self._has_recorded = False
         for index, layer in enumerate(layers):
             mode = _Choice(self, index)
             layer.register_forward_pre_hook(lambda *_, mode=mode: mode.enter())
@@ -80,19 +84,27 @@ class Routers:
 
     @contextmanager
     def recording(self, record: Record) -> Iterator[None]:
-        """Pass the experts that the routers choose to `record`."""
-        self._record, self._experts = record, None
+        """Pass the experts that the routers choose to `record`.
+
+        Raises:
+            ConfigError: no router has chosen any.
+        """
+        self._record, self._experts, self._has_recorded = record, None, False
         try:
             yield
         finally:
             self._record = None
+        if not self._has_recorded:
+            raise ConfigError(
+                f"trainer.algorithm.router_replay=true cannot follow the routers of a {self._name}, which do not call "
+                "torch.topk to choose experts; remove it"
+            )
 
     def replay(self, experts: torch.Tensor | None, selected: torch.Tensor | None = None) -> None:
         """Choose `experts` (T, layers, K) in the next pass and its backward pass, or as usual.
 
-        The router itself replaces `UNKNOWN_EXPERT`.
-
-        A layer that computes only some tokens computes the `selected` (M,).
+        Where an expert is `UNKNOWN_EXPERT`, the router's own choice is used. A layer that computes only some of the T
+        tokens computes the `selected` (M,).
         """
         self._experts, self._selected = experts, selected
 
@@ -100,6 +112,7 @@ class Routers:
         """Return the choice of a layer's router, given its scores (T, E) and its own choice (T, K)."""
         if self._record is not None:
             self._record(layer, own.indices)
+            self._has_recorded = True
         if self._experts is None:
             return own
         experts = self._experts[:, layer]  # (T, K)
@@ -107,9 +120,6 @@ class Routers:
             experts = experts[self._selected]
         indices = torch.where(experts == UNKNOWN_EXPERT, own.indices, experts.long())
         return torch.return_types.topk((scores.gather(-1, indices), indices))
-
-
-NAMES = (N_EXPERTS, N_CHOSEN)
 
 
 class _Choice(TorchFunctionMode):
@@ -142,4 +152,5 @@ class _Choice(TorchFunctionMode):
             return result
         flat = torch.return_types.topk((result.values.flatten(0, -2), result.indices.flatten(0, -2)))
         chosen = self._routers.choose(self._layer, scores.flatten(0, -2), flat)
-        return torch.return_types.topk(tuple(part.view_as(result.indices) for part in chosen))
+        shape = result.indices.shape
+        return torch.return_types.topk((chosen.values.view(shape), chosen.indices.view(shape)))

@@ -29,6 +29,13 @@ class PackedEngine(EmbeddedEngine[CachedSequence]):
 
     def _probe(self) -> tuple[int, int]:
         check_supported(self._model, self._bf16)
+        if self._records_experts:
+            with (
+                torch.inference_mode(),
+                autocast(self._model.device, self._bf16),
+                Routers.of(self._model).recording(lambda *_: None),
+            ):
+                self._model.base_model(input_ids=torch.tensor([[2]], device=self._model.device), use_cache=False)
         return 0, cache_bytes_per_token(self._model, bf16=self._bf16)
 
     def _create_cache(self, n_tokens: int) -> None:

@@ -11,6 +11,7 @@ from train_kit.runs import assert_close_runs, expect_error, train
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.models.prefix_sharing import use_attention
@@ -130,6 +131,12 @@ def test_a_run_in_float32_is_the_same_with_replay(
         for replays in ("false", "true")
     )
     assert_close_runs(replayed, usual)
+
+
+def test_routers_that_choose_in_another_way_are_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    routers = Routers.of(create_model(tiny_config("qwen3_moe", tiny_tokenizer)))
+    with pytest.raises(ConfigError, match="do not call torch.topk"), routers.recording(lambda *_: None):
+        torch.ones(1, 4).topk(2)
 
 
 def test_a_model_without_experts_is_refused(catch_run: list[str]) -> None:
