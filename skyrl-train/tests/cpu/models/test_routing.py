@@ -135,7 +135,7 @@ def test_a_run_in_float32_is_the_same_with_replay(
 
 def test_routers_that_choose_in_another_way_are_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     routers = Routers.of(create_model(tiny_config("qwen3_moe", tiny_tokenizer)))
-    with pytest.raises(ConfigError, match="do not call torch.topk"), routers.recording(lambda *_: None):
+    with pytest.raises(ConfigError, match=r"do not call torch\.topk"), routers.recording(lambda *_: None):
         torch.ones(1, 4).topk(2)
 
 
