@@ -299,7 +299,7 @@ ENVIRONMENTS := $(OURS) $(FLEET) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER
 
 .venv/.dev: .venv/.runtime
 	@echo "setup: installing the development tools into .venv"
-	@$(call install,.venv) -c constraints.txt $(PACKAGES) -e skyrl-tx \
+	@$(call install,.venv) -c constraints.txt \
 	  -e 'skyrl-agent[dev]' -e 'skyrl-gym[dev]' -e 'skyrl-train[dev]' -e 'skyrl-tx[dev]'
 	@touch $@
 
@@ -311,7 +311,7 @@ $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
 # Install the locked packages first. The others must not choose versions, because each requires its own torch.
 $(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes a minute or more)"
-	@$(call install,$*) -c constraints.txt $(PACKAGES) -e 'skyrl-train[endpoint,ray,wandb]' \
+	@$(call install,$*) -c constraints.txt -e skyrl-agent -e skyrl-gym -e 'skyrl-train[endpoint,ray,wandb]' \
 	  hypothesis pytest pytest-asyncio pytest-timeout requests
 	@$(call install,$*) --no-deps -r $(REQUIREMENTS)
 	@touch $@

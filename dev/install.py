@@ -1,9 +1,9 @@
-"""Install packages into a virtual environment with uv, which needs a third of pip's time.
+"""Install packages into a virtual environment with uv, three times as fast as pip.
 
     python dev/install.py .venv -c constraints.txt -e skyrl-train
 
-The arguments after the folder are those of `uv pip install`. uv does not read pip's configuration, so the indexes,
-wheels, constraints and certificates that pip is configured with are passed on. The UV_ variables override them.
+All arguments after the folder go to `uv pip install`. uv does not read pip's configuration, so this script passes on
+pip's indexes, find-links, constraints and certificates. UV_ variables override them.
 """
 
 import ast
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# pip's setting, uv's variable, and what separates its values. A constraint becomes an argument, because -c overrides
+# pip's setting: (environment variable, separator of its values). A constraint becomes an argument, because -c overrides
 # UV_CONSTRAINT.
 SETTINGS = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
@@ -30,7 +30,8 @@ def main() -> None:
     if subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode:
         subprocess.run([python, "-m", "ensurepip"], check=True, stdout=subprocess.DEVNULL)
     listed = subprocess.run([python, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True).stdout
-    environment = from_pip(listed) | os.environ
+    environment = read_pip_settings(listed) | os.environ
+    environment.setdefault("UV_SYSTEM_CERTS", "1")  # as pip does
     if "UV_INDEX" in environment:  # take the newest version of any index, as pip does
         environment.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
     quiet = ["-qq", "--disable-pip-version-check"]
@@ -40,16 +41,17 @@ def main() -> None:
     sys.exit(subprocess.run([*uv, *constraints, *sys.argv[2:]], env=environment).returncode)
 
 
-def from_pip(listed: str) -> dict[str, str]:
-    """Return uv's variables for `pip config list`: the line `global.find-links='/a /b'` gives UV_FIND_LINKS=/a,/b."""
+def read_pip_settings(config: str) -> dict[str, str]:
+    """Convert the output of `pip config list` to uv's variables: `global.find-links='/a /b'` to UV_FIND_LINKS=/a,/b."""
     variables = {}
-    # The same setting can stand in several sections. pip lets [install] override [global], and the environment both.
-    for line in sorted(listed.splitlines(), key=lambda line: (line.startswith(":env:"), line.startswith("install."))):
-        key, _, value = line.partition("=")
-        name = key.rpartition(".")[2]
-        if name in SETTINGS:
-            variable, separator = SETTINGS[name]
-            variables[variable] = separator.join(ast.literal_eval(value).split())
+    # A setting can appear in several sections. [install] overrides [global], and the environment overrides both.
+    for wanted in ("global", "install", ":env:"):
+        for line in config.splitlines():
+            key, _, value = line.partition("=")
+            section, _, name = key.rpartition(".")
+            if section == wanted and name in SETTINGS:
+                variable, separator = SETTINGS[name]
+                variables[variable] = separator.join(ast.literal_eval(value).split())
     return variables
 
 

@@ -2,7 +2,7 @@
 
 SkyRL, TRL with `generate` and TRL with continuous batching train the same pretrained model on the same prompts, in the
 same order, with equal numbers of samples and equal optimizers. They run in separate processes and take turns. The
-script writes the learning curves, with the seconds of a step and the memory, to `results.md` next to this file.
+script writes learning curves, step times and memory to `results.md` next to this file.
 """
 
 import argparse
@@ -31,10 +31,12 @@ VARIABLES = {
 }
 SIDES: Mapping[str, tuple[str | Path, str, str]] = {
     "SkyRL": (sys.executable, "skyrl_side.py", ""),
+    "TRL": (TRL, "trl_side.py", ""),
     "TRL, generate": (TRL, "trl_side.py", ""),
     "TRL, continuous batching": (TRL, "trl_side.py", "-continuous"),
 }
-GRPO, SFT = tuple(SIDES), tuple(SIDES)[:2]
+GRPO, SFT = ("SkyRL", "TRL, generate", "TRL, continuous batching"), ("SkyRL", "TRL")
+N_SEEDS = 3
 
 
 def measure(method: str, names: Sequence[str], seed: int, n_steps: int) -> dict[str, Contender]:
@@ -73,7 +75,7 @@ def plot(runs: Mapping[str, Sequence[Contender]], fact: str, path: Path) -> None
 def table(runs: Mapping[str, Sequence[Contender]], fact: str) -> str:
     """Return a Markdown table with a row per framework: the fact at the start and the end, seconds and memory."""
     lines = [
-        f"| | {fact}, first five steps | {fact}, last five | seconds of a step | compared with SkyRL | memory, MiB |",
+        f"| | {fact}, first five steps | {fact}, last five | seconds per step | compared with SkyRL | memory, MiB |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     seconds = {name: [s.seconds for c in contenders for s in c.samples[2:]] for name, contenders in runs.items()}
@@ -92,11 +94,12 @@ def table(runs: Mapping[str, Sequence[Contender]], fact: str) -> str:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--n_steps", type=int, default=N_STEPS, help="with fewer steps, no files are written")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="fewer seeds write no files")
+    parser.add_argument("--n_steps", type=int, default=N_STEPS, help="fewer steps write no files")
     options = parser.parse_args()
     if not MODEL.is_dir():
         fetch(MODEL)
+    is_complete = options.n_steps == N_STEPS and len(options.seeds) >= N_SEEDS
     setup = conditions()
     tables, records = {}, {}
     for method, names, fact in (("grpo", GRPO, "reward"), ("sft", SFT, "loss")):
@@ -109,9 +112,9 @@ def main() -> None:
         records[method] = {
             name: [[s.facts for s in c.samples] for c in contenders] for name, contenders in runs.items()
         }
-        if options.n_steps == N_STEPS:
+        if is_complete:
             plot(runs, fact, HERE / f"{method}.png")
-    if options.n_steps == N_STEPS:
+    if is_complete:
         (HERE / "results.json").write_text(json.dumps({"conditions": setup, "steps": records}, indent=1) + "\n")
         (HERE / "results.md").write_text(PAGE.format(setup=setup, n_seeds=len(options.seeds), **tables, **SIZES))
     print(f"\n{setup}\n\n" + "\n\n".join(tables.values()))
@@ -123,8 +126,8 @@ PAGE = """# A pretrained model, next to TRL
 `make bench-real`, {setup}.
 
 SmolLM2-135M-Instruct in float32, all weights trained with AdamW at a learning rate of 1e-5. All contenders get the same
-prompts in the same order and take turns, step by step. Each seed has other prompts. Figures separated by slashes belong
-to the {n_seeds} seeds. The first two steps do not count for the seconds.
+prompts in the same order and take turns, step by step. Each seed uses different prompts. Slashes separate
+the results of the {n_seeds} seeds. Step times exclude the first two steps.
 
 ## GRPO
 

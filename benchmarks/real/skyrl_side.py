@@ -15,7 +15,7 @@ from skyrl_train.config.sft import SFT
 from skyrl_train.entrypoints.main_base import parse_cli
 
 
-class Sums(BaseTextEnv):
+class LargerNumber(BaseTextEnv):
     """An environment that scores one reply with `task.reward`."""
 
     def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ def main() -> None:
             "trainer.algorithm.use_kl_loss": False,
             "generator.n_samples_per_prompt": N_SAMPLES,
             "generator.sampling_params.max_generate_length": N_NEW,
-            "environment.env_class": "skyrl_side:Sums",
+            "environment.env_class": "skyrl_side:LargerNumber",
             "environment.skyrl_gym.max_env_workers": 0,
         }
         experiment = OnRequestExp(parse_cli([f"{key}={value}" for key, value in settings.items()]))

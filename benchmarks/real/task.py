@@ -10,7 +10,7 @@ from skyrl_train.dataset.order import EPOCHS_PER_SEED, EpochOrder
 
 N_STEPS = 20
 N_PROMPTS, N_SAMPLES, N_NEW = 8, 8, 16
-"""Per step: prompts, samples per prompt, and the most tokens of a sample."""
+"""Prompts per step, samples per prompt, and maximum new tokens per sample."""
 
 SFT_ROWS = 32
 """Rows per step of supervised fine-tuning."""

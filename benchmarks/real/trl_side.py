@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl_child import OnRequest
 
 CACHE = {"page_size": 64, "num_blocks": 2 * N_PROMPTS * N_SAMPLES, "max_batch_tokens": 2048}
-"""Of the continuous batching. Left to itself, it takes more memory than the machine has."""
+"""Settings of transformers' continuous batching. The defaults need more memory than the machine has."""
 
 
 def score(completions: list[Any], answer: list[int], **_: Any) -> list[float]:

@@ -48,7 +48,8 @@ async def evaluate(
     success_reward = cfg.generator.success_reward
     metrics = eval_metrics(trajectories, n_samples, success_reward)
     metrics |= with_prefix("eval", generator.take_metrics("eval"))
-    if folder is not None and chat is not None:
+    if folder is not None:
+        assert chat is not None, "writing trajectories needs the chat encoder"
         dump_evaluation(folder, trajectories, metrics, chat, success_reward)
     return metrics, trajectories
 

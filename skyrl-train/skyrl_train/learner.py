@@ -185,8 +185,8 @@ class Learner(TrainedModels):
         """
         if self._cfg.algorithm.router_replay and batch.experts is None:
             raise ConfigError(
-                "trainer.algorithm.router_replay=true needs rollouts with the experts of their tokens, but these have "
-                "none; keep Segment.experts in a generator of your own, or set trainer.algorithm.router_replay=false"
+                "trainer.algorithm.router_replay=true, but the generator's segments have no experts; set "
+                "Segment.experts from EngineResult.experts, or set trainer.algorithm.router_replay=false"
             )
         if self.critic is not None:
             batch = replace(batch, values=(await self.critic.score(batch))["values"])

@@ -1,4 +1,4 @@
-"""Base class for training runs, and for the callbacks around their steps. A trainer implements the step itself."""
+"""Base classes for training runs and their callbacks."""
 
 from __future__ import annotations
 
@@ -109,17 +109,13 @@ class Run(ABC):
     """A training run: step loop, callbacks, checkpoints, exports. Trainers subclass it, and callbacks receive it."""
 
     def __init__(
-        self,
-        cfg: Any,  # SkyRLConfig or SupervisedConfig
-        *,
-        models: TrainedModels,
-        position: Position,
-        total_steps: int,
-        callbacks: Sequence[Callback],
+        self, cfg: Any, *, models: TrainedModels, position: Position, total_steps: int, callbacks: Sequence[Callback]
     ) -> None:
         self.cfg = cfg
+        """The `SkyRLConfig` or `SupervisedConfig`."""
         self.models = models
         self.total_steps = total_steps
+        """Number of steps in the run."""
         self.global_step = 0
         """The last finished step, or 0 before the first."""
         self.changes: list[str] = []

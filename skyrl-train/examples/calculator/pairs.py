@@ -1,6 +1,6 @@
 """Preference pairs from episodes: a first reply that led to the right answer, and one to the same problem that did not.
 
-    python -m examples.calculator.pairs train.parquet outputs/…/evals/calculator.jsonl pairs.jsonl
+    python -m examples.calculator.pairs sampled.parquet outputs/…/evals/calculator.jsonl pairs.jsonl
 
 The arguments are the problems, their episodes as `skyrl generate` wrote them, with several samples of each problem, and
 the file to write.
@@ -25,6 +25,8 @@ def pairs(rows: Sequence[dict[str, Any]], episodes: Iterable[dict[str, Any]]) ->
     """
     replies: dict[int, dict[bool, str]] = {}
     for episode in episodes:
+        if episode["error"] is not None:
+            continue
         first_reply = episode["output_response"].partition("<|im_end|>")[0]
         replies.setdefault(int(episode["uid"].partition("_")[0]), {})[episode["is_success"]] = first_reply
     for index, by_success in sorted(replies.items()):

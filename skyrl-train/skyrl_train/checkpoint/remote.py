@@ -1,7 +1,7 @@
 """Checkpoints in remote storage: S3, or any file system of fsspec.
 
 <url>/<project>/<model>/<run_name>/
-    latest_ckpt_global_step.txt     the run's latest step. Later folders belong to an abandoned future
+    latest_ckpt_global_step.txt     the run's latest step. Later folders are from before it resumed at an earlier step
     global_step_N/                  the files of a checkpoint. `checksums.json` is written last and makes it complete
 
 Object stores cannot rename folders, so writing `checksums.json` replaces the rename in `store`.

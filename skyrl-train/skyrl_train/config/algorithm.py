@@ -168,8 +168,8 @@ class AlgorithmConfig(Section):
     sampling, on average. null masks none. Each row of a step-wise trajectory is checked separately."""
 
     router_replay: bool = False
-    """Compute each token of a mixture of experts with the experts that computed it in the engine (R3). Otherwise
-    rounding decides between nearly equal experts, which moves the log-probs."""
+    """Use the engine's choice of experts in the trainer (R3), so that rounding cannot flip nearly tied experts of a
+    mixture-of-experts model."""
 
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 

@@ -36,21 +36,20 @@ def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) 
         versions=versions,
         rollout_logprobs=None if logprobs is None else pad_right(logprobs),
         greedy_rewards=None if greedy_rewards is None else torch.tensor(greedy_rewards),
-        experts=_pad_experts(segments, sequences.shape[1]),
+        experts=_pad_experts(segments, sequences.shape[1], response_length),
         reward_components={name: torch.tensor([t.reward_components.get(name, 0.0) for t in owners]) for name in names},
     )
 
 
-def _pad_experts(segments: Sequence[Segment], length: int) -> torch.Tensor | None:
+def _pad_experts(segments: Sequence[Segment], length: int, response_length: int) -> torch.Tensor | None:
     """Return the recorded experts (B, L, layers, K), or None if no segment has any."""
     shapes = [segment.experts.shape[1:] for segment in segments if segment.experts is not None]
     if not shapes:
         return None
     padded = torch.full((len(segments), length, *shapes[0]), UNKNOWN_EXPERT, dtype=torch.int16)
-    prompt_length = max(segment.n_prompt for segment in segments)
     for row, segment in enumerate(segments):
         if segment.experts is not None:
-            start = prompt_length - segment.n_prompt
+            start = length - response_length - segment.n_prompt
             padded[row, start : start + len(segment.experts)] = torch.from_numpy(segment.experts)
     return padded
 

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +79,8 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         for indices in shard.micro_batches:
             adjust_threads()
             rows = shard.rows.select(indices).to(device)
+            if not settings.adapter:  # the reference chooses its own experts, whether or not it is the policy's model
+                rows = replace(rows, experts=None)
             if not settings.backward:
                 without_adapter = nullcontext() if settings.adapter else adapter_disabled(module.hf_model)
                 with torch.no_grad(), autocast(device, settings.bf16), without_adapter:

@@ -64,7 +64,7 @@ class Pass:
 
 
 Consume = Callable[[Any, TrainingBatch], tuple[torch.Tensor | None, T]]
-"""Function of the scores of a micro-batch, and its rows."""
+"""Takes the scores and the rows of a micro-batch. Returns the loss (None without a backward pass) and a result."""
 
 
 class _RankWriter(dcp.FileSystemWriter):

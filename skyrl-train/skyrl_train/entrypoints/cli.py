@@ -268,7 +268,7 @@ def start_rl(
         with importing_torch():
             from skyrl_train.entrypoints.describe_plan import print_plan
 
-            print_plan(cfg, is_stock=program.experiment is None)
+            print_plan(cfg, is_custom=program.experiment is not None)
     elif program.experiment is not None:
         program.experiment(cfg).run()
     else:
@@ -298,7 +298,7 @@ def start_supervised(
     if dry_run:
         from skyrl_train.entrypoints.describe_plan import print_plan
 
-        print_plan(cfg, is_stock=True)
+        print_plan(cfg, is_custom=False)
     elif cfg.trainer.placement.uses_torchrun and "TORCHELASTIC_RUN_ID" not in os.environ:
         file = [] if config is None else ["--config", str(config)]
         replace_by_torchrun([command, "--checked", *file, *overrides], cfg.trainer.placement, torchrun_flags)

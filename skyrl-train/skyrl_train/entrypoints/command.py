@@ -141,7 +141,7 @@ def validate_cfg(cfg: SkyRLConfig | DictConfig | Mapping[str, Any]) -> SkyRLConf
             from skyrl_train.entrypoints.preflight import find_missing
 
             raise_problems(find_missing(validated, trains=True))
-            print_plan(validated, is_stock=False)
+            print_plan(validated, is_custom=True)
             sys.exit()
     return validated
 

@@ -80,7 +80,7 @@ def describe_plan(plan: RunPlan) -> str:
 
 
 def describe_supervised_plan(plan: TrainingPlan) -> str:
-    """Return the plan of a run on fixed data, as `describe_plan`, and raise the same errors."""
+    """Return the plan of a run on fixed data, in the format of `describe_plan`. Raises the same errors."""
     assert isinstance(plan.cfg, SupervisedConfig)
     trainer, data = plan.cfg.trainer, plan.cfg.data
     lines = [line for model in plan.models for line in _describe_model(model)]
@@ -251,15 +251,15 @@ def _describe_sources(sources: list[str], max_checked_rows: int | None = None) -
     return ", ".join(parts)
 
 
-def print_plan(cfg: SkyRLConfig | SupervisedConfig, *, is_stock: bool) -> None:
+def print_plan(cfg: SkyRLConfig | SupervisedConfig, *, is_custom: bool) -> None:
     """Print the plan of a run. Raise an error if memory or disk is too small, or all prompts are too long.
 
-    An experiment that is not `is_stock` may load other models and read other data, so only the disk is checked.
+    An `is_custom` experiment may load other models and read other data, so only the disk is checked.
     """
     plan = plan_run(cfg) if isinstance(cfg, SkyRLConfig) else TrainingPlan(cfg)
     print(describe_plan(plan) if isinstance(plan, RunPlan) else describe_supervised_plan(plan))
     check_disk(plan)
-    if is_stock:
+    if not is_custom:
         check_memory(plan)
         if isinstance(cfg, SkyRLConfig):
             from skyrl_train.entrypoints.prompts import check_prompts

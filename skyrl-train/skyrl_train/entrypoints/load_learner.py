@@ -1,9 +1,8 @@
-"""The models of a run, loaded into their ranks: policy, critic and reference."""
+"""Load the models of a run on their ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,7 +19,7 @@ from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.learner import Learner
 from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, REF_PATH, check_same_vocabulary, check_vocabulary_size
-from skyrl_train.types.specs import Role, lora_spec
+from skyrl_train.types.specs import LoraSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
 
 
@@ -42,13 +41,16 @@ class ModelLoader:
         objective: Objective,
         section: PolicyConfig | CriticConfig,
         n_steps: int,
-        **options: Any,
+        *,
+        replays_experts: bool = False,
     ) -> WorkerGroup:
-        """Load a model to train for `n_steps` optimizer steps. `section` and `options` are its settings."""
+        """Load a model to train for `n_steps` optimizer steps. `section` has its settings."""
         key = f"trainer.{'critic' if role == 'critic' else 'policy'}"
         optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps)
         lora = lora_spec(section.model, f"{key}.model.lora", self.cfg.seed)
-        return await self._load(role, load, objective, section, optimizer=optimizer, lora=lora, **options)
+        return await self._load(
+            role, load, objective, section, optimizer=optimizer, lora=lora, replays_experts=replays_experts
+        )
 
     async def load_reference(
         self,
@@ -80,7 +82,10 @@ class ModelLoader:
         load: Callable[[], PreTrainedModel],
         objective: Objective | None,
         sharding: ShardedModelConfig,
-        **options: Any,
+        *,
+        optimizer: OptimizerSpec | None = None,
+        lora: LoraSpec | None = None,
+        replays_experts: bool = False,
     ) -> WorkerGroup:
         spec = model_spec(
             role,
@@ -90,7 +95,9 @@ class ModelLoader:
             self.temperature,
             sharding=sharding,
             eos_ids=[self.tokenizer.eos_token_id, *self.stop_token_ids],
-            **options,
+            optimizer=optimizer,
+            lora=lora,
+            replays_experts=replays_experts,
         )
         return await self.launcher.load(spec, objective)
 

@@ -30,7 +30,7 @@ class StepData:
 
 
 class Rollouts(ABC):
-    """A provider of each step's data. Subclasses decide when to play the rollouts.
+    """Base class for sources of rollouts. Subclasses decide when to play them.
 
     Invalid trajectories are counted and dropped. If the advantage estimator compares samples, a valid trajectory that
     is alone in its group is also dropped. Dynamic sampling draws more prompts until enough groups are informative.

@@ -110,8 +110,8 @@ class EngineResult:
     top_logprobs: list[dict[int, float]] | None = None  # [n] most likely tokens, like `logprobs`, on request
     n_reused: int = 0  # prompt tokens taken from the cache
     experts: np.ndarray | None = None
-    """(tokens, layers, K) int16, if recorded: the experts that computed each token of prompt and response, -1 where
-    unknown. The last token is missing, because the engine did not read it."""
+    """(n, layers, K) int16, if recorded: the experts chosen for the tokens of prompt and response, -1 where unknown.
+    Excludes the last token, which the engine did not read."""
 
 
 @dataclass(frozen=True, slots=True)

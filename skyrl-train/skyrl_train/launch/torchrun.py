@@ -42,7 +42,7 @@ HANDSHAKE_TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
-    """This process's place among the processes of `torchrun`."""
+    """This process's rank under `torchrun`."""
 
     rank: int
     size: int

@@ -1,4 +1,4 @@
-"""Attributes that have another value for a while."""
+"""Temporary attribute values."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager

@@ -72,7 +72,7 @@ def hidden_before(
         selected = (rows, positions) if is_narrowed else None
         tree = PrefixTree(remove_padding(sequences, attention_mask), sequences.device, selected)
         if experts is not None:
-            Routers.of(model).replay(tree.take_first(experts[attention_mask.bool()]), tree.selected)
+            Routers.of(model).replay(tree.merge_experts(experts[attention_mask.bool()]), tree.selected)
         states, index = tree_hidden_states(model, tree, group), tree.index[rows, positions]  # (M or u, H), (N,)
         if tree.selected is not None:
             index = torch.searchsorted(tree.selected, index)

@@ -33,6 +33,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.attributes import with_attribute
 from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow, widen_last_layer
 from skyrl_train.models.sequence_parallel import SequenceGroup
+from skyrl_train.types import UNKNOWN_EXPERT
 
 NAME = "skyrl_prefix_tree"
 BUCKET = 32  # tokens by which positions and lengths in one attention call may differ (a quarter of large lengths)
@@ -41,7 +42,7 @@ TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value
 
 
 def causal_mask(distance: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 for the keys that a query sees, up to itself and within the sliding window, and -inf for all others.
+    """Return the attention mask: 0 for keys up to the query and within the sliding window, -inf for all others.
 
     `distance` is the query's position minus the key's.
     """
@@ -173,15 +174,18 @@ class PrefixTree:
                 self.selected = torch.from_numpy(tokens).to(device)
                 self.selected_queries = Queries(index, is_query, tokens, device)
 
-    def take_first(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a value (U, …) for each token of the tree, from the first row that has it.
+    def merge_experts(self, experts: torch.Tensor) -> torch.Tensor:
+        """Return the experts (U, …) of the tree's tokens, each from the first row that knows them, if any.
 
-        `values` (tokens of all rows, …) are in the order of the rows.
+        `experts` (N, …) belong to the N tokens of all rows, row by row.
         """
         lengths = torch.tensor(self.lengths, device=self.index.device)
         is_token = torch.arange(self.index.shape[1], device=self.index.device) < lengths[:, None]  # (B, L)
-        firsts = np.unique(self.index[is_token].cpu().numpy(), return_index=True)[1]  # (U,)
-        return values[torch.from_numpy(firsts).to(values.device)]
+        tokens = self.index[is_token].cpu().numpy()  # (N,)
+        is_unknown = (experts == UNKNOWN_EXPERT).flatten(1).all(dim=1).cpu().numpy()
+        order = np.argsort(is_unknown, kind="stable")
+        firsts = order[np.unique(tokens[order], return_index=True)[1]]  # (U,)
+        return experts[torch.from_numpy(firsts).to(experts.device)]
 
 
 def _round_down(n_tokens: int) -> int:

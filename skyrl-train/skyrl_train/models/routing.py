@@ -1,13 +1,12 @@
-"""Router replay: the experts that computed a token in the engine compute it again in the trainer.
+"""Router replay: the trainer uses the experts that the engine chose for each token.
 
-Engine and trainer put a token into different batches, so its router logits differ by rounding. Where the last chosen
-expert and the next one are nearly equal, rounding decides which of them computes the token, and then its log-prob moves
-by much more than rounding alone would move it. The engine therefore records the experts of every token that it reads,
-and the trainer's routers choose the same (Ma et al., 2025, arXiv:2510.11370). The weights of the chosen experts, and so
-the router's gradient, still come from the trainer's own logits.
+The engine and the trainer batch tokens differently, so router logits differ by rounding. If the K-th and the next
+expert are nearly tied, rounding can flip the choice, and the token's log-prob changes far more than by rounding alone.
+So the engine records its choice for every token that it reads, and the trainer's routers repeat it (Ma et al., 2025,
+arXiv:2510.11370). The weights of the experts, and so the router's gradient, still come from the trainer's logits.
 
-Routers are written differently in every architecture, but all choose K of E experts with `torch.topk`. So hooks on each
-decoder layer intercept this call, also when the backward pass recomputes a checkpointed layer:
+Each architecture has its own router code, but nearly all pick K of E experts with `torch.topk`. Hooks on the decoder
+layers intercept that call, also when the backward pass recomputes a checkpointed layer:
 
     torch.topk(scores, 2)        scores = [0.1 0.4 0.2 0.3]    own choice    values 0.4 0.3    experts 1 3
                                  replayed experts 1 2          result        values 0.4 0.2    experts 1 2
@@ -25,8 +24,9 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.types import UNKNOWN_EXPERT
 
 N_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Configuration fields for the number of experts. The name depends on the architecture."""
 N_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_topk")
-"""Names of a model's number of experts, and of the number that compute a token, by architecture."""
+"""Configuration fields for the number of experts per token."""
 
 ATTRIBUTE = "skyrl_routers"
 """Attribute of a model for its `Routers`."""
@@ -36,13 +36,13 @@ Record = Callable[[int, torch.Tensor], None]
 
 
 class Routers:
-    """The routers of a model. They choose as usual, unless they are asked to `replay` a choice."""
+    """The routers of a model. They choose their own experts unless `replay` sets them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Attach to a model's decoder layers.
 
         Raises:
-            ConfigError: the model has no experts, or the names of its settings are unknown.
+            ConfigError: no experts are found in the model.
         """
         config = model.config.get_text_config()
         self.n_experts, self.n_chosen = (
@@ -52,8 +52,9 @@ class Routers:
         layers = getattr(model.base_model, "layers", None)
         if not self.n_experts or not self.n_chosen or not isinstance(layers, torch.nn.ModuleList):
             raise ConfigError(
-                "trainer.algorithm.router_replay=true needs a mixture of experts, which a "
-                f"{type(model).__name__} is not; remove it"
+                f"trainer.algorithm.router_replay=true found no experts in a {type(model).__name__}: its configuration "
+                f"has none of {', '.join(N_EXPERTS)}, or its layers are not in `layers`; set "
+                "trainer.algorithm.router_replay=false"
             )
         self.n_layers = len(layers)
         self._name = type(model).__name__
@@ -62,13 +63,13 @@ class Routers:
         self._selected: torch.Tensor | None = None
         self._has_recorded = False
         for index, layer in enumerate(layers):
-            mode = _Choice(self, index)
+            mode = _TopKInterceptor(self, index)
             layer.register_forward_pre_hook(lambda *_, mode=mode: mode.enter())
             layer.register_forward_hook(lambda *_, mode=mode: mode.leave(), always_call=True)
 
     @staticmethod
     def of(model: PreTrainedModel) -> "Routers":
-        """Return the routers of a model, which engine and trainer may share. Raise ConfigError as the constructor."""
+        """Return the model's routers, shared by engine and trainer. Raises ConfigError like the constructor."""
         routers = vars(model).get(ATTRIBUTE)
         if routers is None:
             routers = Routers(model)
@@ -78,7 +79,7 @@ class Routers:
 
     @staticmethod
     def stop_replay(model: PreTrainedModel) -> None:
-        """Let a model's routers choose as usual."""
+        """Stop replaying."""
         if (routers := vars(model).get(ATTRIBUTE)) is not None:
             routers.replay(None)
 
@@ -87,7 +88,7 @@ class Routers:
         """Pass the experts that the routers choose to `record`.
 
         Raises:
-            ConfigError: no router has chosen any.
+            ConfigError: no router called `torch.topk`.
         """
         self._record, self._experts, self._has_recorded = record, None, False
         try:
@@ -96,15 +97,15 @@ class Routers:
             self._record = None
         if not self._has_recorded:
             raise ConfigError(
-                f"trainer.algorithm.router_replay=true cannot follow the routers of a {self._name}, which do not call "
-                "torch.topk to choose experts; remove it"
+                f"trainer.algorithm.router_replay=true is not supported for a {self._name}: its routers do not choose "
+                "experts with torch.topk; set trainer.algorithm.router_replay=false"
             )
 
     def replay(self, experts: torch.Tensor | None, selected: torch.Tensor | None = None) -> None:
-        """Choose `experts` (T, layers, K) in the next pass and its backward pass, or as usual.
+        """Use `experts` (T, layers, K) in the next forward pass and its backward pass. None stops replaying.
 
-        Where an expert is `UNKNOWN_EXPERT`, the router's own choice is used. A layer that computes only some of the T
-        tokens computes the `selected` (M,).
+        Where an expert is `UNKNOWN_EXPERT`, the router chooses. `selected` (M,) are the tokens that a narrowed last
+        layer computes.
         """
         self._experts, self._selected = experts, selected
 
@@ -122,8 +123,8 @@ class Routers:
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
-class _Choice(TorchFunctionMode):
-    """Intercepts the choice of experts while a layer runs."""
+class _TopKInterceptor(TorchFunctionMode):
+    """A mode that intercepts a layer's `topk` call."""
 
     def __init__(self, routers: Routers, layer: int) -> None:
         super().__init__()
@@ -132,12 +133,12 @@ class _Choice(TorchFunctionMode):
         self._n_entered = 0
 
     def enter(self) -> None:
-        """Start to intercept."""
+        """Start intercepting."""
         self._n_entered += 1
         self.__enter__()
 
     def leave(self) -> None:
-        """Stop to intercept."""
+        """Stop intercepting."""
         if self._n_entered:
             self._n_entered -= 1
             self.__exit__(None, None, None)

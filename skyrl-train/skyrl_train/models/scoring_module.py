@@ -54,11 +54,11 @@ class ScoringModule(Scorer):
         replays_experts: bool = False,
     ) -> None:
         """Wrap a model whose logits are divided by `temperature`. `entropy_grad` makes entropies differentiable, at a
-        cost of two more values per logit. The ranks of `sequence_group` get the same rows and split their tokens. With
-        `replays_experts`, tokens are computed by the experts that the batch names.
+        cost of two more values per logit. The ranks of `sequence_group` get the same rows and split their tokens.
+        `replays_experts` uses the experts in `TrainingBatch.experts`.
 
         Raises:
-            ConfigError: `replays_experts`, and the model is no mixture of experts.
+            ConfigError: `replays_experts` is set, but the model has no experts.
         """
         super().__init__()
         self.model = model
@@ -77,7 +77,7 @@ class ScoringModule(Scorer):
     def forward(self, rows: TrainingBatch) -> Scores:
         """Score a micro-batch: values for a critic, else log-probs and entropies, (B, R) and 0 outside the mask."""
         tokens = (rows.sequences, rows.attention_mask, rows.loss_mask)
-        Routers.stop_replay(self.model)  # of the last micro-batch
+        Routers.stop_replay(self.model)  # clear the previous micro-batch's experts
         if self.scores_type is ValueScores:
             return ValueScores(response_values(self.model, *tokens, self.shares_prefixes, self._sequence_group))
         return response_logprobs(

@@ -70,7 +70,7 @@ class PlannedModel:
 
 
 def plan_model(role: Role, trainer: Any) -> PlannedModel:
-    """Return the model of a run in a role, with its size. Raise ConfigError if its adapter does not fit."""
+    """Look up the size of a role's model. Raise ConfigError if its adapter does not fit."""
     section = trainer.policy.model if role == "reward" else getattr(trainer, role).model
     n_parameters = n_trained = count_parameters(section.path)
     if role == "ref":

@@ -181,8 +181,8 @@ class RunPlan(TrainingPlan):
     def has_engine_copy(self) -> bool:
         """True if the engines keep their own copy of the policy's weights."""
         generator = self.cfg.generator
-        is_apart = self.cfg.trainer.placement.uses_ray or self.cfg.has_engine_process
-        return not generator.run_engines_locally or is_apart or not generator.engine.is_embedded
+        is_separate = self.cfg.trainer.placement.uses_ray or self.cfg.has_engine_process
+        return not generator.run_engines_locally or is_separate or not generator.engine.is_embedded
 
     @property
     def receiving_servers(self) -> list[str]:

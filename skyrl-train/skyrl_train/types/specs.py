@@ -130,7 +130,7 @@ class ModelSpec:
     sequence_parallel_size: int = 1  # ranks that get the same rows and split their tokens
     megatron: MegatronConfig | None = None  # if set, several ranks use Megatron-Core instead of FSDP2
     lora: LoraSpec | None = None  # if set, only the adapter and a critic's value head are trained
-    replays_experts: bool = False  # tokens are computed by the experts that computed them in the engine
+    replays_experts: bool = False  # use the experts that the engine chose
     temperature: float = 1.0
     bf16: bool = False  # compute in bfloat16 on a GPU
     max_tokens_per_micro_batch: int | None = None  # None: `default_max_tokens` of the model

@@ -11,7 +11,7 @@ import numpy as np
 T = TypeVar("T")
 
 UNKNOWN_EXPERT = -1
-"""Stands for an expert of a token whose experts were not recorded."""
+"""Placeholder for an expert that was not recorded."""
 
 
 class Message(TypedDict):
@@ -99,7 +99,7 @@ class Segment:
     sampling_logprobs: list[float] | None = None  # of the truncated or penalized distribution. None: as `logprobs`
     turns: tuple[Turn, ...] = ()
     experts: np.ndarray | None = None
-    """(tokens, layers, K) int16, the experts that computed the first tokens in the engine, -1 where unknown."""
+    """(n, layers, K) int16: the experts that the engine chose for the first n tokens, -1 where unknown."""
 
     def __post_init__(self) -> None:
         n_tokens = len(self.token_ids) - self.n_prompt

@@ -15,7 +15,7 @@ from skyrl_train.weight_sync.stream import StreamReader, StreamWriter
 
 INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per value
 MAX_GAP = 256
-WHOLE = -1  # takes the place of the number of changes if a tensor is sent whole
+WHOLE = -1  # sent instead of the number of changes, before a whole tensor
 
 
 class Changes(NamedTuple):

@@ -32,7 +32,7 @@ SAVE_POLL_S = 0.05
 
 
 class Rank(Protocol):
-    """One rank of one or several models."""
+    """One rank, with its shard of one or more models."""
 
     async def call(self, role: Role, method: str, *args: Any) -> Any:
         """Call a method of a model's worker and return its result.

@@ -11,7 +11,7 @@ from skyrl_train.errors import ConfigError
 GUIDE = "docs/guides/coming-from-skyrl.md"
 
 _ENGINES = "the experiment starts the engines of `generator`; override get_engine for a custom one"
-_GPT_OSS = "attention comes from transformers, and mixture-of-experts models cannot be trained"
+_GPT_OSS = "gpt-oss needs no patches, because attention and experts come from transformers"
 _LIMITS = "set trainer.fully_async.num_parallel_generation_workers, or limit the requests in your generator"
 _OWN_LOOP = "keep the training loop; to train asynchronously, return a FullyAsyncRayPPOTrainer from get_trainer"
 _WORKERS = "models live in `learner.policy`, `learner.critic` and `learner.ref`; override update(step, batch)"

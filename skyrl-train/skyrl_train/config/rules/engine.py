@@ -195,6 +195,12 @@ def experts_can_be_replayed(cfg: SkyRLConfig) -> Iterator[str]:
             f"{key}=true needs an engine that reports the experts of tokens, and generator.backend="
             f"{generator.backend} does not; set generator.backend=hf, or {key}=false"
         )
+    name = generator.chat_template.name_or_path
+    if name is not None and generator.use_conversation_multi_turn and not generator.step_wise_trajectories:
+        yield (
+            f"{key}=true needs the sampled tokens, but generator.chat_template.name_or_path={show(name)} tokenizes "
+            f"each finished conversation again; remove it, or set {key}=false"
+        )
     if trainer.strategy_traits.is_model_parallel:
         yield f"{key}=true needs trainer.strategy=fsdp2, not {trainer.strategy}; set it, or {key}=false"
     if (size := trainer.policy.sequence_parallel_size) > 1:

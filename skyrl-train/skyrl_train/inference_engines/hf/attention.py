@@ -135,7 +135,7 @@ class PackedCache:
         position_ids = np.arange(ends[-1]) + np.repeat(n_before - (ends - n_new), n_new)
         self.position_ids = torch.from_numpy(position_ids).to(device)  # (N,)
         target = position_ids + np.repeat(starts, n_new)
-        self.target = torch.from_numpy(target).to(device)  # (N,) indices into the pool
+        self._target = torch.from_numpy(target).to(device)  # (N,) indices into the pool
         self._runs = list(_runs(rows, self.position_ids, memory, is_isolated=is_isolated))
         self.last_tokens: torch.Tensor | None = None  # (n rows,) indices, if the pass narrows
         self._last_runs: list[RowRun] = []
@@ -155,19 +155,16 @@ class PackedCache:
         keys = keys.to(values.dtype)
         pools = self._memory.layer(layer_idx, keys.transpose(1, 2), values.transpose(1, 2))
         runs = self._runs
-        if keys.shape[2] == len(self.target):
+        if keys.shape[2] == len(self._target):
             for pool, new in zip(pools, (keys, values), strict=True):
-                pool[self.target] = new[0].transpose(0, 1)
+                pool[self._target] = new[0].transpose(0, 1)
         else:
             runs = self._last_runs
         return _Stored(pools[0], runs), _Stored(pools[1], runs)
 
     def store_experts(self, layer_idx: int, experts: torch.Tensor) -> None:
-        """Store the experts (T, K) of the new tokens or, if the pass narrows, of the last tokens."""
-        pool = self._memory.experts
-        assert pool is not None
-        target = self.target if len(experts) == len(self.target) else self.target[self.last_tokens]
-        pool[target, layer_idx] = experts.to(pool.dtype)
+        """Store the experts (N, K) of the new tokens."""
+        self._memory.expert_pool()[self._target, layer_idx] = experts.to(torch.int16)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0. Positions are explicit, so the model needs no past length."""
@@ -361,7 +358,7 @@ def hidden_states(
 ) -> torch.Tensor:
     """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys and values.
 
-    If the memory has `experts`, the chosen experts are stored, too.
+    If the memory has room for experts, the chosen experts are stored, too.
 
     `last_only` returns only the states of each row's last token (n rows, H). Rows are in the order of their regions.
 
@@ -371,9 +368,10 @@ def hidden_states(
     """
     new_ids = [row.sequence.token_ids[row.n_before :][: row.n_new] for row in rows]
     input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)
-    narrows = last_only and len(rows) <= MAX_SHARE * len(input_ids) and is_narrow(model)
+    records = memory.expert_shape is not None  # of all tokens, in every layer
+    narrows = not records and last_only and len(rows) <= MAX_SHARE * len(input_ids) and is_narrow(model)
     cache = PackedCache(memory, rows, model.device, is_isolated=is_isolated, narrows=narrows)
-    recording = nullcontext() if memory.experts is None else Routers.of(model).recording(cache.store_experts)
+    recording = Routers.of(model).recording(cache.store_experts) if records else nullcontext()
     with use_attention(model, NAME), recording:
         output = model.base_model(
             input_ids=input_ids[None],

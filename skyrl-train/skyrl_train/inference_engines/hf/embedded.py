@@ -84,11 +84,11 @@ class EmbeddedEngine(SteppedEngine[S]):
         """Run at most `max_num_seqs` sequences at once, whose caches take at most `max_cache_bytes` in all.
 
         The model runs in the single thread of `executor`. By default, the engine starts a thread. With `owns_model`,
-        the weights move to host memory while the engine sleeps. With `records_experts`, results name the experts that
-        computed each token.
+        the weights move to host memory while the engine sleeps. With `records_experts`, results include the
+        experts chosen for each token.
 
         Raises:
-            ConfigError: `records_experts`, and the model is no mixture of experts.
+            ConfigError: `records_experts` is set, but the model has no experts.
             EngineError: the engine cannot run the model.
         """
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None

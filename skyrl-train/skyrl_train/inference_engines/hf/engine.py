@@ -35,14 +35,17 @@ def create_engine(
     """Return an engine that samples from `model`, packed if possible.
 
     Raises:
-        ConfigError: experts are to be recorded, but the model has none or cannot be packed.
+        ConfigError: `records_experts` is set, but the model has no experts or cannot be packed.
         EngineError: neither engine computes the hidden states of the model.
     """
     try:
         return PackedEngine(model, tokenizer, **options)
     except EngineError as error:
         if options.get("records_experts"):
-            raise ConfigError(f"trainer.algorithm.router_replay=true needs the packed engine, but {error}") from error
+            raise ConfigError(
+                f"trainer.algorithm.router_replay=true needs the packed engine, but {error}; set "
+                "trainer.algorithm.router_replay=false"
+            ) from error
         logger.info("Sequences are padded instead of packed, because %s", error)
     return GeneralEngine(model, tokenizer, **options)
 

@@ -39,6 +39,7 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
     sequence_type = DrawnSequence
 
     def _probe(self) -> tuple[int, int]:
+        assert not self._records_experts, "only the packed engine records experts"
         self._is_padded = True
         try:
             check_cache(self._model, self._bf16, is_padded=True)
@@ -73,8 +74,8 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
     def _take_new(self) -> list[DrawnSequence]:
         """Return the waiting sequences to read in this step, first come, first served, and remove them from the queue.
 
-        Each has room for its last token, so it never has to stop for others. The batch counts as wide as its longest
-        sequence will be.
+        Each sequence gets room for its maximum length, so none is preempted. All rows count as long as the longest may
+        become.
         """
         waiting, running = self._queue.waiting, self._queue.running
         longest = max((sequence.max_tokens for sequence in running), default=0)

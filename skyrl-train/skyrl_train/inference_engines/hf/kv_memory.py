@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from skyrl_train.types import UNKNOWN_EXPERT
+
 UNIT = 64  # tokens in the smallest region
 
 
@@ -72,11 +74,12 @@ class KVMemory:
     the system provides memory as it is written.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, expert_shape: tuple[int, int] | None = None) -> None:
+        """Store keys and values, and with `expert_shape` (layers, K) also the experts that computed each token."""
         self.size = size
+        self.expert_shape = expert_shape
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.experts: torch.Tensor | None = None
-        """(size, layers, K) int16, the experts that computed each token, if they are recorded."""
+        self._experts: torch.Tensor | None = None
 
     @property
     def values_per_token(self) -> int:
@@ -101,12 +104,23 @@ class KVMemory:
         for pools in self._layers.values():
             for pool in pools:
                 pool[target_index] = pool[source_index]
-        if self.experts is not None:
-            self.experts[target_index] = self.experts[source_index]
+        if self._experts is not None:
+            self._experts[target_index] = self._experts[source_index]
+
+    def expert_pool(self) -> torch.Tensor:
+        """Return the experts of each token (size, layers, K) in int16, `UNKNOWN_EXPERT` before the first write."""
+        if self._experts is None:
+            assert self.expert_shape is not None
+            device = next(iter(self._layers.values()))[0].device
+            self._experts = torch.full(
+                (self.size, *self.expert_shape), UNKNOWN_EXPERT, dtype=torch.int16, device=device
+            )
+        return self._experts
 
     def release(self) -> None:
         """Release the memory."""
         self._layers.clear()
+        self._experts = None
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:
         """Return zeros, because masked attention reads unwritten entries. On a CPU, unwritten pages take no memory."""

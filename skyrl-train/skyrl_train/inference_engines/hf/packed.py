@@ -18,40 +18,39 @@ from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.memory import cache_bytes_per_token
 from skyrl_train.models.routing import Routers
-from skyrl_train.types import UNKNOWN_EXPERT
 
 
 class PackedEngine(EmbeddedEngine[CachedSequence]):
     """An engine that packs the new tokens of all sequences into one row, with keys and values in one memory."""
 
+    _queue: Scheduler
     sequence_type = CachedSequence
     unit = UNIT
 
     def _probe(self) -> tuple[int, int]:
         check_supported(self._model, self._bf16)
-        if self._records_experts:
-            with (
-                torch.inference_mode(),
-                autocast(self._model.device, self._bf16),
-                Routers.of(self._model).recording(lambda *_: None),
-            ):
-                self._model.base_model(input_ids=torch.tensor([[2]], device=self._model.device), use_cache=False)
-        return 0, cache_bytes_per_token(self._model, bf16=self._bf16)
-
-    def _create_cache(self, n_tokens: int) -> None:
-        self._memory = KVMemory(n_tokens)
+        n_bytes = cache_bytes_per_token(self._model, bf16=self._bf16)
         if self._records_experts:
             routers = Routers.of(self._model)
-            shape = (n_tokens, routers.n_layers, routers.n_chosen)
-            self._memory.experts = torch.full(shape, UNKNOWN_EXPERT, dtype=torch.int16, device=self._model.device)
+            with torch.inference_mode(), autocast(self._model.device, self._bf16), routers.recording(lambda *_: None):
+                self._model.base_model(input_ids=torch.tensor([[2]], device=self._model.device), use_cache=False)
+            n_bytes += 2 * routers.n_layers * routers.n_chosen  # int16
+        return 0, n_bytes
+
+    def _create_cache(self, n_tokens: int) -> None:
+        expert_shape = None
+        if self._records_experts:
+            routers = Routers.of(self._model)
+            expert_shape = (routers.n_layers, routers.n_chosen)
+        self._memory = KVMemory(n_tokens, expert_shape)
         self._table = RegionTable(n_tokens)
-        self._queue = self._scheduler = Scheduler(self._table, self._max_num_seqs, self._max_num_batched_tokens)
+        self._queue = Scheduler(self._table, self._max_num_seqs, self._max_num_batched_tokens)
 
     async def end_session(self, session_id: str) -> None:
         self._table.end_session(session_id)
 
     async def _step(self) -> None:
-        step = self._scheduler.next_step()
+        step = self._queue.next_step()
         choices = iter(await self._thread.run(self._forward, step))
         for row in step.rows:
             is_complete = row.is_complete
@@ -61,16 +60,15 @@ class PackedEngine(EmbeddedEngine[CachedSequence]):
 
     def _take_finished(self) -> list[CachedSequence]:
         finished = super()._take_finished()
-        if (experts := self._memory.experts) is not None:
-            for sequence in finished:
-                if (region := sequence.region) is not None:  # idle now, and its memory is intact until the next step
-                    sequence.experts = (
-                        experts[region.start : region.start + region.n_cached].to("cpu", copy=True).numpy()
-                    )
+        for sequence in finished if self._records_experts else ():
+            if (region := sequence.region) is not None and region.n_cached:
+                # The region is idle or freed, but not overwritten before the next step.
+                experts = self._memory.expert_pool()[region.start : region.start + region.n_cached]
+                sequence.experts = experts.to("cpu", copy=True).numpy()
         return finished
 
     def _restart_all(self) -> None:
-        self._scheduler.restart_all()
+        self._queue.restart_all()
 
     def _drop_caches(self) -> None:
         super()._drop_caches()

@@ -14,6 +14,7 @@ from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf import PackedEngine
+from skyrl_train.models.last_layer import narrow_last_layer
 from skyrl_train.models.prefix_sharing import use_attention
 from skyrl_train.models.routing import Routers
 from skyrl_train.models.scoring_module import ScoringModule
@@ -22,12 +23,14 @@ from skyrl_train.types import UNKNOWN_EXPERT, Segment, TrainingBatch, Trajectory
 PACKED = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
 SENSITIVE = {"num_experts": 64, "num_experts_per_tok": 1, "norm_topk_prob": True, "num_hidden_layers": 8}
 SENSITIVE |= {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64, "layer_types": ["full_attention"] * 8}
-"""One of many experts computes a token, with weight 1, so another expert changes its log-prob a lot."""
+"""Top-1 of 64 experts with weight 1, so a flipped choice changes the log-prob a lot."""
 
 
 async def roll_out(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TrainingBatch:
-    """Return the batch of four samples of each of five prompts. Little memory makes the engine start some again."""
-    engine = PackedEngine(model, tokenizer, **LIMITS | {"max_num_batched_tokens": 64, "records_experts": True})
+    """Roll out four samples of each of five prompts. The cache is too small for all, so some are preempted."""
+    options = LIMITS | {"max_num_batched_tokens": 64, "records_experts": True}
+    bytes_per_token = PackedEngine(model, tokenizer, **options)._bytes_per_token
+    engine = PackedEngine(model, tokenizer, **options | {"max_cache_bytes": 640 * bytes_per_token})
     prompts = [list(range(3, 8 + 9 * n)) for n in range(5)]
     sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
     requests = [EngineRequest(list(p), sampling, seed=9 * i + j) for i, p in enumerate(prompts) for j in range(4)]
@@ -49,10 +52,13 @@ def score(model: PreTrainedModel, batch: TrainingBatch, *, replays: bool, shares
 
 
 @pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("is_narrowed", [False, True])
 async def test_the_engine_records_the_experts_that_the_trainer_chooses(
-    name: str, tiny_tokenizer: PreTrainedTokenizerBase
+    name: str, is_narrowed: bool, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     model = create_model(tiny_config(name, tiny_tokenizer)).eval()
+    if is_narrowed:
+        narrow_last_layer(model)
     batch = await roll_out(model, tiny_tokenizer)
     assert batch.experts is not None
     is_read = batch.attention_mask.bool() & (batch.experts != UNKNOWN_EXPERT).any(dim=-1).any(dim=-1)
@@ -83,10 +89,9 @@ async def test_replay_lowers_the_gap_in_bfloat16_fivefold(
 
 
 @pytest.mark.parametrize("shares", [False, True])
-async def test_other_experts_compute_a_token_with_gradients_for_the_router(
+async def test_replayed_experts_are_used_in_the_forward_and_backward_pass(
     shares: bool, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The replayed experts are used in the forward pass and in the backward pass of checkpointed layers."""
     model = create_model(tiny_config("qwen3_moe", tiny_tokenizer))
     batch = await roll_out(model.eval(), tiny_tokenizer)
     assert batch.experts is not None
@@ -96,15 +101,15 @@ async def test_other_experts_compute_a_token_with_gradients_for_the_router(
         model.zero_grad()
         model.train()
         (model.gradient_checkpointing_enable if checkpoints else model.gradient_checkpointing_disable)()
-        with use_attention(model) if shares else nullcontext():  # which recomputed layers need, too
+        with use_attention(model) if shares else nullcontext():  # the backward pass recomputes layers inside it
             score(model, batch, replays=replays, shares=shares).sum().backward()
         gradients.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
         batch.experts = torch.where(batch.experts == UNKNOWN_EXPERT, batch.experts, (batch.experts - shift) % 4)
-    own, replayed, others, recomputed = gradients
+    own, replayed, shifted, shifted_recomputed = gradients
     torch.testing.assert_close(replayed, own, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(recomputed, others, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(shifted_recomputed, shifted, rtol=1e-4, atol=1e-5)
     router = "model.layers.0.mlp.gate.weight"
-    assert (others[router] - own[router]).abs().max() > 1e-2 * own[router].abs().max()
+    assert (shifted[router] - own[router]).abs().max() > 1e-2 * own[router].abs().max()
 
 
 @pytest.mark.parametrize(
@@ -133,12 +138,15 @@ def test_a_run_in_float32_is_the_same_with_replay(
     assert_close_runs(replayed, usual)
 
 
-def test_routers_that_choose_in_another_way_are_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_routers_without_topk_are_refused(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     routers = Routers.of(create_model(tiny_config("qwen3_moe", tiny_tokenizer)))
-    with pytest.raises(ConfigError, match=r"do not call torch\.topk"), routers.recording(lambda *_: None):
+    with (
+        pytest.raises(ConfigError, match=r"do not choose experts with torch\.topk"),
+        routers.recording(lambda *_: None),
+    ):
         torch.ones(1, 4).topk(2)
 
 
 def test_a_model_without_experts_is_refused(catch_run: list[str]) -> None:
     message = expect_error(*catch_run, "trainer.algorithm.router_replay=true")
-    assert "router_replay=true needs a mixture of experts, which a Qwen3ForCausalLM is not; remove it" in message
+    assert "trainer.algorithm.router_replay=true found no experts in a Qwen3ForCausalLM" in message

@@ -9,6 +9,7 @@ from train_kit.processes import run_python
 
 from examples.calculator.env import CalculatorEnv, evaluate
 from examples.calculator.learn import RECIPE
+from examples.calculator.pairs import pairs
 from examples.calculator.pretrained import FILE, fetch
 from examples.calculator.problems import HELD_OUT, TRAINING, problems
 from examples.calculator.traces import traces
@@ -25,13 +26,13 @@ def test_expressions() -> None:
 
 
 def test_validation_has_other_numbers_and_wordings() -> None:
-    def pairs(rows: list) -> set[tuple[str, ...]]:
+    def numbers(rows: list) -> set[tuple[str, ...]]:
         return {tuple(re.findall(r"\d+", row["extra_info"]["expression"])) for row in rows}
 
     train = problems(TRAINING, 300, is_held_out=False, seed=1)
     validation = problems(HELD_OUT, 60, is_held_out=True, seed=2)
     assert len({row["prompt"][-1]["content"] for row in train}) == 300
-    assert not pairs(train) & pairs(validation)
+    assert not numbers(train) & numbers(validation)
     assert not {wording.text for wording in TRAINING} & {wording.text for wording in HELD_OUT}
     assert problems(TRAINING, 300, is_held_out=False, seed=1) == train
 
@@ -45,6 +46,24 @@ def test_traces_are_episodes_of_the_environment() -> None:
         assert start == prompt
         assert env.step(call["content"])["observations"] == [result]
         assert env.step(answer["content"])["reward"] == 1.0
+
+
+def test_pairs_prefer_the_reply_that_led_to_the_answer() -> None:
+    rows = problems(TRAINING, 3, is_held_out=False, seed=0)
+    episodes = [
+        {"uid": f"{row}_{sample}", "output_response": f"{reply}<|im_end|>", "is_success": success, "error": error}
+        for row, sample, reply, success, error in (
+            (0, 0, "right", True, None),
+            (0, 1, "timed out", False, "timeout"),
+            (1, 0, "wrong", False, None),
+            (1, 1, "right", True, None),
+            (2, 0, "wrong", False, None),
+        )
+    ]
+    (pair,) = pairs(rows, episodes)
+    assert (pair["chosen"], pair["rejected"]) == ("right", "wrong")
+    assert pair["prompt"][-1] == rows[1]["prompt"][-1]
+    assert "calculate" in pair["prompt"][0]["content"], "the system message describes the tool"
 
 
 @pytest.mark.parametrize(
