@@ -169,7 +169,11 @@ def main() -> int:
     paths = [path for name in SOURCES for path in sorted((package / name).rglob("*.py")) or [package / name]]
     chosen = [path for path in paths if path.relative_to(package).as_posix().startswith(tuple(args.only))]
     faults = sample([faults_of(path, package) for path in chosen], args.max, args.seed)
-    reasons = {(e["file"], e["line"], e["fault"]): e["reason"] for e in json.loads(EQUIVALENT.read_text())}
+    equivalent = json.loads(EQUIVALENT.read_text())
+    for entry in equivalent:
+        if entry["line"] not in map(str.strip, (package / entry["file"]).read_text("utf-8").splitlines()):
+            raise SystemExit(f"{EQUIVALENT.name}: {entry['file']} has no line {entry['line']!r}; correct the entry")
+    reasons = {(e["file"], e["line"], e["fault"]): e["reason"] for e in equivalent}
     n_caught = n_equivalent = 0
     with tempfile.TemporaryDirectory() as folder:
         workplace = copy_package(Path(folder))

@@ -45,7 +45,7 @@ def train(task: TaskFile, overrides: Overrides = None, config: ConfigFile = None
 
     agent, cfg = parse_task(task, overrides or [], config, partial(find_missing, trains=True))
     if dry_run:
-        print_plan(cfg, is_stock=False)
+        print_plan(cfg, is_custom=True)
     else:
         AgentExp(agent, cfg).run()
 
