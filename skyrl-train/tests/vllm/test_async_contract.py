@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 from train_kit.engine_contract import EngineContract
-from train_kit.engines import EngineKit, Listener
+from train_kit.engines import EngineKit, Listener, SharedEngines
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine_kit(
-    async_engines: SharedEngines,  # noqa: F821, of conftest.py
+    async_engines: SharedEngines,
     tiny_model: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> AsyncIterator[EngineKit]:
