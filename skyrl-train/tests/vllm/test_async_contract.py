@@ -22,9 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine_kit(
-    async_engines: SharedEngines,
-    tiny_model: PreTrainedModel,
-    tiny_tokenizer: PreTrainedTokenizerBase,
+    async_engines: SharedEngines, tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> AsyncIterator[EngineKit]:
     """Engines in other processes."""
     model = copy.deepcopy(tiny_model)
