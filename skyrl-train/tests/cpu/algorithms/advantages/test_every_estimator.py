@@ -1,5 +1,6 @@
 """Properties of every built-in advantage estimator."""
 
+import inspect
 import math
 import random
 from collections.abc import Callable
@@ -88,6 +89,12 @@ def poison_other_tokens(name: str, inputs: Inputs, rng: random.Random) -> Change
         return torch.where(inputs["response_mask"] > 0, x, math.nan) if tensor_name in TOKEN_INPUTS else x
 
     return with_tensors(inputs, poison), lambda results: results
+
+
+@every_estimator
+def test_nothing_is_discounted_by_default(name: str) -> None:
+    parameters = inspect.signature(advantage_estimator(name)).parameters
+    assert {parameters[key].default for key in ("gamma", "lambd") if key in parameters} <= {1.0}
 
 
 @every_estimator

@@ -31,6 +31,13 @@ def test_both_signs_on_both_sides_of_each_clip(
     assert scored.metrics["ppo_clip_ratio"] == [[is_clipped]]
 
 
+def test_the_clip_is_at_a_fifth_by_default() -> None:
+    log_probs = [[-2.0 + math.log(1.5)], [-2.0 + math.log(0.5)]]
+    for name in ("regular", "dual_clip"):
+        scored = score(name, log_probs, [[1.0], [-1.0]], old=[[-2.0]] * 2)
+        assert scored.loss == [[pytest.approx(-1.2)], [pytest.approx(0.8)]]
+
+
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient", "is_bounded"),
     [
