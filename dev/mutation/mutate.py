@@ -50,6 +50,7 @@ TESTS = {
         "algorithms/objectives",
         "workers/test_worker_losses.py",
         "workers/test_worker_critic.py",
+        "entrypoints/test_preferences.py",
     ),
     "algorithms/reward_pipeline.py": ("generators", SPECIFICATION),
     "algorithms/": ("algorithms", "config/rules/test_algorithm.py", SPECIFICATION),
