@@ -22,7 +22,7 @@ from examples.calculator.pretrained import fetch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-MODEL = ROOT / "outputs/calculator/SmolLM2-135M-Instruct"  # where `make real` puts it, too
+MODEL = ROOT / "outputs/calculator/models/SmolLM2-135M-Instruct"  # shared with `make real`
 TRL = ROOT / ".venv-differential/bin/python"
 VARIABLES = {
     "PYTHONPATH": ":".join(map(str, (ROOT / "skyrl-train", HERE.parent, HERE.parent / "training", HERE))),

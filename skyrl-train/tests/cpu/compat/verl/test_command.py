@@ -83,7 +83,7 @@ actor_rollout_ref.model.lora_alpha=32 trainer.save_freq=50 trainer.total_epochs=
 
 
 def test_the_last_of_several_options_wins_in_any_spelling(pytestconfig: pytest.Config) -> None:
-    """Options without a program follow those of a recipe. Some expect our defaults, which neither it nor verl has."""
+    """Cases without a program are appended to a recipe's options. Some expect our defaults, not verl's."""
     printed = {}
     for case, settings in golden.read("compat/verl_last_wins").items():
         command = case if case.startswith("torchrun ") else f"{RECIPE} {case}"
