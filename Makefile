@@ -25,6 +25,7 @@ FLEET := $(VENVS)/.venv-fleet
 FLEET_REQUIREMENTS := skyrl-train/tests/fleet_openenv/requirements.txt
 OPENENV := $(VENVS)/.venv-openenv
 OPENENV_REQUIREMENTS := skyrl-gym/tests/openenv_server/requirements.txt
+SMOLLM2 := outputs/calculator/models/SmolLM2-135M-Instruct
 SGLANG := $(VENVS)/.venv-sglang
 SGLANG_REQUIREMENTS := skyrl-train/tests/sglang/requirements.txt
 SKYPILOT := $(VENVS)/.venv-skypilot
@@ -62,6 +63,10 @@ real: .venv/.runtime ## train a pretrained language model to use a calculator, i
 	@$(call install,.venv) -c constraints.txt gguf
 	@$(IN_TRAIN) -m examples.calculator.learn --seed $(SEED) --output_dir ../outputs $(ARGS)
 
+$(SMOLLM2): | .venv/.runtime # shared by the targets that use the model
+	@$(call install,.venv) -c constraints.txt gguf
+	@$(IN_TRAIN) -c 'from pathlib import Path; from examples.calculator.pretrained import fetch; fetch(Path("../$@"))'
+
 .PHONY: catch-compare
 catch-compare: .venv/.runtime ## train on Catch with shaped and with episodic rewards and plot both curves
 	@$(IN_TRAIN) -m examples.catch.compare --seed $(SEED) --output_dir ../outputs $(ARGS)
@@ -74,8 +79,7 @@ bench-training: .venv/.runtime $(DIFFERENTIAL)/.ready ## compare whole training 
 	@$(BENCH)/training/compare.py $(ARGS)
 
 .PHONY: bench-real
-bench-real: .venv/.runtime $(DIFFERENTIAL)/.ready ## compare GRPO and SFT of a pretrained model with TRL; writes benchmarks/real/results.md
-	@$(call install,.venv) -c constraints.txt gguf
+bench-real: $(SMOLLM2) $(DIFFERENTIAL)/.ready ## compare GRPO and SFT of a pretrained model with TRL; writes benchmarks/real/results.md
 	@$(BENCH)/real/curves.py $(ARGS)
 
 .PHONY: bench-scaling
@@ -188,6 +192,11 @@ test-sglang: .venv/.dev $(SGLANG)/.ready ## test the SGLang engine against SGLan
 .PHONY: test-skypilot
 test-skypilot: $(SKYPILOT)/.ready ## check the task files with SkyPilot (separate environment)
 	@$(SKYPILOT)/bin/python -m pytest -q --confcutdir=skyrl-train/tests/skypilot skyrl-train/tests/skypilot $(ARGS)
+
+.PHONY: test-smollm2
+test-smollm2: $(SMOLLM2) .venv/.dev ## test rollouts, the endpoint and the reading of data with the tokenizer of SmolLM2-135M-Instruct
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not nightly and not catch_tokenizer" \
+	  --tokenizer $(SMOLLM2) $(addprefix skyrl-train/tests/cpu/,dataset endpoint generators rendering) $(ARGS)
 
 .PHONY: test-tinker
 test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sample with old and new versions of the tinker SDK (separate environments)

@@ -18,8 +18,6 @@ import matplotlib.pyplot as plt
 from harness import Contender, alternate, conditions
 from task import N_NEW, N_PROMPTS, N_SAMPLES, N_STEPS, SFT_ROWS, write_rows
 
-from examples.calculator.pretrained import fetch
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODEL = ROOT / "outputs/calculator/models/SmolLM2-135M-Instruct"  # shared with `make real`
@@ -97,8 +95,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="fewer seeds write no files")
     parser.add_argument("--n_steps", type=int, default=N_STEPS, help="fewer steps write no files")
     options = parser.parse_args()
-    if not MODEL.is_dir():
-        fetch(MODEL)
     is_complete = options.n_steps == N_STEPS and len(options.seeds) >= N_SEEDS
     setup = conditions()
     tables, records = {}, {}

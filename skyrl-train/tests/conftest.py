@@ -22,10 +22,19 @@ def tiny_head_dim() -> int:
     return 16
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option for the tokenizer of the tiny model."""
+    parser.addoption("--tokenizer", help="folder of a tokenizer for the tiny model, instead of one trained on Catch")
+
+
 @pytest.fixture(scope="session")
-def tiny_model_path(tiny_head_dim: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model_path(
+    tiny_head_dim: int, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Path:
     """A Hugging Face folder with a two-layer Qwen3 and its tokenizer."""
-    return save_tiny_model(tmp_path_factory.mktemp("tiny-model"), head_dim=tiny_head_dim)
+    folder = pytestconfig.getoption("--tokenizer")
+    tokenizer = load_tokenizer(folder) if folder else None
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-model"), tokenizer, head_dim=tiny_head_dim)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from train_kit.models import OTHER_ARCHITECTURES, create_model, load_on_cpu
+from train_kit.models import OTHER_ARCHITECTURES, PEAKED_VOCABULARY, create_model, load_on_cpu
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -21,7 +21,7 @@ def other_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def talker(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The tiny model, biased to end every other turn; with random weights it hardly ever would."""
     model = copy.deepcopy(tiny_model)
-    model.get_output_embeddings().weight.data[tiny_tokenizer.eos_token_id] *= 4
+    model.get_output_embeddings().weight.data[tiny_tokenizer.eos_token_id] *= 4 if len(tiny_tokenizer) < PEAKED_VOCABULARY else 6
     return model
 
 

@@ -60,6 +60,17 @@ def test_names_and_paths_on_the_page_of_algorithms_exist() -> None:
     assert not missing
 
 
+def test_folders_and_files_of_tests_in_targets_and_workflows_exist() -> None:
+    paths = {
+        (source.name, path)
+        for source in (ROOT / "Makefile", ROOT / ".ci/run", *(ROOT / ".github/workflows").iterdir())
+        for path in re.findall(r"[\w-]+/tests/[\w/.]*", source.read_text(encoding="utf-8"))
+    }
+    assert len(paths) > 20
+    missing = [f"{source}: {path}" for source, path in sorted(paths) if not (ROOT / path).exists()]
+    assert not missing
+
+
 def test_no_command_installs_our_packages_from_pypi() -> None:
     """PyPI has another project named skyrl-gym."""
     folders = ("docs", "skyrl-agent", "skyrl-gym", "skyrl-train", "skyrl-tx", "veritas-rl")

@@ -82,6 +82,7 @@ def test_a_row_without_a_chat_prompt_is_named(
     golden.compare("dataset/prompts", rows, pytestconfig)
 
 
+@pytest.mark.catch_tokenizer
 def test_prompts_are_measured_with_the_template_of_the_generator(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tiny_model_path: Path
 ) -> None:

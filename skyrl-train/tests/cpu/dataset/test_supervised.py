@@ -57,6 +57,7 @@ def encode(
     return shown
 
 
+@pytest.mark.catch_tokenizer
 def test_a_prompt_and_a_response_train_the_response_and_its_eos_token(
     tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_row_never_trains_its_first_token(tiny_tokenizer: PreTrainedTokenizerB
     assert row.loss_mask == [0, 1]
 
 
+@pytest.mark.catch_tokenizer
 @pytest.mark.parametrize(
     ("truncation", "kept"),
     [("right", "<|im_start|>user\nwhat<|im_end|>\n<|im_start|>assistant\n1234"), ("left", "67890<|im_end|>")],

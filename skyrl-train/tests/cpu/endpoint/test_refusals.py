@@ -22,6 +22,7 @@ def post(live: LiveEndpoint, path: str, body: Any) -> httpx.Response:
     return live.http.post(f"{live.url}{path}", content=json.dumps(body), headers={"content-type": "application/json"})
 
 
+@pytest.mark.catch_tokenizer
 def test_a_wrong_request_is_refused(live: LiveEndpoint, pytestconfig: pytest.Config) -> None:
     """A case changes a valid request to the path before it."""
     printed = {}

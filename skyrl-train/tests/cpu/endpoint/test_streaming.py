@@ -23,6 +23,7 @@ def join_chat_chunks(chunks: Iterable[Any]) -> dict[int, dict[str, Any]]:
     return choices
 
 
+@pytest.mark.catch_tokenizer
 @pytest.mark.parametrize("stop", [None, ["a"], ["ll=", "y=1"]])
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_a_chat_stream_equals_the_plain_response(live: LiveEndpoint, stop: list[str] | None, ignore_eos: bool) -> None:

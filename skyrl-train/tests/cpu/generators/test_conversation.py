@@ -170,6 +170,7 @@ def test_thoughts_of_earlier_turns_are_kept_or_dropped(make_stage: MakeStage) ->
 # -- environments that change the conversation
 
 
+@pytest.mark.catch_tokenizer
 @pytest.mark.parametrize("added", ["", "!?"])
 async def test_a_changed_action_keeps_the_tokens_of_its_unchanged_start(make_stage: MakeStage, added: str) -> None:
     stage = make_stage()
@@ -200,6 +201,7 @@ async def test_an_emptied_reply_is_invalid_and_has_no_reward(make_stage: MakeSta
     assert (t.is_valid, t.stop_reason) == (False, "empty_response")
 
 
+@pytest.mark.catch_tokenizer
 @pytest.mark.parametrize("mode", [{"step_wise_trajectories": True}, {}], ids=["step-wise", "rewritten history"])
 async def test_a_row_without_turns_is_dropped_but_not_its_rewards(make_stage: MakeStage, mode: dict[str, Any]) -> None:
     observations = [user("on and on " * 60)]
@@ -294,6 +296,7 @@ def test_a_row_keeps_sampling_log_probs_once_a_turn_has_them() -> None:
     assert row.sampling_logprobs == [-0.5, -0.5, 0.0, -0.1]
 
 
+@pytest.mark.catch_tokenizer
 async def test_the_sampling_log_probs_differ_where_sampling_was_restricted(make_stage: MakeStage) -> None:
     stage = make_stage()
     stage.sampling = replace(stage.sampling, max_new_tokens=12, min_new_tokens=2)

@@ -71,6 +71,7 @@ async def test_trajectories_are_the_prompts_and_samples_of_the_engine(make_stage
         assert_matches_engine(t, stage)
 
 
+@pytest.mark.catch_tokenizer
 async def test_batched_and_unbatched_rollouts_give_the_same_trajectories(make_stage: MakeStage) -> None:
     unbatched, batched = make_stage(batched=False), make_stage(batched=True)
     expected = await unbatched.play(REQUESTS)
@@ -90,6 +91,7 @@ async def test_sixty_turns_prefill_every_token_once(make_stage: MakeStage, talke
     assert sum(n_read) + n_sampled - 60 == len(t.prompt_ids) + len(t.response_ids) - 1  # all but the very last
 
 
+@pytest.mark.catch_tokenizer
 async def test_reported_logprobs_equal_those_of_the_trained_model(
     make_stage: MakeStage, talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -272,6 +274,7 @@ async def test_environments_receive_copies_of_their_inputs(make_stage: MakeStage
     assert [(t.env_class, t.env_extras) for t in trajectories] == [("story", shared.row.env_extras)] * 3
 
 
+@pytest.mark.catch_tokenizer
 async def test_a_stop_string_ends_a_turn_and_the_template_stays_intact(make_stage: MakeStage) -> None:
     stage = make_stage(batched=True)
     stage.sampling = replace(stage.sampling, max_new_tokens=40, stop=("a", "e"))

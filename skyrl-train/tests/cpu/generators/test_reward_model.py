@@ -37,6 +37,7 @@ def transformers_reward(folder: Path, token_ids: list[int]) -> float:
         return float(model(input_ids=torch.tensor([token_ids])).logits[0, 0])
 
 
+@pytest.mark.catch_tokenizer
 @pytest.mark.parametrize("max_tokens", [1, 12, 16384])
 def test_rewards_are_those_of_transformers(
     max_tokens: int, reward_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase

@@ -77,6 +77,7 @@ class Stories(Numbers):
         return PromptRow(str(index), [user(f"Story {index}")], "story", extras)
 
 
+@pytest.mark.catch_tokenizer
 async def test_the_stages_of_the_reward_pipeline_run_in_the_documented_order(
     make_stage: MakeStage, register: Register, tiny_model: PreTrainedModel
 ) -> None:

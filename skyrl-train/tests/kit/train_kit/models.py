@@ -74,6 +74,9 @@ PREFIX_SHARING_ARCHITECTURES: dict[str, PreTrainedConfig] = {
 }
 """Architectures whose rows can share prefixes, so that ranks can divide their tokens."""
 
+PEAKED_VOCABULARY = 10_000
+"""Number of tokens from which `save_tiny_model` makes some tokens much likelier than others."""
+
 ROUTER_BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 """Name of the buffer of `save_biased_router`."""
 
@@ -84,11 +87,25 @@ def train_tiny_tokenizer() -> PreTrainedTokenizerBase:
     return train_tokenizer(conversation(row, player) for row in CatchDataset(train_size=50).train_rows())
 
 
-def save_tiny_model(folder: Path, *, seed: int = 0, head_dim: int = 16, context_length: int = 512) -> Path:
-    """Save a Qwen3 of two layers and 194,000 parameters with its tokenizer as a Hugging Face folder."""
-    tokenizer = train_tiny_tokenizer()
+def save_tiny_model(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    seed: int = 0,
+    head_dim: int = 16,
+    context_length: int = 512,
+) -> Path:
+    """Save a Qwen3 of two layers with a tokenizer as a Hugging Face folder.
+
+    With the default, `train_tiny_tokenizer`, the model has 194,000 parameters.
+    """
+    tokenizer = tokenizer or train_tiny_tokenizer()
     tokenizer.save_pretrained(folder)
-    tiny_qwen3(tokenizer, seed=seed, head_dim=head_dim, context_length=context_length).save_pretrained(folder)
+    model = tiny_qwen3(tokenizer, seed=seed, head_dim=head_dim, context_length=context_length)
+    if len(tokenizer) > PEAKED_VOCABULARY:
+        # Among so many equally likely tokens, rounding would change samples, and no reply would end.
+        model.get_output_embeddings().weight.data *= 4
+    model.save_pretrained(folder)
     return folder
 
 
