@@ -28,9 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_model_path(
-    tiny_head_dim: int, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Path:
+def tiny_model_path(tiny_head_dim: int, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """A Hugging Face folder with a two-layer Qwen3 and its tokenizer."""
     folder = pytestconfig.getoption("--tokenizer")
     tokenizer = load_tokenizer(folder) if folder else None

@@ -21,7 +21,10 @@ def other_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def talker(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The tiny model, biased to end every other turn; with random weights it hardly ever would."""
     model = copy.deepcopy(tiny_model)
-    model.get_output_embeddings().weight.data[tiny_tokenizer.eos_token_id] *= 4 if len(tiny_tokenizer) < PEAKED_VOCABULARY else 6
+    scale = 4 if len(tiny_tokenizer) < PEAKED_VOCABULARY else 6
+    model.get_output_embeddings().weight.data[tiny_tokenizer.eos_token_id] *= scale
+        4 if len(tiny_tokenizer) < PEAKED_VOCABULARY else 6
+    )
     return model
 
 
