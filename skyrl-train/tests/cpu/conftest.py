@@ -23,8 +23,6 @@ def talker(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase)
     model = copy.deepcopy(tiny_model)
     scale = 4 if len(tiny_tokenizer) < PEAKED_VOCABULARY else 6
     model.get_output_embeddings().weight.data[tiny_tokenizer.eos_token_id] *= scale
-        4 if len(tiny_tokenizer) < PEAKED_VOCABULARY else 6
-    )
     return model
 
 
