@@ -43,11 +43,11 @@ HELD_OUT = (
 
 
 def problems(wordings: tuple[Wording, ...], n: int, *, is_held_out: bool, seed: int) -> list[dict[str, Any]]:
-    """Return n different dataset rows."""
+    """Return n different dataset rows. The wordings take turns."""
     rng = random.Random(seed)
     rows: dict[str, dict[str, Any]] = {}
     while len(rows) < n:
-        wording, numbers = rng.choice(wordings), {name: rng.choice(NUMBERS) for name in "ab"}
+        wording, numbers = wordings[len(rows) % len(wordings)], {name: rng.choice(NUMBERS) for name in "ab"}
         if ((numbers["a"] * 31 + numbers["b"]) % N_HELD_OUT == 0) == is_held_out:
             text, expression = wording.text.format(**numbers), wording.expression.format(**numbers)
             rows[text] = {
