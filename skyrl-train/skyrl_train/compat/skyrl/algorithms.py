@@ -18,7 +18,7 @@ from skyrl_train.algorithms.advantages import grpo as compute_grpo_outcome_advan
 from skyrl_train.algorithms.advantages import reinforce_plus_plus as compute_reinforce_plus_plus_outcome_advantage
 from skyrl_train.algorithms.advantages import rloo as compute_rloo_outcome_advantage
 from skyrl_train.algorithms.inputs import collect_settings, named_inputs
-from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, compute_approx_kl
+from skyrl_train.algorithms.kl import KLController, compute_approx_kl
 from skyrl_train.algorithms.kl import kl_controller as get_kl_controller
 from skyrl_train.algorithms.losses import cispo as compute_policy_loss_cispo
 from skyrl_train.algorithms.losses import clip_cov as compute_policy_loss_clip_cov
@@ -60,6 +60,20 @@ __all__ = [
     "register_policy_loss",
     "sapo_policy_loss",
 ]
+
+
+class AdaptiveKLController(KLController):
+    """A `KLController` with a target."""
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
+        super().__init__(init_kl_coef, target, horizon)
+
+
+class FixedKLController(KLController):
+    """A constant `KLController`."""
+
+    def __init__(self, kl_coef: float) -> None:
+        super().__init__(kl_coef)
 
 
 def compute_advantages_and_returns(
