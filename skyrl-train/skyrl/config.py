@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from types import ModuleType
 from typing import Any, ClassVar, get_type_hints
 
 import pydantic
@@ -147,6 +148,5 @@ def _extend(section: type[Section], key: str, additions: Mapping[str, type]) -> 
 
 
 def __getattr__(name: str) -> Any:
-    if name in config.__all__:
-        return getattr(config, name)
-    return refuse_name("config", name)
+    value = None if name.startswith("_") else vars(config).get(name)
+    return refuse_name("config", name) if value is None or isinstance(value, ModuleType) else value

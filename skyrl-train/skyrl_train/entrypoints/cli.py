@@ -22,7 +22,7 @@ from skyrl_train.errors import ConfigError, SkyRLError
 
 if TYPE_CHECKING:
     from skyrl_train.config import SkyRLConfig
-    from skyrl_train.config.problems import Fields, Rule
+    from skyrl_train.config.problems import Fields
     from skyrl_train.config.run import RunPlacementConfig
     from skyrl_train.config.sft import SupervisedConfig
     from skyrl_train.entrypoints.base import Experiment
@@ -142,14 +142,13 @@ def train_on_data(
     ] = False,
 ) -> None:
     """Run one of the commands in `SUPERVISED`."""
-    command = str(context.command.name)
+    if is_checked:
+        logging.getLogger("skyrl_train.config").setLevel(logging.ERROR)
     if help:
         _print_help(context, overrides)
-    elif is_checked:
-        logging.getLogger("skyrl_train.config").setLevel(logging.ERROR)
-        _train_on_data(command, _parse_supervised(command, overrides or [], config))
     else:
-        start_supervised(command, overrides or [], config, print_config, dry_run)
+        command = str(context.command.name)
+        start_supervised(command, overrides or [], config, print_config, dry_run, is_checked=is_checked)
 
 
 SUPERVISED = {
@@ -285,16 +284,25 @@ def start_supervised(
     print_config: bool,
     dry_run: bool,
     torchrun_flags: Sequence[str] = (),
+    *,
+    is_checked: bool = False,
 ) -> None:
-    """Check the configuration, then print it, print the plan of the run, or train (here or under torchrun)."""
+    """Check the configuration, then print it, print the plan of the run, or train (here or under torchrun).
+
+    Set `is_checked` if another process has already checked the files and their rows.
+    """
     from skyrl_train.config import to_yaml
+    from skyrl_train.config.cli import parse
     from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
 
-    cfg = _parse_supervised(command, overrides, config, find_missing_for_supervised)
+    schema, experiment_name = SUPERVISED[command]
+    rules = () if is_checked else (find_missing_for_supervised,)
+    cfg: SupervisedConfig = parse(overrides, load_attribute(schema), rules, config)
     if print_config:
         typer.echo(to_yaml(cfg), nl=False)
         return
-    check_answers(cfg)
+    if not is_checked:
+        check_answers(cfg)
     if dry_run:
         from skyrl_train.entrypoints.describe_plan import print_plan
 
@@ -303,20 +311,9 @@ def start_supervised(
         file = [] if config is None else ["--config", str(config)]
         replace_by_torchrun([command, "--checked", *file, *overrides], cfg.trainer.placement, torchrun_flags)
     else:
-        _train_on_data(command, cfg)
-
-
-def _parse_supervised(command: str, overrides: Sequence[str], config: Path | None, *rules: Rule) -> SupervisedConfig:
-    from skyrl_train.config.cli import parse
-
-    cfg: SupervisedConfig = parse(overrides, load_attribute(SUPERVISED[command][0]), rules, config)
-    return cfg
-
-
-def _train_on_data(command: str, cfg: SupervisedConfig) -> None:
-    with importing_torch():
-        experiment = load_attribute(SUPERVISED[command][1])
-    experiment(cfg).run()
+        with importing_torch():
+            experiment = load_attribute(experiment_name)
+        experiment(cfg).run()
 
 
 def replace_by_torchrun(arguments: Sequence[str], placement: RunPlacementConfig, flags: Sequence[str] = ()) -> NoReturn:
@@ -364,6 +361,12 @@ def main(argv: Sequence[str] | None = None, program: Program | None = None) -> i
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     return 0
+
+
+def run_subcommand(command: str, argv: Sequence[str] | None = None, program: Program | None = None) -> None:
+    """Run `skyrl COMMAND` with `argv`, by default the arguments of the process. Exit the process if it fails."""
+    if status := main([command, *(sys.argv[1:] if argv is None else argv)], program):
+        sys.exit(status)
 
 
 def run() -> None:

@@ -19,7 +19,9 @@ UTILS = {"Timer": "compat.skyrl.timer", "initialize_ray": "compat.skyrl.cluster"
 
 HOMES = {
     "entrypoints.main_base": {"BasePPOExp": "compat.skyrl.experiment", "skyrl_entrypoint": "compat.skyrl.entrypoint"},
+    "dataset": {"PromptDataset": "dataset.prompts"},
     "entrypoints.main_generate": {"EvalOnlyEntrypoint": "compat.skyrl.experiment"},
+    "entrypoints.main_sft": {"SFTExp": "entrypoints.sft"},
     "generators.base": {
         "ConversationType": "inference_engines.base",
         "GeneratorInput": "compat.skyrl.generator",
