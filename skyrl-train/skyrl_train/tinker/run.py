@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.checkpoint import folder_lock, replace_text
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.dataset.rows import TaskRow, check_environments
+from skyrl_train.dataset.rows import LocatedRow, check_environments
 from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -66,7 +66,7 @@ class TinkerRun:
         """Create the generator that plays the rollouts. The engine has only `info`, `generate` and `end_session`."""
         return GymGenerator(self.cfg.generator, self.cfg.environment.skyrl_gym, engine, tokenizer)
 
-    def check_rows(self, rows: Iterable[TaskRow]) -> None:
+    def check_rows(self, rows: Iterable[LocatedRow]) -> None:
         """Raise ConfigError or DataError if the generator cannot play a row of a dataset."""
         check_environments(rows, self.cfg.environment, self.cfg.generator.max_turns)
 
@@ -86,7 +86,7 @@ class TinkerRun:
 
         def open_prompts(path: str) -> PromptDataset:
             dataset = PromptDataset([path], tokenizer, options.max_input_length)
-            self.check_rows(TaskRow(f"row {row.uid}", row.env_class, row.env_extras) for row in dataset)
+            self.check_rows(dataset.checked_rows())
             return dataset
 
         dataset = open_prompts(options.train_data)
