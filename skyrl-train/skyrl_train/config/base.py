@@ -1,8 +1,8 @@
 """Base class for all config sections (frozen, strict, no unknown keys), and helpers that describe their fields.
 
 A default is written once, on the field. The docstring below the field is its help text, even for subclasses that change
-only the default. A section uses its class's docstring. `generate.py` turns defaults and help texts into the YAML file
-that Hydra reads and the reference page.
+only the default. A section uses its class's docstring. `dev/configuration.py` turns defaults and help texts into the
+YAML files that Hydra reads and the reference page.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def _main(
 
 def _print_help(context: typer.Context, names: Sequence[str] | None) -> None:
     """Print the help of a command and its sections, or the help of the keys and sections in `names`."""
-    from skyrl_train.config.generate import describe_keys, describe_sections
+    from skyrl_train.config.help import describe_keys, describe_sections
 
     fields = _fields(context)
     sections = describe_sections(fields, str(context.command.name))
