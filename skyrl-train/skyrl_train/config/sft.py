@@ -12,7 +12,6 @@ from skyrl_train.config.dialects import MEMORY_WITHOUT_EFFECT, VERL_SFT
 from skyrl_train.config.loading import RUN_PATHS, RUN_SOURCES, C, Schema
 from skyrl_train.config.policy import Betas, LearningRate, OptimizerConfig, PolicyConfig, SchedulerName
 from skyrl_train.config.problems import Rule
-from skyrl_train.config.rules.data import training_has_rows
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.validation import RUN_MACHINE_RULES, RUN_RULES, RUN_WARNINGS
 
@@ -150,7 +149,7 @@ def supervised_schema(root: type[C], config_name: str, *rules: Rule) -> Schema[C
         without_effect=MEMORY_WITHOUT_EFFECT,
         paths=(*RUN_PATHS, "data.chat_template"),
         sources=RUN_SOURCES,
-        rules=(training_has_rows, *RUN_RULES, *rules),
+        rules=(*RUN_RULES, *rules),
         machine_rules=RUN_MACHINE_RULES,
         warnings=(*RUN_WARNINGS, validation_is_held_out),
     )

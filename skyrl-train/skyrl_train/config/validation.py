@@ -10,21 +10,19 @@ from skyrl_train.config.rules import algorithm, data, engine, placement, run
 
 RUN_RULES: tuple[Rule, ...] = (
     placement.launcher_starts_every_process,
-    placement.strategy_has_its_settings,
-    placement.megatron_has_its_models,
-    run.warmup_is_set_once,
-    run.weight_decay_shrinks_weights,
+    placement.strategy_fits_the_models,
+    run.optimizers_can_learn,
     run.adapters_are_possible,
     run.names_are_folders,
+    data.training_has_rows,
     data.validation_data_is_read_once,
     run.resume_path_is_a_checkpoint,
-    run.checkpoints_are_uploaded,
+    run.uploads_have_files,
     run.wandb_settings_have_a_run,
 )
 """Rules of every kind of run."""
 
 RULES: tuple[Rule, ...] = (
-    data.training_has_prompts,
     data.custom_dataset_is_complete,
     data.custom_reward_function_is_called,
     algorithm.mini_batches_divide_batch,
@@ -39,27 +37,22 @@ RULES: tuple[Rule, ...] = (
     engine.weights_have_a_transport,
     engine.engines_have_devices,
     engine.engine_fits_its_devices,
-    engine.servers_have_addresses,
-    engine.servers_have_their_options,
+    engine.servers_can_be_used,
     engine.engine_has_its_options,
     engine.experts_can_be_replayed,
     engine.sampling_lengths_are_ordered,
     run.rollouts_are_scored_exactly,
     data.interpreter_has_processes,
-    run.trajectories_are_uploaded,
-    algorithm.distillation_has_a_teacher,
-    algorithm.reference_can_follow,
+    algorithm.reference_is_a_second_model,
     algorithm.filter_has_a_group,
-    algorithm.kl_in_reward_is_possible,
-    algorithm.kl_settings_have_a_kl_term,
+    algorithm.kl_terms_are_used,
     algorithm.intervals_are_not_empty,
     algorithm.bounds_leave_room,
 )
 """Rules that read only the configuration."""
 
 RUN_MACHINE_RULES: tuple[Rule, ...] = (
-    placement.ray_is_installed,
-    placement.megatron_is_installed,
+    placement.packages_are_installed,
     placement.sharding_fits_ranks,
     run.wandb_can_start,
 )
@@ -73,13 +66,11 @@ RUN_WARNINGS: tuple[Rule, ...] = (
     placement.megatron_has_ranks,
 )
 WARNINGS: tuple[Rule, ...] = (
-    algorithm.rewards_are_compared,
-    algorithm.loss_learns_from_rewards,
+    algorithm.policy_learns_from_rewards,
     *RUN_WARNINGS,
     data.evaluation_has_prompts,
     engine.engines_use_all_devices,
-    placement.critic_is_placed_if_there_is_one,
-    placement.colocation_has_an_effect,
+    placement.devices_are_used,
     placement.asynchronous_settings_have_an_effect,
     run.settings_have_an_effect,
     engine.sampling_is_unusual,

@@ -14,15 +14,10 @@ def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
         yield "No evaluations, because data.val_data=[]. Set it, or set trainer.eval_interval=-1"
 
 
-def training_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject training without prompts."""
-    if cfg.data.custom_cls.path is None:
-        yield from training_has_rows(cfg)
-
-
 def training_has_rows(cfg: Any) -> Iterator[str]:
-    """Reject training without data files or datasets."""
-    if not cfg.data.train_data:
+    """Reject training without data files, datasets or a dataset class."""
+    has_class = isinstance(cfg, SkyRLConfig) and cfg.data.custom_cls.path is not None
+    if not cfg.data.train_data and not has_class:
         yield "data.train_data=[] leaves nothing to train on; set data.train_data=[<file or dataset name>]"
 
 

@@ -137,8 +137,10 @@ def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
             )
 
 
-def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject servers without addresses, and addresses that are unused or repeated."""
+def servers_can_be_used(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject addresses of servers that are missing, unused or repeated, engines without a client for their servers, and
+    options that only a server itself can set.
+    """
     generator = cfg.generator
     urls = generator.remote_inference_engine_urls
     if generator.run_engines_locally:
@@ -163,13 +165,6 @@ def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
             f"generator.remote_inference_engine_urls={show(urls)} lists a server twice; remove the duplicate and lower "
             "generator.num_inference_engines"
         )
-
-
-def servers_have_their_options(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject servers of an engine that the run cannot connect to, and options that must be set when a server starts."""
-    generator = cfg.generator
-    if generator.run_engines_locally:
-        return
     if generator.engine.connect is None:
         yield (
             f"generator.backend={generator.backend} cannot connect to a server; set generator.backend=vllm or "

@@ -36,19 +36,14 @@ def _trained_sections(cfg: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield key, value_at(cfg, key)
 
 
-def warmup_is_set_once(cfg: Any) -> Iterator[str]:
-    """Reject a warm-up in both steps and as a fraction."""
+def optimizers_can_learn(cfg: Any) -> Iterator[str]:
+    """Reject a warm-up in both steps and as a fraction, and a weight decay that erases or flips the weights."""
     for key, optimizer in _trained_sections(cfg, "optimizer_config"):
         if optimizer.num_warmup_steps and optimizer.warmup_ratio:
             yield (
                 f"{key}.num_warmup_steps={optimizer.num_warmup_steps} and {key}.warmup_ratio="
                 f"{optimizer.warmup_ratio:g} both set the warm-up; set one of them to 0"
             )
-
-
-def weight_decay_shrinks_weights(cfg: Any) -> Iterator[str]:
-    """Reject a weight decay that erases the weights or changes their sign in one step."""
-    for key, optimizer in _trained_sections(cfg, "optimizer_config"):
         if optimizer.lr * optimizer.weight_decay >= 1:
             yield (
                 f"{key}.weight_decay={optimizer.weight_decay:g} times {key}.lr={optimizer.lr:g} must be below 1, or a "
@@ -114,31 +109,29 @@ def resume_path_is_a_checkpoint(cfg: Any) -> Iterator[str]:
         )
 
 
-def _url_problems(key: str, url: str | None) -> Iterator[str]:
-    if url is not None and not re.match(r"[a-z0-9+.-]+://.", url):
-        yield f"{key}={show(url)} must be a URL, e.g. {key}=s3://my-bucket, or null to upload nothing"
-
-
-def checkpoints_are_uploaded(cfg: Any) -> Iterator[str]:
-    """Reject remote checkpoint storage that is not a URL, or without checkpoints."""
-    url = cfg.trainer.remote_ckpt_url
-    yield from _url_problems("trainer.remote_ckpt_url", url)
-    if url is not None and cfg.trainer.ckpt_interval < 0:
-        yield (
-            f"trainer.remote_ckpt_url={show(url)} needs checkpoints, but trainer.ckpt_interval=-1 writes none; set "
-            "trainer.ckpt_interval=10, or trainer.remote_ckpt_url=null"
+def uploads_have_files(cfg: Any) -> Iterator[str]:
+    """Reject remote storage that is not a URL, or for which the run writes no files."""
+    uploads = [
+        (
+            "trainer.remote_ckpt_url",
+            cfg.trainer.ckpt_interval > 0,
+            "needs checkpoints, but trainer.ckpt_interval=-1 writes none; set trainer.ckpt_interval=10, or "
+            "trainer.remote_ckpt_url=null",
         )
-
-
-def trajectories_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject remote trajectory storage that is not a URL, or without trajectories."""
-    url = cfg.trainer.remote_trajectory_url
-    yield from _url_problems("trainer.remote_trajectory_url", url)
-    if url is not None and not cfg.trainer.dump_eval_results:
-        yield (
-            f"trainer.remote_trajectory_url={show(url)} needs evaluation trajectories, but "
-            "trainer.dump_eval_results=false writes none; set trainer.dump_eval_results=true"
+    ]
+    if isinstance(cfg, SkyRLConfig):
+        fault = (
+            "needs evaluation trajectories, but trainer.dump_eval_results=false writes none; set "
+            "trainer.dump_eval_results=true"
         )
+        uploads.append(("trainer.remote_trajectory_url", cfg.trainer.dump_eval_results, fault))
+    for key, has_files, fault in uploads:
+        if (url := value_at(cfg, key)) is None:
+            continue
+        if not re.match(r"[a-z0-9+.-]+://.", url):
+            yield f"{key}={show(url)} must be a URL, e.g. {key}=s3://my-bucket, or null to upload nothing"
+        if not has_files:
+            yield f"{key}={show(url)} {fault}"
 
 
 def resume_path_is_read(cfg: Any) -> Iterator[str]:
