@@ -7,6 +7,7 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from skyrl_train.config import config_dir
 from skyrl_train.config.base import Section, as_section, describe_field
 from skyrl_train.config.dialects import SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL
 from skyrl_train.config.loading import RL, Schema
-from skyrl_train.config.preferences import DPO, REWARD
 from skyrl_train.config.problems import show
 from skyrl_train.config.root import SkyRLConfig
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import DPO, REWARD, SFT
 
 YAML_FOLDER = Path(config_dir)
 PAGE_PATH = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
@@ -146,7 +146,7 @@ def _page_sections(sections: Mapping[str, type[Section]], key: str = "") -> Iter
                 subsections.setdefault(name, {})[command] = inner
     if key:
         is_mixed = any(by_command.keys() != sections.keys() for by_command in rows.values())
-        texts = {command: " ".join(f"{section.__doc__}".split()) for command, section in sections.items()}
+        texts = {command: " ".join(f"{getdoc(section)}".split()) for command, section in sections.items()}
         commands = "" if is_mixed else f"\n\nCommands: {_names(sections)}."
         yield f"## `{key}`\n\n{_per_command(texts)}{commands}\n"
     if rows:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import getdoc
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar, Union, get_args, get_origin
 
@@ -31,7 +32,8 @@ class Section(BaseModel):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Put each help text on one line.
 
-        A section without one uses its class's docstring. A value inherits the help text of the field that it overrides.
+        A section without one uses the docstring of its class, possibly an inherited one. A value inherits the help text
+        of the field that it overrides.
         """
         sections = [base for base in cls.__mro__ if issubclass(base, Section)]
         for name, field in cls.model_fields.items():
@@ -39,7 +41,7 @@ class Section(BaseModel):
             inner = as_section(field.annotation)
             texts = [
                 field.description,
-                None if inner is None else inner.__doc__,
+                None if inner is None else getdoc(inner),
                 *(base.description for base in fields),
             ]
             field.description = " ".join(next(filter(None, texts), "").split())

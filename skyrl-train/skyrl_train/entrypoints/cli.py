@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from skyrl_train.config import SkyRLConfig
     from skyrl_train.config.problems import Fields
     from skyrl_train.config.run import RunPlacementConfig
-    from skyrl_train.config.sft import SupervisedConfig
+    from skyrl_train.config.supervised import SupervisedConfig
     from skyrl_train.entrypoints.base import Experiment
 
 app = typer.Typer(
@@ -96,7 +96,6 @@ class Program:
     """Parses the overrides. Takes the arguments of `parse_cli`."""
 
 
-@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
 @as_command
 def train(
     context: typer.Context,
@@ -105,12 +104,36 @@ def train(
     dry_run: DryRun = False,
     print_config: PrintConfig = False,
     help: Help = False,
+    is_checked: Annotated[
+        bool, typer.Option("--checked", hidden=True, help="Another process has checked the settings and logged them.")
+    ] = False,
 ) -> None:
-    """Train a policy on its own rollouts."""
+    """Run `skyrl train`, or one of the commands in `SUPERVISED`."""
+    command = str(context.command.name)
+    if is_checked:
+        logging.getLogger("skyrl_train.config").setLevel(logging.ERROR)
     if help:
         _print_help(context, overrides)
+    elif command in SUPERVISED:
+        start_supervised(command, overrides or [], config, print_config, dry_run, is_checked=is_checked)
     else:
         start_rl(overrides or [], config, print_config, dry_run, trains=True, program=context.obj or Program())
+
+
+SUPERVISED = {
+    "sft": ("skyrl_train.config.supervised:SFT", "skyrl_train.entrypoints.sft:SFTExp"),
+    "dpo": ("skyrl_train.config.supervised:DPO", "skyrl_train.entrypoints.preferences:DPOExp"),
+    "reward": ("skyrl_train.config.supervised:REWARD", "skyrl_train.entrypoints.preferences:RewardExp"),
+}
+"""Commands that train on fixed data: their schema and their experiment."""
+
+for _name, _help in {
+    "train": "Train a policy on its own rollouts.",
+    "sft": "Fine-tune a model on demonstrations.",
+    "dpo": "Train a model on preferences by direct preference optimization.",
+    "reward": "Train a reward model on preferences.",
+}.items():
+    app.command(_name, help=_help, context_settings=RUN_SETTINGS, add_help_option=False)(train)
 
 
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
@@ -127,43 +150,6 @@ def generate(
         _print_help(context, overrides)
     else:
         start_rl(overrides or [], config, print_config, dry_run=False, trains=False)
-
-
-@as_command
-def train_on_data(
-    context: typer.Context,
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    dry_run: DryRun = False,
-    print_config: PrintConfig = False,
-    help: Help = False,
-    is_checked: Annotated[
-        bool, typer.Option("--checked", hidden=True, help="Another process has checked the settings and logged them.")
-    ] = False,
-) -> None:
-    """Run one of the commands in `SUPERVISED`."""
-    if is_checked:
-        logging.getLogger("skyrl_train.config").setLevel(logging.ERROR)
-    if help:
-        _print_help(context, overrides)
-    else:
-        command = str(context.command.name)
-        start_supervised(command, overrides or [], config, print_config, dry_run, is_checked=is_checked)
-
-
-SUPERVISED = {
-    "sft": ("skyrl_train.config.sft:SFT", "skyrl_train.entrypoints.sft:SFTExp"),
-    "dpo": ("skyrl_train.config.preferences:DPO", "skyrl_train.entrypoints.preferences:DPOExp"),
-    "reward": ("skyrl_train.config.preferences:REWARD", "skyrl_train.entrypoints.preferences:RewardExp"),
-}
-"""Commands that train on fixed data: their schema and their experiment."""
-
-for _name, _help in {
-    "sft": "Fine-tune a model on demonstrations.",
-    "dpo": "Train a model on preferences by direct preference optimization.",
-    "reward": "Train a reward model on preferences.",
-}.items():
-    app.command(_name, help=_help, context_settings=RUN_SETTINGS, add_help_option=False)(train_on_data)
 
 
 @app.command(context_settings=RUN_SETTINGS)

@@ -22,10 +22,9 @@ from skyrl_train.config.policy import (
     PolicyModelConfig,
     find_indivisible,
 )
-from skyrl_train.config.preferences import DPOConfig
 from skyrl_train.config.problems import show
 from skyrl_train.config.run import RunConfig
-from skyrl_train.config.sft import SupervisedConfig
+from skyrl_train.config.supervised import DPOConfig, SupervisedConfig
 from skyrl_train.dataset.demonstrations import read_answers
 from skyrl_train.dataset.files import JoinedRows, check_row_count, find_fault, local_path
 from skyrl_train.dataset.rows import check_environments, read_prompt_rows

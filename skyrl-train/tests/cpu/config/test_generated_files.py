@@ -8,7 +8,7 @@ from dev import configuration
 from skyrl_train.config.base import as_section
 from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT, UNSUPPORTED
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import SFT
 
 
 def test_the_generated_files_are_up_to_date() -> None:
