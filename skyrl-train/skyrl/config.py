@@ -20,8 +20,8 @@ from typing import Any, ClassVar, get_type_hints
 import pydantic
 
 from skyrl_train import config
-from skyrl_train.compat.skyrl.absent import refuse_name
 from skyrl_train.compat.skyrl.keys import ALIASES
+from skyrl_train.compat.skyrl.names import find_name
 from skyrl_train.config import to_yaml as get_config_as_yaml_str
 from skyrl_train.config.base import Section, as_section, value_at
 from skyrl_train.config.cli import parse
@@ -149,4 +149,4 @@ def _extend(section: type[Section], key: str, additions: Mapping[str, type]) -> 
 
 def __getattr__(name: str) -> Any:
     value = None if name.startswith("_") else vars(config).get(name)
-    return refuse_name("config", name) if value is None or isinstance(value, ModuleType) else value
+    return find_name("config", name) if value is None or isinstance(value, ModuleType) else value

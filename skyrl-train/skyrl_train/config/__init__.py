@@ -7,7 +7,7 @@ from skyrl_train.config.algorithm import (
     KLControllerConfig,
     OffPolicyCorrectionConfig,
 )
-from skyrl_train.config.cli import compose_config, config_dir, get_default_config, parse_cli, rewrite_overrides
+from skyrl_train.config.cli import compose_config, config_dir, parse_cli
 from skyrl_train.config.generator import EvalSamplingConfig, GeneratorConfig, SamplingConfig
 from skyrl_train.config.loading import changed_settings, load_config, to_yaml, validate_cfg
 from skyrl_train.config.policy import (

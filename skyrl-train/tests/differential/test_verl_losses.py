@@ -15,7 +15,7 @@ from verl.workers.config import ActorConfig
 
 from skyrl_train.algorithms.losses import clipped_surrogate, value_loss
 from skyrl_train.algorithms.off_policy import correction_weights
-from skyrl_train.algorithms.reduction import reduce_loss
+from skyrl_train.compat.skyrl.algorithms import reduce_loss
 from skyrl_train.config.algorithm import (
     AlgorithmConfig,
     CispoConfig,
