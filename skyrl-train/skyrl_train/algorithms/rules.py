@@ -64,11 +64,9 @@ def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
 
 def reads_reference(config: AlgorithmConfig) -> bool:
     """Return True if a KL term or the estimator needs reference log-probs."""
-    name = config.advantage_estimator
-    if config.compares_with_reference:
-        return True
-    is_known = name in ADVANTAGE_ESTIMATORS.list_available()
-    return is_known and "ref_log_probs" in required_inputs(ADVANTAGE_ESTIMATORS.get(name))
+    name, known = config.advantage_estimator, ADVANTAGE_ESTIMATORS.entries
+    is_required = name in known and "ref_log_probs" in required_inputs(ADVANTAGE_ESTIMATORS.get(name))
+    return config.compares_with_reference or is_required
 
 
 def loads_reference(cfg: SkyRLConfig) -> bool:

@@ -26,10 +26,9 @@ RULES: tuple[Rule, ...] = (
     data.custom_dataset_is_complete,
     data.custom_reward_function_is_called,
     algorithm.mini_batches_divide_batch,
-    algorithm.sequence_norm_has_a_length,
-    algorithm.training_temperature_is_positive,
+    algorithm.defaults_can_be_derived,
     *RUN_RULES,
-    engine.input_length_covers_prompts,
+    engine.lengths_are_ordered,
     engine.conversation_has_one_mode,
     placement.asynchronous_engine_has_its_own_devices,
     placement.critic_has_the_size_of_its_devices,
@@ -40,7 +39,6 @@ RULES: tuple[Rule, ...] = (
     engine.servers_can_be_used,
     engine.engine_has_its_options,
     engine.experts_can_be_replayed,
-    engine.sampling_lengths_are_ordered,
     run.rollouts_are_scored_exactly,
     data.interpreter_has_processes,
     algorithm.reference_is_a_second_model,
@@ -60,8 +58,7 @@ MACHINE_RULES = (engine.engine_is_installed, *RUN_MACHINE_RULES)
 """Rules that also inspect the machine. Checked before a run, but not for a report about a finished run."""
 
 RUN_WARNINGS: tuple[Rule, ...] = (
-    run.adapters_are_on,
-    run.resume_path_is_read,
+    run.settings_have_an_effect,
     data.training_data_is_read_once,
     placement.megatron_has_ranks,
 )
@@ -72,7 +69,6 @@ WARNINGS: tuple[Rule, ...] = (
     engine.engines_use_all_devices,
     placement.devices_are_used,
     placement.asynchronous_settings_have_an_effect,
-    run.settings_have_an_effect,
     engine.sampling_is_unusual,
     algorithm.coefficients_are_unusual,
 )

@@ -113,7 +113,9 @@ class TinkerRun:
                         metrics["time/total"] = time.perf_counter() - started
                         tracking.log(metrics, step)
                         if step % options.save_every == 0 or step == options.max_steps:
-                            await self._save(trainer, prompts, step)
+                            saved = await trainer.save_state(f"{options.run_name}-{step:06d}", overwrite=True)
+                            position = {"step": step, "path": saved.path, "prompts": prompts.state_dict()}
+                            replace_text(self._state_path, json.dumps(position))
                     if eval_dataset is not None and state["step"] < options.max_steps:
                         engine.load(await trainer.save_weights_and_get_sampling_client(), options.max_steps)
                         final = await self._evaluate(eval_dataset, generator, tokenizer, options.max_steps)
@@ -184,9 +186,3 @@ class TinkerRun:
         metrics, _ = await evaluate(dataset, generator, self.cfg, step, folder, chat)
         await self.alert(step, metrics)
         return metrics
-
-    async def _save(self, trainer: tinker.TrainingClient, prompts: ShuffledPrompts, step: int) -> None:
-        """Save weights and optimizer on the service, then the step and the prompt order in the run folder."""
-        name = f"{self.options.run_name}-{step:06d}"
-        saved = await trainer.save_state(name, overwrite=True)
-        replace_text(self._state_path, json.dumps({"step": step, "path": saved.path, "prompts": prompts.state_dict()}))

@@ -33,8 +33,8 @@ def mini_batches_divide_batch(cfg: SkyRLConfig) -> Iterator[str]:
             )
 
 
-def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject `seq_mean_token_sum_norm` without its divisor, `max_seq_len`."""
+def defaults_can_be_derived(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject a divisor `max_seq_len` that no key determines, and a training temperature of 0 from greedy rollouts."""
     algorithm = cfg.trainer.algorithm
     if algorithm.loss_reduction == "seq_mean_token_sum_norm" and algorithm.max_seq_len is None:
         yield (
@@ -42,11 +42,7 @@ def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
             f"which cannot be computed with generator.max_turns={cfg.generator.max_turns} and "
             "generator.max_input_length=null; set trainer.algorithm.max_seq_len"
         )
-
-
-def training_temperature_is_positive(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a training temperature of 0: it divides the logits."""
-    if cfg.trainer.algorithm.temperature == 0:
+    if algorithm.temperature == 0:
         yield (
             "generator.sampling_params.temperature=0.0 (greedy) cannot divide the logits in training, but "
             "trainer.algorithm.temperature=null uses it; try generator.sampling_params.temperature=1.0, or set "

@@ -21,13 +21,6 @@ WITHOUT_EFFECT = {
 """SkyRL keys that have no effect here, with the reason."""
 
 
-def settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about settings that have no effect."""
-    for key, reason in WITHOUT_EFFECT.items():
-        if (value := value_at(cfg, key)) != FIELDS[key].get_default():
-            yield f"{key}={show(value)} has no effect: {reason}"
-
-
 def _trained_sections(cfg: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield (key, settings) of a section such as `optimizer_config` for each trained model."""
     for role in ("policy", "critic"):
@@ -72,14 +65,22 @@ def adapters_are_possible(cfg: Any) -> Iterator[str]:
                 )
 
 
-def adapters_are_on(cfg: Any) -> Iterator[str]:
-    """Warn about settings for a disabled adapter."""
+def settings_have_an_effect(cfg: Any) -> Iterator[str]:
+    """Warn about settings that have no effect, among them those of a disabled adapter and an ignored resume path."""
+    for key, reason in WITHOUT_EFFECT.items() if isinstance(cfg, SkyRLConfig) else ():
+        if (value := value_at(cfg, key)) != FIELDS[key].get_default():
+            yield f"{key}={show(value)} has no effect: {reason}"
     for key, lora in _trained_sections(cfg, "model.lora"):
         if not lora.is_used and (changed := sorted(changed_fields(lora))):
             yield (
                 f"{key}.{changed[0]}={show(value_at(lora, changed[0]))} has no effect, because {key}.rank=0 turns the "
                 f"adapter off; set {key}.rank=32, or remove {key}.{changed[0]}"
             )
+    if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
+        yield (
+            f"trainer.resume_path={show(cfg.trainer.resume_path)} is ignored when "
+            f"trainer.resume_mode={cfg.trainer.resume_mode}; set trainer.resume_mode=from_path"
+        )
 
 
 def names_are_folders(cfg: Any) -> Iterator[str]:
@@ -132,15 +133,6 @@ def uploads_have_files(cfg: Any) -> Iterator[str]:
             yield f"{key}={show(url)} must be a URL, e.g. {key}=s3://my-bucket, or null to upload nothing"
         if not has_files:
             yield f"{key}={show(url)} {fault}"
-
-
-def resume_path_is_read(cfg: Any) -> Iterator[str]:
-    """Warn about a `resume_path` that `resume_mode` ignores."""
-    if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
-        yield (
-            f"trainer.resume_path={show(cfg.trainer.resume_path)} is ignored when "
-            f"trainer.resume_mode={cfg.trainer.resume_mode}; set trainer.resume_mode=from_path"
-        )
 
 
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
