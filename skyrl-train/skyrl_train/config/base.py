@@ -20,6 +20,8 @@ from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
 
+_MISSING = object()
+
 
 class Section(BaseModel):
     """A section of the configuration. Immutable and strict about types, except that a float field accepts an int."""
@@ -166,15 +168,20 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
     return f"{names[annotation]} {' and '.join(bounds)}".rstrip()
 
 
-def value_at(tree: object, key: str) -> Any:
-    """Return the value at a dotted key in nested sections or mappings. Raise KeyError if there is none."""
+def value_at(tree: object, key: str, default: Any = _MISSING) -> Any:
+    """Return the value at a dotted key in nested sections or mappings, or `default` if there is none.
+
+    Without a default, raise KeyError.
+    """
     for name in key.split("."):
-        if isinstance(tree, Mapping):
+        if isinstance(tree, Mapping) and name in tree:
             tree = tree[name]
         elif isinstance(tree, Section) and (name in type(tree).model_fields or name in (tree.model_extra or {})):
             tree = getattr(tree, name)
-        else:
+        elif default is _MISSING:
             raise KeyError(key)
+        else:
+            return default
     return tree
 
 

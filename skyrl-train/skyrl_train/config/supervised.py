@@ -12,8 +12,8 @@ from skyrl_train.config.dialects import MEMORY_WITHOUT_EFFECT, VERL_SFT
 from skyrl_train.config.loading import RUN_PATHS, RUN_SOURCES, C, Schema
 from skyrl_train.config.policy import Betas, LearningRate, OptimizerConfig, PolicyConfig, RefConfig, SchedulerName
 from skyrl_train.config.problems import Rule
+from skyrl_train.config.rules import RUN_MACHINE_RULES, RUN_RULES, RUN_WARNINGS
 from skyrl_train.config.run import RunConfig
-from skyrl_train.config.validation import RUN_MACHINE_RULES, RUN_RULES, RUN_WARNINGS
 
 MAX_LENGTH = 2048
 """Default of `data.max_length` in tokens, unless the model's context is shorter."""

@@ -125,8 +125,10 @@ def kl_terms_are_used(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
-def intervals_are_not_empty(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject intervals whose lower end is not below the upper end, and a token ratio interval with only one end."""
+def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject empty or one-sided intervals, a dual clip inside PPO's clip range, and an overlong buffer that penalizes
+    every response.
+    """
     keys = [f"{CORRECTION}.token_mask_is_threshold_{end}" for end in ("low", "high")]
     values = [value_at(cfg, key) for key in keys]
     if values.count(None) == 1:
@@ -142,10 +144,6 @@ def intervals_are_not_empty(cfg: SkyRLConfig) -> Iterator[str]:
                 f"{low_key}={low} must be below {high_key}={high}, or nothing lies between them; lower the first or "
                 "raise the second"
             )
-
-
-def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a dual clip inside PPO's clip range, and an overlong buffer that penalizes every response."""
     algorithm, longest = cfg.trainer.algorithm, cfg.generator.sampling_params.max_generate_length
     first, buffer = 1 + algorithm.eps_clip_high, algorithm.overlong_buffer_len
     if algorithm.policy_loss_type == "dual_clip" and algorithm.clip_ratio_c <= first:

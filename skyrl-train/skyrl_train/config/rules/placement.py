@@ -32,9 +32,11 @@ def launcher_starts_every_process(cfg: Any) -> Iterator[str]:
         )
 
 
-def asynchronous_engine_has_its_own_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject asynchronous training with engines on the policy's GPUs."""
+def devices_can_be_shared(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject a critic on the policy's GPUs that asks for another number, and asynchronous training on these GPUs."""
     placement = cfg.trainer.placement
+    if cfg.trainer.critic.model.path is not None:
+        yield from find_other_size(placement, "critic")
     is_shared = placement.uses_ray and placement.colocate_all and cfg.generator.n_local_engines > 0
     if cfg.trainer.fully_async.enabled and is_shared:
         yield (
@@ -42,23 +44,6 @@ def asynchronous_engine_has_its_own_devices(cfg: SkyRLConfig) -> Iterator[str]:
             "trainer.placement.colocate_all=true places both on the same GPUs; set "
             "trainer.placement.colocate_all=false, or trainer.fully_async.enabled=false"
         )
-
-
-def asynchronous_settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about settings for asynchronous training while it is disabled."""
-    settings = cfg.trainer.fully_async
-    if not settings.enabled and (changed := sorted(changed_fields(settings))):
-        key = f"trainer.fully_async.{changed[0]}"
-        yield (
-            f"{key}={show(value_at(settings, changed[0]))} has no effect without trainer.fully_async.enabled=true or a "
-            f"FullyAsyncRayPPOTrainer; set trainer.fully_async.enabled=true, or remove {key}"
-        )
-
-
-def critic_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a critic that shares the policy's GPUs but asks for a different number."""
-    if cfg.trainer.critic.model.path is not None:
-        yield from find_other_size(cfg.trainer.placement, "critic")
 
 
 def find_other_size(placement: PlacementConfig, role: PlacedRole) -> Iterator[str]:
@@ -93,8 +78,15 @@ def _other_counts(placement: PlacementConfig, role: PlacedRole) -> list[tuple[st
     ]
 
 
-def devices_are_used(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about GPUs for a critic in a run without one, or for the reference if all models share the same GPUs."""
+def devices_are_used(cfg: Any) -> Iterator[str]:
+    """Warn about Megatron-Core with a single rank, and GPUs of a critic or a reference that has none of its own."""
+    if cfg.trainer.strategy_traits.is_model_parallel and _count_ranks(cfg.trainer.placement, "policy") == 1:
+        yield (
+            "trainer.strategy=megatron has no effect with a single rank of the policy, which holds the whole model; "
+            "set trainer.placement.policy_num_gpus_per_node=2 or more, or trainer.strategy=fsdp2"
+        )
+    if not isinstance(cfg, SkyRLConfig):
+        return
     placement = cfg.trainer.placement
     if cfg.trainer.critic.model.path is None:
         yield from find_unused_size(placement, "critic", "the run has no critic")
@@ -203,15 +195,6 @@ def sharding_fits_ranks(cfg: Any) -> Iterator[str]:
                 f"{_describe_ranks(n_ranks)} of the {role}; set {counts}={megatron.n_ranks_of_copy}, or lower one of "
                 "them"
             )
-
-
-def megatron_has_ranks(cfg: Any) -> Iterator[str]:
-    """Warn about Megatron-Core with a single rank."""
-    if cfg.trainer.strategy_traits.is_model_parallel and _count_ranks(cfg.trainer.placement, "policy") == 1:
-        yield (
-            "trainer.strategy=megatron has no effect with a single rank of the policy, which holds the whole model; "
-            "set trainer.placement.policy_num_gpus_per_node=2 or more, or trainer.strategy=fsdp2"
-        )
 
 
 def _count_ranks(placement: RunPlacementConfig, role: PlacedRole) -> int:

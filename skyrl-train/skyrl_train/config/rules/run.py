@@ -44,18 +44,8 @@ def optimizers_can_learn(cfg: Any) -> Iterator[str]:
             )
 
 
-def rollouts_are_scored_exactly(cfg: Any) -> Iterator[str]:
-    """Reject adapter dropout in reinforcement learning."""
-    for key, lora in _trained_sections(cfg, "model.lora"):
-        if lora.dropout > 0:
-            yield (
-                f"{key}.dropout={lora.dropout:g} would make the log-probs of training random, unlike those of "
-                f"sampling; set {key}.dropout=0"
-            )
-
-
 def adapters_are_possible(cfg: Any) -> Iterator[str]:
-    """Reject `target_modules` and `exclude_modules` together with `lora_path`."""
+    """Reject matrices for an adapter that is loaded from `lora_path`, and adapter dropout in reinforcement learning."""
     for key, lora in _trained_sections(cfg, "model.lora"):
         for name in changed_fields(lora) & {"target_modules", "exclude_modules"}:
             if lora.lora_path is not None:
@@ -63,13 +53,25 @@ def adapters_are_possible(cfg: Any) -> Iterator[str]:
                     f"{key}.{name}={show(value_at(lora, name))}: the adapter in {key}.lora_path={show(lora.lora_path)} "
                     f"has its own matrices; remove {key}.{name}"
                 )
+        if lora.dropout > 0 and isinstance(cfg, SkyRLConfig):
+            yield (
+                f"{key}.dropout={lora.dropout:g} would make the log-probs of training random, unlike those of "
+                f"sampling; set {key}.dropout=0"
+            )
 
 
 def settings_have_an_effect(cfg: Any) -> Iterator[str]:
-    """Warn about settings that have no effect, among them those of a disabled adapter and an ignored resume path."""
+    """Warn about settings that have no effect, e.g. of a disabled adapter or of disabled asynchronous training."""
     for key, reason in WITHOUT_EFFECT.items() if isinstance(cfg, SkyRLConfig) else ():
         if (value := value_at(cfg, key)) != FIELDS[key].get_default():
             yield f"{key}={show(value)} has no effect: {reason}"
+    settings = cfg.trainer.fully_async if isinstance(cfg, SkyRLConfig) else None
+    if settings is not None and not settings.enabled and (changed := sorted(changed_fields(settings))):
+        key = f"trainer.fully_async.{changed[0]}"
+        yield (
+            f"{key}={show(value_at(settings, changed[0]))} has no effect without trainer.fully_async.enabled=true or a "
+            f"FullyAsyncRayPPOTrainer; set trainer.fully_async.enabled=true, or remove {key}"
+        )
     for key, lora in _trained_sections(cfg, "model.lora"):
         if not lora.is_used and (changed := sorted(changed_fields(lora))):
             yield (
