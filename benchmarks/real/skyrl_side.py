@@ -11,7 +11,7 @@ from task import N_NEW, N_PROMPTS, N_SAMPLES, SFT_ROWS, reward
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config.cli import parse
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import SFT
 from skyrl_train.entrypoints.main_base import parse_cli
 
 

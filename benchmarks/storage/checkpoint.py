@@ -22,7 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.config.cli import parse
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import SFT
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.entrypoints.sft import SFTExp

@@ -12,7 +12,7 @@ from examples.catch.main_catch import register_catch
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.config.cli import parse
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import SFT
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.entrypoints.main_sft import SFTExp

@@ -14,13 +14,14 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from types import ModuleType
 from typing import Any, ClassVar, get_type_hints
 
 import pydantic
 
 from skyrl_train import config
-from skyrl_train.compat.skyrl.absent import refuse_name
 from skyrl_train.compat.skyrl.keys import ALIASES
+from skyrl_train.compat.skyrl.names import find_name
 from skyrl_train.config import to_yaml as get_config_as_yaml_str
 from skyrl_train.config.base import Section, as_section, value_at
 from skyrl_train.config.cli import parse
@@ -147,6 +148,5 @@ def _extend(section: type[Section], key: str, additions: Mapping[str, type]) -> 
 
 
 def __getattr__(name: str) -> Any:
-    if name in config.__all__:
-        return getattr(config, name)
-    return refuse_name("config", name)
+    value = None if name.startswith("_") else vars(config).get(name)
+    return find_name("config", name) if value is None or isinstance(value, ModuleType) else value

@@ -191,18 +191,15 @@ class Learner(TrainedModels):
         if self.critic is not None:
             batch = replace(batch, values=(await self.critic.score(batch))["values"])
         batch = await self.score_reference(batch)
-        if not reads_old_logprobs and not self._needs_old_logprobs(batch):
+        cfg, algorithm = self._cfg, self._cfg.algorithm
+        is_updated_once = cfg.update_epochs_per_batch == 1 and batch.n_prompts <= cfg.policy_mini_batch_size
+        is_read = reads_old_logprobs or algorithm.use_kl_in_reward or algorithm.top_entropy_quantile < 1
+        if is_updated_once and not is_read and not self._required & FROM_POLICY:
             return batch
         scores = await self.policy.score(batch)
         return replace(
             batch, old_logprobs=scores["logprobs"], entropies=scores["entropy"], sum_pi_squared=scores["sum_pi_squared"]
         )
-
-    def _needs_old_logprobs(self, batch: TrainingBatch) -> bool:
-        cfg, algorithm = self._cfg, self._cfg.algorithm
-        is_updated_once = cfg.update_epochs_per_batch == 1 and batch.n_prompts <= cfg.policy_mini_batch_size
-        is_read_before_update = algorithm.use_kl_in_reward or algorithm.top_entropy_quantile < 1
-        return not is_updated_once or is_read_before_update or bool(self._required & FROM_POLICY)
 
     def advantages(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
         """Fill in `advantages` and `returns` (B, R). With `use_kl_in_reward`, first subtract the KL penalty."""

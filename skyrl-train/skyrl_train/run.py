@@ -126,7 +126,7 @@ class Run(ABC):
         self._position = position
         self._callbacks = callbacks
         trainer: RunConfig = cfg.trainer
-        self.remote = _open_remote(trainer.remote_url(cfg.trainer.policy.model.path))
+        self.remote = _open_remote(trainer, cfg.trainer.policy.model.path)
         """The run's checkpoints in remote storage. None without `trainer.remote_ckpt_url` or credentials."""
         keeps_one = self.remote is not None and trainer.max_ckpts_to_keep < 0
         n_kept = 1 if keeps_one else trainer.max_ckpts_to_keep
@@ -438,13 +438,18 @@ class Run(ABC):
             ) from error
 
 
-def _open_remote(url: str | None) -> RemoteCheckpoints | None:
-    """Open the checkpoints at a URL. ConfigError if its protocol is unknown, or its package is not installed."""
-    if (folder := open_folder(url, "trainer.remote_ckpt_url", "checkpoints")) is None:
+def _open_remote(trainer: RunConfig, model: str) -> RemoteCheckpoints | None:
+    """Open the run's folder under `remote_ckpt_url`, if that is set. `model` is the model's path.
+
+    ConfigError if the URL's protocol is unknown, or its package is not installed.
+    """
+    root = open_folder(trainer.remote_ckpt_url, "trainer.remote_ckpt_url", "checkpoints")
+    if root is None:
         return None
+    folder = root / f"{trainer.project_name}/{model.rstrip('/').rpartition('/')[2]}/{trainer.run_name}"
     try:
         folder.connect()
     except STORAGE_ERRORS as error:
-        raise ConfigError(f"trainer.remote_ckpt_url: cannot open {url}: {error}") from error
-    logger.info("Checkpoints are uploaded to %s", url)
+        raise ConfigError(f"trainer.remote_ckpt_url: cannot open {folder.url}: {error}") from error
+    logger.info("Checkpoints are uploaded to %s", folder.url)
     return RemoteCheckpoints(folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_train.algorithms.objectives import SupervisedObjective
 from skyrl_train.callbacks import is_due
-from skyrl_train.config.sft import SupervisedConfig
+from skyrl_train.config.supervised import SupervisedConfig
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import SupervisedDataset, build_supervised_batch
 from skyrl_train.learner import MIN_MEAN_LOGPROB, TrainedModels

@@ -85,11 +85,6 @@ def adjust_threads() -> None:
         budget.adjust()
 
 
-def use_one_core() -> None:
-    """Let this thread compute with one core and leave the rest to the compute thread."""
-    torch.set_num_threads(1)
-
-
 @contextmanager
 def _at_most(n_threads: int) -> Iterator[int]:
     """Compute with at most `n_threads` threads within the context. Yield the number before and after it."""

@@ -22,7 +22,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import Rule, raise_problems, show
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.dataset.rows import TaskRow
+from skyrl_train.dataset.rows import LocatedRow
 from skyrl_train.entrypoints.command import parse_cli
 from skyrl_train.entrypoints.evaluation import EvaluationExperiment
 from skyrl_train.entrypoints.experiment import RLExperiment
@@ -123,17 +123,17 @@ def parse_task(
     return agent, cfg
 
 
-def check_rows(agent: AgentConfig, rows: Iterable[TaskRow]) -> None:
+def check_rows(agent: AgentConfig, rows: Iterable[LocatedRow]) -> None:
     """Have the task check rows. DataError names the rows that it rejects."""
     task: type[BaseTask] = load_class(agent.task, BaseTask)
     n_rows, problems = 0, []
-    for row in rows:
+    for location, row in rows:
         n_rows += 1
         try:
-            instance = Instance.from_row({**row.extras, "prompt": []}, row.location, agent)
+            instance = Instance.from_row({**row.env_extras, "prompt": []}, location, agent)
             task.check_instance(instance.data, instance.data_source)
         except Exception as error:  # noqa: BLE001, the boundary of a row
-            problems.append(f"{row.location}: {error if isinstance(error, DataError) else describe_error(error)}")
+            problems.append(f"{location}: {error if isinstance(error, DataError) else describe_error(error)}")
     if problems:
         raise DataError(
             f"{task.__name__} rejects {len(problems)} of {n_rows} rows; the first: {'; '.join(problems[:3])}"
@@ -160,9 +160,7 @@ class AgentExp(RLExperiment):
         for dataset in datasets:
             if not dataset.is_checked:
                 dataset.check_drawn = lambda row: check_rows(self.agent, [row])
-            check_rows(
-                self.agent, (TaskRow(place, row.env_class, row.env_extras) for place, row in dataset.checked_rows())
-            )
+            check_rows(self.agent, dataset.checked_rows())
 
 
 class AgentEvaluation(AgentExp, EvaluationExperiment):

@@ -16,7 +16,7 @@ from skyrl_agent.auto import AutoAgentRunner
 from skyrl_agent.config import AgentConfig
 from skyrl_agent.integrations.skyrl_train import check_rows, sampling_settings
 from skyrl_agent.runner import AgentRunner
-from skyrl_train.dataset.rows import TaskRow
+from skyrl_train.dataset.rows import LocatedRow
 from skyrl_train.entrypoints.command import run_command
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngine
@@ -85,7 +85,7 @@ class AgentTinkerRun(TinkerRun):
     def get_generator(self, engine: InferenceEngine, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         return AutoAgentRunner.from_task(self.options.agent, engine, tokenizer)
 
-    def check_rows(self, rows: Iterable[TaskRow]) -> None:
+    def check_rows(self, rows: Iterable[LocatedRow]) -> None:
         check_rows(self.options.agent, rows)
 
 

@@ -97,30 +97,14 @@ def _estimate(d: torch.Tensor, estimator: str) -> torch.Tensor:
             raise ConfigError(f"unknown KL estimator {estimator!r}; use k1, k2, k3, abs, k1+, k3+ or abs+")
 
 
-class FixedKLController:
-    """A constant coefficient of the KL penalty in the reward."""
+class KLController:
+    """The coefficient of the KL penalty in the reward: constant, or adaptive if it has a target.
 
-    def __init__(self, kl_coef: float) -> None:
-        self.value = kl_coef
-
-    def update(self, current: float, n_trajectories: int) -> None:
-        """Keep the coefficient."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return {}, because a resumed run reads the coefficient from its configuration."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Ignore the state. An adaptive controller may have saved it."""
-
-
-class AdaptiveKLController:
-    """A KL coefficient that rises while the KL is above its target, and falls while it is below.
-
+    An adaptive coefficient rises while the KL is above its target, and falls while it is below:
     value *= 1 + clip(KL / target - 1, ±0.2) · min(n / horizon, 1), for a step of n trajectories. So no step changes the
     coefficient by more than a fifth or flips its sign. A NaN is ignored.
 
-    >>> controller = AdaptiveKLController(init_kl_coef=0.1, target=0.02, horizon=1000)
+    >>> controller = KLController(0.1, target=0.02, horizon=1000)
     >>> controller.update(current=0.03, n_trajectories=100)  # 50% above the target: clipped to 20%, times 100 / 1000
     >>> round(controller.value, 6)
     0.102
@@ -128,38 +112,37 @@ class AdaptiveKLController:
     Source: Fine-Tuning Language Models from Human Preferences (Ziegler et al., 2019, arXiv:1909.08593), section 2.2.
     """
 
-    def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
-        """Start at `init_kl_coef`, with `target` in nats per token and `horizon` in trajectories.
+    def __init__(self, value: float, target: float | None = None, horizon: int = 1) -> None:
+        """Start at `value`, with `target` in nats per token (None: constant) and `horizon` in trajectories.
 
         Raises:
             ConfigError: target or horizon is not above 0.
         """
-        if target <= 0 or horizon <= 0:
+        if horizon <= 0 or (target is not None and target <= 0):
             raise ConfigError(
                 f"kl_ctrl.kl_target={target} and kl_ctrl.horizon={horizon} of an adaptive controller must be above 0"
             )
-        self.value = init_kl_coef
+        self.value = value
         self._target = target
         self._horizon = horizon
 
     def update(self, current: float, n_trajectories: int) -> None:
         """Adapt the coefficient to `current`, the mean KL per token of a step of `n_trajectories`."""
-        if math.isnan(current):
-            return
-        error = min(max(current / self._target - 1, -0.2), 0.2)
-        self.value *= 1 + error * min(n_trajectories / self._horizon, 1)
+        if self._target is not None and not math.isnan(current):
+            error = min(max(current / self._target - 1, -0.2), 0.2)
+            self.value *= 1 + error * min(n_trajectories / self._horizon, 1)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the coefficient."""
-        return {"value": self.value}
+        """Return an adaptive coefficient. A resumed run reads a constant one from its configuration."""
+        return {} if self._target is None else {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the coefficient. A fixed controller saves none, and then the initial one stays."""
-        self.value = state.get("value", self.value)
+        """Restore an adaptive coefficient, if the state has one. A constant one ignores the state."""
+        if self._target is not None:
+            self.value = state.get("value", self.value)
 
 
-def kl_controller(config: AlgorithmConfig) -> FixedKLController | AdaptiveKLController:
+def kl_controller(config: AlgorithmConfig) -> KLController:
     """Return the controller for `kl_ctrl.type`, with `kl_loss_coef` as its first value."""
-    if config.kl_ctrl.type == "adaptive":
-        return AdaptiveKLController(config.kl_loss_coef, config.kl_ctrl.kl_target, config.kl_ctrl.horizon)
-    return FixedKLController(config.kl_loss_coef)
+    is_adaptive = config.kl_ctrl.type == "adaptive"
+    return KLController(config.kl_loss_coef, config.kl_ctrl.kl_target if is_adaptive else None, config.kl_ctrl.horizon)

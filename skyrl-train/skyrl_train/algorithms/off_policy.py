@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from skyrl_train.algorithms.masked import masked_mean
-from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
+from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
 from skyrl_train.lazy import no_grad, torch
 from skyrl_train.types import MetricKind, MetricSums
 

@@ -92,26 +92,3 @@ def _group_tokens(
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return Σ weights · values over (B, R). A NaN with weight 0 is ignored."""
     return (torch.where(weights > 0, values, 0.0) * weights).sum()
-
-
-def reduce_loss(
-    loss: torch.Tensor,
-    loss_mask: torch.Tensor | None,
-    loss_reduction: LossReduction,
-    max_seq_len: int | None = None,
-    index: Sequence[str] | None = None,
-) -> torch.Tensor:
-    """Reduce a loss per token (B, R) to its `weighted_sum` with `token_weights`. No mask means a mask of ones.
-
-    This is for custom policy losses that return a scalar. The divisor counts only the given rows, so micro-batches
-    yield a mean of means. Return one value per token to have the trainer divide by the whole mini-batch.
-
-    >>> loss, loss_mask = torch.tensor([[3.0, 3.0, 3.0], [1.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
-    >>> reduce_loss(loss, loss_mask, "token_mean"), reduce_loss(loss, loss_mask, "sequence_mean")
-    (tensor(2.5000), tensor(2.))
-
-    Raises:
-        ConfigError: the reduction needs `max_seq_len` or `index`, or is unknown.
-    """
-    mask = torch.ones_like(loss) if loss_mask is None else loss_mask
-    return weighted_sum(loss, token_weights(mask, loss_reduction, max_seq_len, index))

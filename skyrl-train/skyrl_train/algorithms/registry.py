@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -124,7 +124,8 @@ class Registry(Generic[Function, Traits]):
         self._key = key
         self._default_traits = default_traits
         self._reserved = reserved
-        self._entries: dict[str, tuple[Function, Traits]] = {}
+        self.entries: dict[str, tuple[Function, Traits]] = {}
+        """Every function with its traits, by name."""
 
     def register(self, name: str, function: Function, traits: Traits | None = None) -> None:
         """Add a function, or replace a built-in one that is not reserved.
@@ -132,41 +133,33 @@ class Registry(Generic[Function, Traits]):
         Raises:
             ConfigError: the name is reserved, or taken by another custom function.
         """
-        if name in self._entries:
+        if name in self.entries:
             if name in self._reserved or is_built_in(function) or not is_built_in(self.get(name)):
                 raise ConfigError(
                     f"{self._kind} {name!r} is already registered as {self.get(name)!r}; choose another name"
                 )
             logger.info("%s %r: %r replaces the built-in function", self._kind, name, function)
-        self._entries[name] = (function, traits or self._default_traits)
+        self.entries[name] = (function, traits or self._default_traits)
 
     def unregister(self, name: str) -> None:
         """Remove a function, or raise ConfigError if the name is unknown."""
         self.get(name)
-        del self._entries[name]
+        del self.entries[name]
 
     def get(self, name: str) -> Function:
         """Return the function registered under `name`, or raise ConfigError with the available names."""
-        if name not in self._entries:
+        if name not in self.entries:
             raise ConfigError(f"{self._key}={name!r} is not registered; available: {', '.join(self.list_available())}")
-        return self._entries[name][0]
+        return self.entries[name][0]
 
     def traits(self, name: str) -> Traits:
         """Return the traits of the function registered under `name`, or raise ConfigError if it is unknown."""
         self.get(name)
-        return self._entries[name][1]
-
-    def entries(self) -> dict[str, tuple[Function, Traits]]:
-        """Return every function with its traits, by name."""
-        return dict(self._entries)
-
-    def update(self, entries: Mapping[str, tuple[Function, Traits]]) -> None:
-        """Add or replace functions, with the `entries` of another process."""
-        self._entries.update(entries)
+        return self.entries[name][1]
 
     def list_available(self) -> list[str]:
         """Return every name, sorted."""
-        return sorted(self._entries)
+        return sorted(self.entries)
 
 
 def is_built_in(function: Callable[..., Any]) -> bool:

@@ -28,8 +28,6 @@ from skyrl_train.errors import ConfigError
 class Functions:
     """The configured estimator and loss, resolved once. The defaults of their traits pass every rule."""
 
-    estimator_setting: str  # e.g. trainer.algorithm.advantage_estimator=grpo
-    loss_setting: str
     estimator: EstimatorTraits = field(default_factory=EstimatorTraits)
     loss: LossTraits = field(default_factory=LossTraits)
     required: frozenset[str] = frozenset()  # inputs that the estimator needs
@@ -38,10 +36,7 @@ class Functions:
 
 def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
     """Return the configured functions' properties, and one sentence for each function that breaks its contract."""
-    name, problems = config.advantage_estimator, []
-    functions = Functions(
-        f"trainer.algorithm.advantage_estimator={name}", f"trainer.algorithm.policy_loss_type={config.policy_loss_type}"
-    )
+    name, functions, problems = config.advantage_estimator, Functions(), []
     if name in ADVANTAGE_ESTIMATORS.list_available():
         estimator = ADVANTAGE_ESTIMATORS.get(name)
         functions.required, functions.readable = required_inputs(estimator), readable_inputs(estimator)
@@ -64,11 +59,9 @@ def inspect_functions(config: AlgorithmConfig) -> tuple[Functions, list[str]]:
 
 def reads_reference(config: AlgorithmConfig) -> bool:
     """Return True if a KL term or the estimator needs reference log-probs."""
-    name = config.advantage_estimator
-    if config.compares_with_reference:
-        return True
-    is_known = name in ADVANTAGE_ESTIMATORS.list_available()
-    return is_known and "ref_log_probs" in required_inputs(ADVANTAGE_ESTIMATORS.get(name))
+    name, known = config.advantage_estimator, ADVANTAGE_ESTIMATORS.entries
+    is_required = name in known and "ref_log_probs" in required_inputs(ADVANTAGE_ESTIMATORS.get(name))
+    return config.compares_with_reference or is_required
 
 
 def loads_reference(cfg: SkyRLConfig) -> bool:
@@ -81,7 +74,8 @@ def functions_fit_the_run(cfg: SkyRLConfig) -> Iterator[str]:
     algorithm = cfg.trainer.algorithm
     functions, problems = inspect_functions(algorithm)
     traits = functions.estimator
-    estimator, loss = functions.estimator_setting, functions.loss_setting
+    estimator = f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
+    loss = f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}"
     yield from problems
     if "values" in functions.required and cfg.trainer.critic.model.path is None:
         yield (
@@ -132,7 +126,8 @@ def functions_are_used_as_intended(cfg: SkyRLConfig) -> Iterator[str]:
     algorithm, critic = cfg.trainer.algorithm, cfg.trainer.critic.model.path
     functions, _problems = inspect_functions(algorithm)
     traits, published = functions.loss, functions.loss.loss_reduction
-    estimator, loss = functions.estimator_setting, functions.loss_setting
+    estimator = f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
+    loss = f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}"
     learns_from_equal_totals = functions.estimator.compares in ("parts", "baseline")
     for key, value, off in group_filters(cfg) if learns_from_equal_totals else ():
         yield (

@@ -12,27 +12,3 @@ from skyrl_train.checkpoint.remote import (
 from skyrl_train.checkpoint.store import CheckpointStore, parse_steps, step_of, write_complete
 from skyrl_train.checkpoint.uploader import Upload, Uploader, UploadResult
 from skyrl_train.checkpoint.writer import CheckpointWriter, Snapshot
-
-__all__ = [
-    "DISK_ERRORS",
-    "STORAGE_ERRORS",
-    "CheckpointStore",
-    "CheckpointWriter",
-    "RemoteCheckpoints",
-    "RemoteFolder",
-    "Snapshot",
-    "Upload",
-    "UploadResult",
-    "Uploader",
-    "disk_error",
-    "find_credentials_fault",
-    "folder_lock",
-    "make_folder",
-    "open_folder",
-    "parse_steps",
-    "replace_text",
-    "step_of",
-    "to_bytes",
-    "upload_files",
-    "write_complete",
-]

@@ -238,8 +238,7 @@ class RemoteCheckpoints:
     def upload(self, checkpoint: Path) -> int:
         """Upload a local checkpoint, check it, and write its `checksums.json` last.
 
-        Returns:
-            The number of uploaded bytes, 0 if the checkpoint was already there.
+        Return the number of uploaded bytes, 0 if the checkpoint was already there.
 
         Raises:
             CheckpointError: a local file has changed since it was saved. A retry would not help.
@@ -317,8 +316,7 @@ def open_folder(url: str | None, key: str, content: str) -> RemoteFolder | None:
 def upload_files(source: Path, target: RemoteFolder) -> int:
     """Upload the files under a local folder, except files that exist remotely with the same size.
 
-    Returns:
-        The number of uploaded bytes.
+    Return the number of uploaded bytes.
     """
     paths = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
     remote_sizes = target.sizes()

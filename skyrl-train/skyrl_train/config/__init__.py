@@ -1,7 +1,13 @@
 """The configuration: Hydra parses the command line, and typed sections check it. Never imports torch or ray."""
 
-from skyrl_train.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, GdpoConfig, KLControllerConfig
-from skyrl_train.config.cli import compose_config, config_dir, get_default_config, parse_cli, rewrite_overrides
+from skyrl_train.config.algorithm import (
+    AlgorithmConfig,
+    DynamicSamplingConfig,
+    GdpoConfig,
+    KLControllerConfig,
+    OffPolicyCorrectionConfig,
+)
+from skyrl_train.config.cli import compose_config, config_dir, parse_cli
 from skyrl_train.config.generator import EvalSamplingConfig, GeneratorConfig, SamplingConfig
 from skyrl_train.config.loading import changed_settings, load_config, to_yaml, validate_cfg
 from skyrl_train.config.policy import (
@@ -13,39 +19,5 @@ from skyrl_train.config.policy import (
     RefConfig,
     RefModelConfig,
 )
-from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
 from skyrl_train.config.root import DataConfig, EnvironmentConfig, SkyRLConfig, SkyRLGymConfig
 from skyrl_train.config.trainer import PlacementConfig, TrainerConfig
-
-__all__ = [
-    "AlgorithmConfig",
-    "CriticConfig",
-    "CriticModelConfig",
-    "DataConfig",
-    "DynamicSamplingConfig",
-    "EnvironmentConfig",
-    "EvalSamplingConfig",
-    "GdpoConfig",
-    "GeneratorConfig",
-    "KLControllerConfig",
-    "OffPolicyCorrectionConfig",
-    "OptimizerConfig",
-    "PlacementConfig",
-    "PolicyConfig",
-    "PolicyModelConfig",
-    "RefConfig",
-    "RefModelConfig",
-    "SamplingConfig",
-    "SkyRLConfig",
-    "SkyRLGymConfig",
-    "TrainerConfig",
-    "changed_settings",
-    "compose_config",
-    "config_dir",
-    "get_default_config",
-    "load_config",
-    "parse_cli",
-    "rewrite_overrides",
-    "to_yaml",
-    "validate_cfg",
-]

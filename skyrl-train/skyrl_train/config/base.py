@@ -1,8 +1,8 @@
 """Base class for all config sections (frozen, strict, no unknown keys), and helpers that describe their fields.
 
 A default is written once, on the field. The docstring below the field is its help text, even for subclasses that change
-only the default. A section uses its class's docstring. `generate.py` turns defaults and help texts into the YAML file
-that Hydra reads and the reference page.
+only the default. A section uses its class's docstring. `dev/configuration.py` turns defaults and help texts into the
+YAML files that Hydra reads and the reference page.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import getdoc
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar, Union, get_args, get_origin
 
@@ -18,6 +19,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
+
+_MISSING = object()
 
 
 class Section(BaseModel):
@@ -31,7 +34,8 @@ class Section(BaseModel):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Put each help text on one line.
 
-        A section without one uses its class's docstring. A value inherits the help text of the field that it overrides.
+        A section without one uses the docstring of its class, possibly an inherited one. A value inherits the help text
+        of the field that it overrides.
         """
         sections = [base for base in cls.__mro__ if issubclass(base, Section)]
         for name, field in cls.model_fields.items():
@@ -39,7 +43,7 @@ class Section(BaseModel):
             inner = as_section(field.annotation)
             texts = [
                 field.description,
-                None if inner is None else inner.__doc__,
+                None if inner is None else getdoc(inner),
                 *(base.description for base in fields),
             ]
             field.description = " ".join(next(filter(None, texts), "").split())
@@ -164,15 +168,20 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
     return f"{names[annotation]} {' and '.join(bounds)}".rstrip()
 
 
-def value_at(tree: object, key: str) -> Any:
-    """Return the value at a dotted key in nested sections or mappings. Raise KeyError if there is none."""
+def value_at(tree: object, key: str, default: Any = _MISSING) -> Any:
+    """Return the value at a dotted key in nested sections or mappings, or `default` if there is none.
+
+    Without a default, raise KeyError.
+    """
     for name in key.split("."):
-        if isinstance(tree, Mapping):
+        if isinstance(tree, Mapping) and name in tree:
             tree = tree[name]
         elif isinstance(tree, Section) and (name in type(tree).model_fields or name in (tree.model_extra or {})):
             tree = getattr(tree, name)
-        else:
+        elif default is _MISSING:
             raise KeyError(key)
+        else:
+            return default
     return tree
 
 

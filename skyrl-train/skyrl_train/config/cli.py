@@ -4,8 +4,7 @@
 
 `@hydra.main` rejects keys that are not in its YAML, unless their section is open. Aliases and user-defined keys must
 get past it, so the RL YAML includes `OPEN_SECTIONS`. `load_config` then resolves them, and suggests the nearest keys
-for a mistyped one. `rewrite_overrides` marks keys of sections that do not exist here, such as verl's, as additions
-(`++key=value`).
+for a mistyped one.
 """
 
 import re
@@ -53,7 +52,7 @@ def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] 
     The file's settings override the defaults. Then the overrides are applied in order.
     """
     raise_problems(sentence for text in argv for sentence in _not_one_override(text, schema.fields))
-    of_hydra = [text for text in argv if _is_of_hydra(parse_override(text))]
+    of_hydra = [text for text in argv if is_of_hydra(parse_override(text))]
     overrides = [parse_override(text) for text in argv if text not in of_hydra]
     from_file = {} if file is None else _read_yaml(file)
     problems: list[str] = []
@@ -128,11 +127,6 @@ def _keys(key: str, value: object) -> Iterator[str]:
             yield from _keys(f"{key}.{name}", inner)
 
 
-def get_default_config() -> DictConfig:
-    """Return the default configuration as Hydra composes it, to be changed and passed to `load_config`."""
-    return compose_config([])
-
-
 def compose_config(overrides: Sequence[str], config_name: str = RL.config_name) -> DictConfig:
     """Compose these overrides as `@hydra.main` does. Raise ConfigError if Hydra rejects them."""
     running = GlobalHydra.instance().hydra  # of an `@hydra.main` function that may be running
@@ -145,31 +139,6 @@ def compose_config(overrides: Sequence[str], config_name: str = RL.config_name) 
         raise ConfigError(f"cannot apply these overrides: {' '.join(overrides)} ({reason})") from error
     finally:
         GlobalHydra.instance().hydra = running
-
-
-def rewrite_overrides(argv: Sequence[str], fields: Fields = FIELDS) -> list[str]:
-    """Rewrite a command line so that Hydra accepts unknown keys. `load_config` reports them later.
-
-    Flags, deletions and Hydra's own keys are not changed.
-
-    Raises:
-        ConfigError: lists all overrides that cannot be parsed.
-    """
-    overrides, problems = [], []
-    for text in (_quote_home(word) if is_override(word) else word for word in argv):
-        try:
-            override = parse_override(text) if is_override(text) else None
-        except ConfigError as error:
-            problems.append(str(error))
-            continue
-        if override is None or override.is_delete() or _is_of_hydra(override):
-            overrides.append(text)
-        elif override.key_or_group in fields and not isinstance(override.value(), dict):
-            overrides.append(text.lstrip("+"))
-        else:  # unknown to Hydra, or a section that may contain user-defined keys
-            overrides.append("++" + text.lstrip("+"))
-    raise_problems(problems)
-    return overrides
 
 
 def parse_override(text: str) -> Override:
@@ -185,18 +154,19 @@ def parse_override(text: str) -> Override:
     if is_text and re.fullmatch(r"[-+]?[\d._]+(?:e[-+]?\d+)?", value, re.I):
         text = f"{key}='{value}'"
     try:
-        return OverridesParser.create().parse_override(_quote_home(text))
+        return OverridesParser.create().parse_override(quote_home(text))
     except HydraException as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{text} cannot be read ({reason}); quote the value: \"{key}='{value}'\"") from error
 
 
-def _quote_home(text: str) -> str:
+def quote_home(text: str) -> str:
     """Quote paths such as `~/models`, because in Hydra's grammar `~` deletes a key."""
     return text if {"'", '"'} & set(text) else re.sub(r"(?<=[=\[,])(~[\w./-]*)", r"'\1'", text)
 
 
-def _is_of_hydra(override: Override) -> bool:
+def is_of_hydra(override: Override) -> bool:
+    """Return True for Hydra's own keys."""
     return str(override.key_or_group).startswith(("hydra.", "hydra/"))
 
 
@@ -221,6 +191,6 @@ def _not_one_override(text: str, fields: Fields) -> list[str]:
         return [
             f"{text} is a sweep over several runs, but this command starts one run; write a list as {key}=[{value}]"
         ]
-    if override.package is not None and not _is_of_hydra(override):
+    if override.package is not None and not is_of_hydra(override):
         return [f"{text} is not an override; write {override.key_or_group}={value}, without @"]
     return []

@@ -20,7 +20,7 @@ from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT
 from skyrl_train.config.precedence import Positions, apply_aliases
 from skyrl_train.config.problems import Fields, Rule, nearest_keys, raise_problems, read_validation_error, show
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
-from skyrl_train.config.validation import MACHINE_RULES, RULES, WARNINGS, find_problems
+from skyrl_train.config.rules import MACHINE_RULES, RULES, WARNINGS, find_problems
 from skyrl_train.errors import ConfigError
 
 logger = logging.getLogger(__name__)

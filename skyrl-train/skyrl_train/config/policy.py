@@ -226,8 +226,6 @@ class CriticModelConfig(Section):
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """AdamW, one step per mini-batch."""
-
     lr: LearningRate = 5e-6
 
 

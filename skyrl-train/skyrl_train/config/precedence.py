@@ -69,7 +69,7 @@ def apply_aliases(
     for old, alias, value in _pop_all(tree, aliases):
         if alias.only_if is not None:
             problems += _resolve(tree, alias.only_if, settings.pop(alias.only_if, []))
-            if _get(tree, alias.only_if, fields) is not True:
+            if value_at(tree, alias.only_if, _default(alias.only_if, fields)) is not True:
                 logger.warning("%s=%s is not read: %s is not true", old, show(value), alias.only_if)
                 continue
         readings = list(_read_alias(old, alias, value, fields, positions or {}))
@@ -158,14 +158,6 @@ def _pop_all(tree: dict[str, Any], table: Mapping[str, T]) -> Iterator[tuple[str
             if not section[parent]:
                 del section[parent]
         yield key, entry, value
-
-
-def _get(tree: Any, key: str, fields: Fields) -> Any:
-    """Return the value of a key, or its default if the tree does not set it."""
-    try:
-        return value_at(tree, key)
-    except KeyError:
-        return _default(key, fields)
 
 
 def _default(key: str, fields: Fields) -> Any:

@@ -196,10 +196,3 @@ class RunConfig(Section):
     def run_dir(self) -> str:
         """The run folder, before `$HOME` and `~` are expanded."""
         return f"{self.output_dir.rstrip('/')}/{self.project_name}/{self.run_name}"
-
-    def remote_url(self, model: str) -> str | None:
-        """Return this run's folder under `remote_ckpt_url`, or None without that key. `model` is the model's path."""
-        if self.remote_ckpt_url is None:
-            return None
-        parts = (self.remote_ckpt_url.rstrip("/"), self.project_name, model.rstrip("/").rpartition("/")[2])
-        return "/".join((*parts, self.run_name))

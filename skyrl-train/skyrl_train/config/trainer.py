@@ -11,8 +11,6 @@ from skyrl_train.config.run import PlacedRole, RunConfig, RunPlacementConfig
 
 
 class PlacementConfig(RunPlacementConfig):
-    """Processes of a training run. On a cluster without GPUs, each GPU in these keys is a process on the CPU."""
-
     launcher: Literal["auto", "inline", "ray"] = "auto"
     """`inline` runs everything on one device, in one process (two with `fully_async`). `ray` runs each rank and each
     engine in its own Ray worker process. It joins the cluster at `$RAY_ADDRESS` or one that `ray start` started on this
@@ -82,8 +80,6 @@ class FullyAsyncConfig(Section):
 
 
 class TrainerConfig(RunConfig):
-    """The training run."""
-
     placement: PlacementConfig = PlacementConfig()
     policy: PolicyConfig = PolicyConfig()
     critic: CriticConfig = CriticConfig()

@@ -1,3 +1,1 @@
-"""Names that SkyRL's scripts import from this module."""
-
-from skyrl_train.config.cli import get_default_config as get_default_config
+"""A module that SkyRL's scripts import. Its names are in `skyrl_train.compat.skyrl.names`."""

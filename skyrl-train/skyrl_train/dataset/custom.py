@@ -19,7 +19,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.root import REWARD_FUNCTION_ENV
 from skyrl_train.dataset.files import clean_row
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.dataset.rows import TaskRow, check_row
+from skyrl_train.dataset.rows import check_row
 from skyrl_train.errors import ConfigError, DataError, InvalidRow
 from skyrl_train.types import PromptRow
 
@@ -109,7 +109,7 @@ class CustomDataset(PromptDataset):
         try:
             row = self._read(index)
             if self.check_drawn is not None:
-                self.check_drawn(TaskRow(self.location(index), row.env_class, row.env_extras))
+                self.check_drawn((self.location(index), row))
         except DataError as error:
             raise InvalidRow(str(error)) from error
         return row

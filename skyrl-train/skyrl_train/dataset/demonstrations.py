@@ -13,8 +13,7 @@ from typing import Any
 
 from skyrl_gym.runtime.validation import is_conversation
 from skyrl_gym.tools.calls import parse_arguments
-from skyrl_train.config.preferences import PreferenceDataConfig
-from skyrl_train.config.sft import SFTDataConfig, SupervisedDataConfig
+from skyrl_train.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedDataConfig
 from skyrl_train.dataset.files import JoinedRows, Row, quote
 from skyrl_train.errors import DataError
 from skyrl_train.rendering.messages import THOUGHT_FIELDS, check_media, drop_nulls, get_function, prepare_messages

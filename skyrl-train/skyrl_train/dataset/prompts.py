@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.dataset.files import ROWS_AT_ONCE, JoinedRows, Row
-from skyrl_train.dataset.rows import TaskRow, read_prompt_rows
+from skyrl_train.dataset.rows import LocatedRow, read_prompt_rows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import PromptRow
@@ -26,7 +26,7 @@ class PromptDataset:
     each row is checked when it is drawn, and skipped if it is invalid or too long.
     """
 
-    check_drawn: Callable[[TaskRow], None] | None = None
+    check_drawn: Callable[[LocatedRow], None] | None = None
     """Extra check of each drawn row, unless all rows were checked up front. A DataError skips the row."""
 
     def __init__(
@@ -126,7 +126,7 @@ class PromptDataset:
             location, row = checked
             prompt_row = self._prompt_row(index, row)
             if self.check_drawn is not None and n_tokens <= self._max_length:
-                self.check_drawn(TaskRow(location, prompt_row.env_class, prompt_row.env_extras))
+                self.check_drawn((location, prompt_row))
         except DataError as error:
             raise InvalidRow(str(error)) from error
         if n_tokens > self._max_length:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -18,6 +17,7 @@ from skyrl_train.config.root import EnvironmentConfig
 from skyrl_train.dataset.files import JoinedRows, Row, quote
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rendering.messages import check_media
+from skyrl_train.types import PromptRow
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,8 @@ MAX_REASON_CHARS = 400
 WRITE_PROMPT = 'write [{"role": "user", "content": "…"}]'
 
 
-@dataclass(frozen=True, slots=True)
-class TaskRow:
-    """A row as an environment receives it, without its prompt."""
-
-    location: str  # "row 17 of train.jsonl", for messages
-    env_class: str | None  # None: use environment.env_class
-    extras: Row  # all columns except the prompt and `env_class`
+LocatedRow = tuple[str, PromptRow]
+"""A row with its origin for messages, e.g. "row 17 of train.jsonl"."""
 
 
 def read_prompt_rows(
@@ -77,7 +72,7 @@ def check_row(row: Row, location: str, prompt_key: str = "prompt", env_class_key
 
 
 def check_environments(
-    rows: Iterable[TaskRow], environment: EnvironmentConfig, max_turns: int, *, is_complete: bool = True
+    rows: Iterable[LocatedRow], environment: EnvironmentConfig, max_turns: int, *, is_complete: bool = True
 ) -> None:
     """Check that each row's environment exists and accepts the row, and that all environment settings are used.
 
@@ -93,15 +88,15 @@ def check_environments(
     env_configs: dict[str, Any] = {}
     refused: list[tuple[str, str, str]] = []  # location, environment, reason
     uses_default, n_rows = False, 0
-    for row in rows:
+    for location, row in rows:
         n_rows += 1
         uses_default = uses_default or not row.env_class
         name = row.env_class or environment.env_class
         if name not in creators:
-            creators[name] = _load_environment(name, row, environment)
+            creators[name] = _load_environment(row.env_class, location, environment)
             env_configs[name] = OmegaConf.create(environment.skyrl_gym.env_config(name))
         if (reason := _find_refusal(name, creators[name], row, env_configs[name], max_turns)) is not None:
-            refused.append((row.location, name, reason))
+            refused.append((location, name, reason))
     if refused:
         location, name, reason = refused[0]
         others = f"; {len(refused)} of {n_rows} rows are rejected" if len(refused) > 1 else ""
@@ -110,14 +105,15 @@ def check_environments(
         _check_settings(environment, list(creators), uses_default=uses_default)
 
 
-def _load_environment(name: str, row: TaskRow, environment: EnvironmentConfig) -> Any:
+def _load_environment(env_class: str | None, location: str, environment: EnvironmentConfig) -> Any:
     """Return the class or function of a row's environment, or None if only `environment.skyrl_gym.python` has it.
 
     Raises:
         ConfigError: the interpreter that runs the environment lacks a package, or the default environment is unknown.
         DataError: the row's environment is unknown.
     """
-    origin = f"{row.location}: env_class" if row.env_class else "environment.env_class"
+    name = env_class or environment.env_class
+    origin = f"{location}: env_class" if env_class else "environment.env_class"
     python = environment.skyrl_gym.python
     try:
         spec = skyrl_gym.spec(name)
@@ -128,7 +124,7 @@ def _load_environment(name: str, row: TaskRow, environment: EnvironmentConfig) -
         if python is None:
             check_packages(creator)
     except (UnregisteredEnv, InvalidSpec) as error:
-        raise (DataError if row.env_class else ConfigError)(
+        raise (DataError if env_class else ConfigError)(
             f"{origin}={name}: {error} Set environment.imports=[module:function] to register it."
         ) from error
     except ImportError as error:
@@ -138,12 +134,12 @@ def _load_environment(name: str, row: TaskRow, environment: EnvironmentConfig) -
     return creator
 
 
-def _find_refusal(name: str, creator: Any, row: TaskRow, env_config: Any, max_turns: int) -> str | None:
+def _find_refusal(name: str, creator: Any, row: PromptRow, env_config: Any, max_turns: int) -> str | None:
     """Return why an environment rejects a row, or None if it accepts it."""
     if creator is None or not validates_rows(creator):
         return None
     try:
-        skyrl_gym.make(name, env_config=env_config, extras={**row.extras, "max_turns": max_turns}).close()
+        skyrl_gym.make(name, env_config=env_config, extras={**row.env_extras, "max_turns": max_turns}).close()
     except ImportError as error:
         raise ConfigError(f"failed to create the environment {name}: {error}") from error
     except InvalidSettings as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.config.sft import SupervisedDataConfig
+from skyrl_train.config.supervised import SupervisedDataConfig
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.demonstrations import Demonstration, read_answers
 from skyrl_train.dataset.files import JoinedRows

@@ -22,9 +22,9 @@ from skyrl_train.errors import ConfigError, SkyRLError
 
 if TYPE_CHECKING:
     from skyrl_train.config import SkyRLConfig
-    from skyrl_train.config.problems import Fields, Rule
+    from skyrl_train.config.problems import Fields
     from skyrl_train.config.run import RunPlacementConfig
-    from skyrl_train.config.sft import SupervisedConfig
+    from skyrl_train.config.supervised import SupervisedConfig
     from skyrl_train.entrypoints.base import Experiment
 
 app = typer.Typer(
@@ -96,7 +96,6 @@ class Program:
     """Parses the overrides. Takes the arguments of `parse_cli`."""
 
 
-@app.command(context_settings=RUN_SETTINGS, add_help_option=False)
 @as_command
 def train(
     context: typer.Context,
@@ -105,12 +104,36 @@ def train(
     dry_run: DryRun = False,
     print_config: PrintConfig = False,
     help: Help = False,
+    is_checked: Annotated[
+        bool, typer.Option("--checked", hidden=True, help="Another process has checked the settings and logged them.")
+    ] = False,
 ) -> None:
-    """Train a policy on its own rollouts."""
+    """Run `skyrl train`, or one of the commands in `SUPERVISED`."""
+    command = str(context.command.name)
+    if is_checked:
+        logging.getLogger("skyrl_train.config").setLevel(logging.ERROR)
     if help:
         _print_help(context, overrides)
+    elif command in SUPERVISED:
+        start_supervised(command, overrides or [], config, print_config, dry_run, is_checked=is_checked)
     else:
         start_rl(overrides or [], config, print_config, dry_run, trains=True, program=context.obj or Program())
+
+
+SUPERVISED = {
+    "sft": ("skyrl_train.config.supervised:SFT", "skyrl_train.entrypoints.sft:SFTExp"),
+    "dpo": ("skyrl_train.config.supervised:DPO", "skyrl_train.entrypoints.preferences:DPOExp"),
+    "reward": ("skyrl_train.config.supervised:REWARD", "skyrl_train.entrypoints.preferences:RewardExp"),
+}
+"""Commands that train on fixed data: their schema and their experiment."""
+
+for _name, _help in {
+    "train": "Train a policy on its own rollouts.",
+    "sft": "Fine-tune a model on demonstrations.",
+    "dpo": "Train a model on preferences by direct preference optimization.",
+    "reward": "Train a reward model on preferences.",
+}.items():
+    app.command(_name, help=_help, context_settings=RUN_SETTINGS, add_help_option=False)(train)
 
 
 @app.command(context_settings=RUN_SETTINGS, add_help_option=False)
@@ -127,44 +150,6 @@ def generate(
         _print_help(context, overrides)
     else:
         start_rl(overrides or [], config, print_config, dry_run=False, trains=False)
-
-
-@as_command
-def train_on_data(
-    context: typer.Context,
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    dry_run: DryRun = False,
-    print_config: PrintConfig = False,
-    help: Help = False,
-    is_checked: Annotated[
-        bool, typer.Option("--checked", hidden=True, help="Another process has checked the settings and logged them.")
-    ] = False,
-) -> None:
-    """Run one of the commands in `SUPERVISED`."""
-    command = str(context.command.name)
-    if help:
-        _print_help(context, overrides)
-    elif is_checked:
-        logging.getLogger("skyrl_train.config").setLevel(logging.ERROR)
-        _train_on_data(command, _parse_supervised(command, overrides or [], config))
-    else:
-        start_supervised(command, overrides or [], config, print_config, dry_run)
-
-
-SUPERVISED = {
-    "sft": ("skyrl_train.config.sft:SFT", "skyrl_train.entrypoints.sft:SFTExp"),
-    "dpo": ("skyrl_train.config.preferences:DPO", "skyrl_train.entrypoints.preferences:DPOExp"),
-    "reward": ("skyrl_train.config.preferences:REWARD", "skyrl_train.entrypoints.preferences:RewardExp"),
-}
-"""Commands that train on fixed data: their schema and their experiment."""
-
-for _name, _help in {
-    "sft": "Fine-tune a model on demonstrations.",
-    "dpo": "Train a model on preferences by direct preference optimization.",
-    "reward": "Train a reward model on preferences.",
-}.items():
-    app.command(_name, help=_help, context_settings=RUN_SETTINGS, add_help_option=False)(train_on_data)
 
 
 @app.command(context_settings=RUN_SETTINGS)
@@ -239,7 +224,7 @@ def _main(
 
 def _print_help(context: typer.Context, names: Sequence[str] | None) -> None:
     """Print the help of a command and its sections, or the help of the keys and sections in `names`."""
-    from skyrl_train.config.generate import describe_keys, describe_sections
+    from skyrl_train.config.help import describe_keys, describe_sections
 
     fields = _fields(context)
     sections = describe_sections(fields, str(context.command.name))
@@ -285,16 +270,25 @@ def start_supervised(
     print_config: bool,
     dry_run: bool,
     torchrun_flags: Sequence[str] = (),
+    *,
+    is_checked: bool = False,
 ) -> None:
-    """Check the configuration, then print it, print the plan of the run, or train (here or under torchrun)."""
+    """Check the configuration, then print it, print the plan of the run, or train (here or under torchrun).
+
+    Set `is_checked` if another process has already checked the files and their rows.
+    """
     from skyrl_train.config import to_yaml
+    from skyrl_train.config.cli import parse
     from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
 
-    cfg = _parse_supervised(command, overrides, config, find_missing_for_supervised)
+    schema, experiment_name = SUPERVISED[command]
+    rules = () if is_checked else (find_missing_for_supervised,)
+    cfg: SupervisedConfig = parse(overrides, load_attribute(schema), rules, config)
     if print_config:
         typer.echo(to_yaml(cfg), nl=False)
         return
-    check_answers(cfg)
+    if not is_checked:
+        check_answers(cfg)
     if dry_run:
         from skyrl_train.entrypoints.describe_plan import print_plan
 
@@ -303,20 +297,9 @@ def start_supervised(
         file = [] if config is None else ["--config", str(config)]
         replace_by_torchrun([command, "--checked", *file, *overrides], cfg.trainer.placement, torchrun_flags)
     else:
-        _train_on_data(command, cfg)
-
-
-def _parse_supervised(command: str, overrides: Sequence[str], config: Path | None, *rules: Rule) -> SupervisedConfig:
-    from skyrl_train.config.cli import parse
-
-    cfg: SupervisedConfig = parse(overrides, load_attribute(SUPERVISED[command][0]), rules, config)
-    return cfg
-
-
-def _train_on_data(command: str, cfg: SupervisedConfig) -> None:
-    with importing_torch():
-        experiment = load_attribute(SUPERVISED[command][1])
-    experiment(cfg).run()
+        with importing_torch():
+            experiment = load_attribute(experiment_name)
+        experiment(cfg).run()
 
 
 def replace_by_torchrun(arguments: Sequence[str], placement: RunPlacementConfig, flags: Sequence[str] = ()) -> NoReturn:
@@ -364,6 +347,12 @@ def main(argv: Sequence[str] | None = None, program: Program | None = None) -> i
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     return 0
+
+
+def run_subcommand(command: str, argv: Sequence[str] | None = None, program: Program | None = None) -> None:
+    """Run `skyrl COMMAND` with `argv`, by default the arguments of the process. Exit the process if it fails."""
+    if status := main([command, *(sys.argv[1:] if argv is None else argv)], program):
+        sys.exit(status)
 
 
 def run() -> None:

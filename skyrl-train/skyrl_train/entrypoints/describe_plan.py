@@ -10,8 +10,7 @@ import psutil
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
-from skyrl_train.config.preferences import DPOTrainerConfig, PreferenceDataConfig
-from skyrl_train.config.sft import SupervisedConfig
+from skyrl_train.config.supervised import DPOTrainerConfig, PreferenceDataConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
 from skyrl_train.entrypoints.preflight import read_context_length
 from skyrl_train.errors import CheckpointError, ConfigError

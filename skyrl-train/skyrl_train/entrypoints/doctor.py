@@ -45,7 +45,7 @@ class CheckResult(NamedTuple):
 
 def examine(overrides: Sequence[str], file: Path | None = None, task: Path | None = None) -> Iterator[CheckResult]:
     """Check a training run, and the SkyPilot `task` that starts it. Yield the result of each check."""
-    yield from _check_versions()
+    yield _check_versions()
     try:
         cfg = parse_cli(overrides, file)
     except ConfigError as error:
@@ -56,17 +56,18 @@ def examine(overrides: Sequence[str], file: Path | None = None, task: Path | Non
         yield from data
         can_count = all(result.status != "failed" for result in data)
         plan = plan_run(cfg)
-        yield from _check_disk(plan, counts_steps=can_count)
-        yield from _check_memory(plan)
+        yield _check_disk(plan, counts_steps=can_count)
+        yield _check_memory(plan)
         yield from _check_storage(cfg)
-        yield from _check_keys(cfg)
-        yield from _check_ports(cfg)
+        yield _check_token()
+        if cfg.trainer.placement.uses_ray and not os.environ.get("RAY_ADDRESS"):
+            yield _check_port()
     if task is not None:
         yield from _check_task(task)
     yield from _check_wallets(_read_clouds(task))
 
 
-def _check_versions() -> Iterator[CheckResult]:
+def _check_versions() -> CheckResult:
     """Compare installed packages with the requirements of skyrl-train."""
     wrong = []
     for text in metadata.requires("skyrl-train") or ():
@@ -83,10 +84,9 @@ def _check_versions() -> Iterator[CheckResult]:
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} is not {requirement.specifier}")
     if wrong:
-        yield CheckResult("versions", "failed", "; ".join(wrong), "pip install -c constraints.txt -e skyrl-train")
-    else:
-        versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
-        yield CheckResult("versions", "ok", f"{versions}, and all other requirements of skyrl-train")
+        return CheckResult("versions", "failed", "; ".join(wrong), "pip install -c constraints.txt -e skyrl-train")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
+    return CheckResult("versions", "ok", f"{versions}, and all other requirements of skyrl-train")
 
 
 def _check_data(cfg: SkyRLConfig) -> Iterator[CheckResult]:
@@ -108,46 +108,40 @@ def _check_data(cfg: SkyRLConfig) -> Iterator[CheckResult]:
         yield CheckResult("data", "warning", "rows on the Hub, or of a custom class, are checked when the run starts")
 
 
-def _check_disk(plan: RunPlan, *, counts_steps: bool) -> Iterator[CheckResult]:
+def _check_disk(plan: RunPlan, *, counts_steps: bool) -> CheckResult:
     forecast = plan.forecast_disk(counts_steps=counts_steps)
     if forecast is None:
-        yield CheckResult("disk", "warning", "the size of the model is unknown before the download")
-        return
+        return CheckResult("disk", "warning", "the size of the model is unknown before the download")
     free = free_bytes(plan.cfg.trainer.ckpt_path)
     text = f"{forecast.describe()} · {format_bytes(free)} free"
     if free < forecast.min_bytes:
-        yield CheckResult("disk", "failed", text, "set trainer.ckpt_path and trainer.export_path to a larger disk")
-    elif free < forecast.total_bytes:
+        return CheckResult("disk", "failed", text, "set trainer.ckpt_path and trainer.export_path to a larger disk")
+    if free < forecast.total_bytes:
         fix = "set trainer.max_ckpts_to_keep=1, or trainer.remote_ckpt_url to upload them; export less often"
-        yield CheckResult("disk", "warning", text, fix)
-    else:
-        yield CheckResult("disk", "ok", text)
+        return CheckResult("disk", "warning", text, fix)
+    return CheckResult("disk", "ok", text)
 
 
-def _check_memory(plan: RunPlan) -> Iterator[CheckResult]:
+def _check_memory(plan: RunPlan) -> CheckResult:
     import torch
 
     n_gpus, n_configured = torch.cuda.device_count(), plan.cfg.trainer.placement.size("policy")[1]
     if n_gpus and n_gpus < n_configured:
         key = "trainer.placement.policy_num_gpus_per_node"
-        yield CheckResult(
-            "GPU", "failed", f"{key}={n_configured}, but this machine has {n_gpus}", f"set {key}={n_gpus}"
-        )
-        return
+        text = f"{key}={n_configured}, but this machine has {n_gpus}"
+        return CheckResult("GPU", "failed", text, f"set {key}={n_gpus}")
     device = f"{n_gpus} × {torch.cuda.get_device_name(0)}" if n_gpus else "no GPU: the run uses the CPU"
     if not plan.has_known_sizes:
-        yield CheckResult("memory", "warning", f"{device} · the size of the model is unknown before the download")
-        return
+        return CheckResult("memory", "warning", f"{device} · the size of the model is unknown before the download")
     memory = plan.forecast_memory()
     if memory is None:
         reason = "training may be on other machines of a Ray cluster, or the driver does not report it"
-        yield CheckResult("memory", "warning", f"{device} · the free memory is unknown: {reason}")
-    elif memory.shortage is not None:
+        return CheckResult("memory", "warning", f"{device} · the free memory is unknown: {reason}")
+    if memory.shortage is not None:
         text, _, fix = memory.shortage.partition(": ")
-        yield CheckResult("memory", "failed", f"{device} · {text}", fix)
-    else:
-        needed, free = format_bytes(memory.needed_bytes), format_bytes(memory.free_bytes)
-        yield CheckResult("memory", "ok", f"{device} · {needed} for training, without activations · {free} free")
+        return CheckResult("memory", "failed", f"{device} · {text}", fix)
+    needed, free = format_bytes(memory.needed_bytes), format_bytes(memory.free_bytes)
+    return CheckResult("memory", "ok", f"{device} · {needed} for training, without activations · {free} free")
 
 
 def _check_storage(cfg: SkyRLConfig) -> Iterator[CheckResult]:
@@ -172,35 +166,30 @@ def _check_storage(cfg: SkyRLConfig) -> Iterator[CheckResult]:
             yield CheckResult("storage", "ok", f"trainer.{key}={url} can be written")
 
 
-def _check_keys(cfg: SkyRLConfig) -> Iterator[CheckResult]:
+def _check_token() -> CheckResult:
     """Check the Hugging Face token. (The rules of the configuration check the key for Weights & Biases.)"""
     from huggingface_hub import get_token, whoami
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     if get_token() is None:
-        yield CheckResult("keys", "ok", "no Hub token: gated and private models cannot be downloaded")
-        return
+        return CheckResult("keys", "ok", "no Hub token: gated and private models cannot be downloaded")
     try:
-        yield CheckResult("keys", "ok", f"the Hub knows the token of {whoami()['name']}")
+        return CheckResult("keys", "ok", f"the Hub knows the token of {whoami()['name']}")
     except (HfHubHTTPError, LocalTokenNotFoundError) as error:
-        yield CheckResult(
-            "keys", "failed", f"the Hub refuses the token: {error}", "run `hf auth login`, or unset HF_TOKEN"
-        )
+        fix = "run `hf auth login`, or unset HF_TOKEN"
+        return CheckResult("keys", "failed", f"the Hub refuses the token: {error}", fix)
     except (OfflineModeIsEnabled, OSError) as error:
-        yield CheckResult("keys", "warning", f"the token could not be checked: {error}")
+        return CheckResult("keys", "warning", f"the token could not be checked: {error}")
 
 
-def _check_ports(cfg: SkyRLConfig) -> Iterator[CheckResult]:
-    if not cfg.trainer.placement.uses_ray or os.environ.get("RAY_ADDRESS"):
-        return
+def _check_port() -> CheckResult:
     with socket.socket() as probe:
         probe.settimeout(1)
         is_free = probe.connect_ex(("127.0.0.1", RAY_PORT)) != 0
     if is_free:
-        yield CheckResult("ports", "ok", f"{RAY_PORT} is free for Ray")
-    else:
-        text = f"port {RAY_PORT} is in use: the run joins the Ray cluster there, or fails if another program uses it"
-        yield CheckResult("ports", "warning", text, "run `ray status`; `ray stop` ends a cluster of yours")
+        return CheckResult("ports", "ok", f"{RAY_PORT} is free for Ray")
+    text = f"port {RAY_PORT} is in use: the run joins the Ray cluster there, or fails if another program uses it"
+    return CheckResult("ports", "warning", text, "run `ray status`; `ray stop` ends a cluster of yours")
 
 
 def _check_wallets(clouds: Sequence[str]) -> Iterator[CheckResult]:
@@ -255,27 +244,25 @@ def _check_task(path: Path) -> Iterator[CheckResult]:
     if not isinstance(workdir, dict) or "ref" not in workdir:
         yield CheckResult("workdir.ref", "ok", f"{path} uploads local files, or uses the default branch")
         return
-    yield from _check_workdir(path, str(workdir["ref"]), str(workdir.get("url") or "origin"))
+    yield _check_workdir(path, str(workdir["ref"]), str(workdir.get("url") or "origin"))
 
 
-def _check_workdir(path: Path, ref: str, url: str) -> Iterator[CheckResult]:
+def _check_workdir(path: Path, ref: str, url: str) -> CheckResult:
     """Check that the task will run the local commit."""
     folder = path.absolute().parent
     branch, commit = _git(folder, "rev-parse", "--abbrev-ref", "HEAD"), _git(folder, "rev-parse", "HEAD")
     listed = _git(folder, "ls-remote", url, ref)
+    name, setting = "workdir.ref", f"set workdir.ref: {branch} in {path}, or launch with {FLAGS}"
     if branch is None or commit is None:
-        yield CheckResult("workdir.ref", "warning", f"{folder} is no git repository: {ref} cannot be compared")
-    elif listed is None:
-        yield CheckResult("workdir.ref", "warning", f"{url} cannot be reached: {ref} cannot be compared with {branch}")
-    elif not listed and not commit.startswith(ref):
-        fix = f"push it, or set workdir.ref: {branch} in {path}, or launch with {FLAGS}"
-        yield CheckResult("workdir.ref", "failed", f"{url} has no branch or tag {ref}", fix)
-    elif listed and listed.split()[0] != commit:
-        fix = f"git push {url} {branch}, and set workdir.ref: {branch} in {path}, or launch with {FLAGS}"
+        return CheckResult(name, "warning", f"{folder} is no git repository: {ref} cannot be compared")
+    if listed is None:
+        return CheckResult(name, "warning", f"{url} cannot be reached: {ref} cannot be compared with {branch}")
+    if not listed and not commit.startswith(ref):
+        return CheckResult(name, "failed", f"{url} has no branch or tag {ref}", f"push it, or {setting}")
+    if listed and listed.split()[0] != commit:
         text = f"the task would run {ref} at {listed[:8]}, not the local {branch} at {commit[:8]}"
-        yield CheckResult("workdir.ref", "failed", text, fix)
-    else:
-        yield CheckResult("workdir.ref", "ok", f"{ref} is the local commit {commit[:8]}")
+        return CheckResult(name, "failed", text, f"git push {url} {branch}, and {setting}")
+    return CheckResult(name, "ok", f"{ref} is the local commit {commit[:8]}")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -35,7 +35,7 @@ from skyrl_train.callbacks import (
 )
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.problems import raise_problems
-from skyrl_train.config.validation import find_problems
+from skyrl_train.config.rules import find_problems
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset

@@ -12,8 +12,8 @@ from skyrl_train.algorithms.objectives import Objective, PolicyObjective, ValueO
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.policy import CriticConfig, PolicyConfig, ShardedModelConfig
-from skyrl_train.config.preferences import DPOTrainerConfig
 from skyrl_train.config.run import RunConfig
+from skyrl_train.config.supervised import DPOTrainerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.launch.specs import model_spec, optimizer_spec

@@ -6,7 +6,6 @@ environments and call `main()`, optionally with its own experiment.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,9 +32,7 @@ def main(
         experiment: creates your own experiment, e.g. a subclass of `RLExperiment`.
         parse: parses the overrides instead of `parse_cli`, with the same arguments.
     """
-    status = cli.main(["train", *(sys.argv[1:] if argv is None else argv)], cli.Program(experiment, parse))
-    if status:
-        sys.exit(status)
+    cli.run_subcommand("train", argv, cli.Program(experiment, parse))
 
 
 if __name__ == "__main__":

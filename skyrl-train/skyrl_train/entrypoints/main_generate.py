@@ -3,18 +3,11 @@
 An alias of `skyrl generate`. It imports PyTorch only after checking the configuration.
 """
 
-import sys
-from collections.abc import Sequence
+from functools import partial
 
-from skyrl_train.entrypoints import cli
+from skyrl_train.entrypoints.cli import run_subcommand
 
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line of `skyrl generate`. `argv` defaults to the arguments of the process."""
-    status = cli.main(["generate", *(sys.argv[1:] if argv is None else argv)])
-    if status:
-        sys.exit(status)
-
+main = partial(run_subcommand, "generate")
 
 if __name__ == "__main__":
     main()

@@ -3,7 +3,7 @@
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
-from skyrl_train.config.preferences import DPO, REWARD
+from skyrl_train.config.supervised import DPO, REWARD
 from skyrl_train.dataset.supervised import SegmentReader, build_rewarded_segment
 from skyrl_train.entrypoints.sft import SupervisedExp
 from skyrl_train.models.loading import POLICY_PATH, load_reward_model

@@ -22,16 +22,16 @@ from skyrl_train.config.policy import (
     PolicyModelConfig,
     find_indivisible,
 )
-from skyrl_train.config.preferences import DPOConfig
 from skyrl_train.config.problems import show
 from skyrl_train.config.run import RunConfig
-from skyrl_train.config.sft import SupervisedConfig
+from skyrl_train.config.supervised import DPOConfig, SupervisedConfig
 from skyrl_train.dataset.demonstrations import read_answers
 from skyrl_train.dataset.files import JoinedRows, check_row_count, find_fault, local_path
-from skyrl_train.dataset.rows import TaskRow, check_environments, read_prompt_rows
+from skyrl_train.dataset.rows import check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT, find_long_sync
 from skyrl_train.models.weight_files import INDEX, SINGLE_FILE, find_damaged_weights, suggest_folder
+from skyrl_train.types import PromptRow
 
 WEIGHTS = (SINGLE_FILE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors$")
@@ -221,11 +221,11 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
         checked.append(read_prompt_rows(rows, sample))
         is_local = is_local and files == sources
         is_complete = is_complete and len(sample) == len(rows)
-    tasks = (
-        TaskRow(location, row.get("env_class"), {k: v for k, v in row.items() if k not in ("prompt", "env_class")})
+    prompts = (
+        (location, PromptRow("", row.pop("prompt"), row.pop("env_class", None), row))
         for location, row in chain.from_iterable(checked)
     )
-    check_environments(tasks, cfg.environment, cfg.generator.max_turns, is_complete=is_local and is_complete)
+    check_environments(prompts, cfg.environment, cfg.generator.max_turns, is_complete=is_local and is_complete)
     if trains and n_rows[0] is not None:
         check_row_count(n_rows[0], cfg.trainer.train_batch_size)
     return is_local

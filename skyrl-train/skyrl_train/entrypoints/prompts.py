@@ -10,7 +10,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.files import local_path
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.dataset.rows import TaskRow, check_environments
+from skyrl_train.dataset.rows import check_environments
 from skyrl_train.generators.chat_template import load_chat_template, read_chat_template
 from skyrl_train.models.loading import load_tokenizer
 
@@ -69,11 +69,7 @@ def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
         ConfigError: an environment does not exist, or its settings are invalid.
         DataError: an environment rejects a row.
     """
-    rows = (
-        TaskRow(location, row.env_class, row.env_extras)
-        for dataset in datasets
-        for location, row in dataset.checked_rows()
-    )
+    rows = (row for dataset in datasets for row in dataset.checked_rows())
     is_complete = all(dataset.is_checked for dataset in datasets)
     check_environments(rows, cfg.environment, cfg.generator.max_turns, is_complete=is_complete)
 

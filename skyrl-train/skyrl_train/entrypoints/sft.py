@@ -10,9 +10,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 from skyrl_train.algorithms.objectives import CrossEntropyObjective, SupervisedObjective
 from skyrl_train.callbacks import Callback, Checkpointing, Export, Logging, Reporting, SavedConfig
 from skyrl_train.config.loading import ConfigSource, Schema, validate
-from skyrl_train.config.preferences import DPOTrainerConfig
 from skyrl_train.config.problems import raise_problems
-from skyrl_train.config.sft import SFT, SupervisedConfig
+from skyrl_train.config.supervised import SFT, DPOTrainerConfig, SupervisedConfig
 from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, build_segments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.describe_plan import check_memory

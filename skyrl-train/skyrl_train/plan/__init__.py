@@ -4,5 +4,3 @@ Only the forecast of memory imports PyTorch, when it is asked for.
 """
 
 from skyrl_train.plan.run_plan import RunPlan, TrainingPlan, limit_steps
-
-__all__ = ["RunPlan", "TrainingPlan", "limit_steps"]

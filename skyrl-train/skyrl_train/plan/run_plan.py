@@ -11,9 +11,8 @@ import psutil
 
 from skyrl_train.algorithms.rules import loads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
-from skyrl_train.config.preferences import DPOTrainerConfig, RewardConfig
 from skyrl_train.config.run import RunConfig
-from skyrl_train.config.sft import SupervisedConfig
+from skyrl_train.config.supervised import DPOTrainerConfig, RewardConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
 from skyrl_train.plan.forecast import BYTES, DiskForecast, MemoryForecast, PlannedModel, free_bytes_of_gpus, plan_model
 from skyrl_train.types.specs import Role, SyncKind

@@ -2,5 +2,3 @@
 
 from skyrl_train.report.learning_curve import compare_curves, plot_learning_curve
 from skyrl_train.report.page import report_own_run, report_run, write_report
-
-__all__ = ["compare_curves", "plot_learning_curve", "report_own_run", "report_run", "write_report"]

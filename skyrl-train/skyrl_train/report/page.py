@@ -82,10 +82,9 @@ PANELS = {
 
 
 def report_run(run_folder: RunFolder, *, command: str | None = None) -> Path | None:
-    """Write a run's `learning_curve.png` and `report.html`. Works for unfinished runs.
+    """Write a run's `learning_curve.png` and `report.html`. Return the page's path, or None without any metrics.
 
-    Returns:
-        The path of the page, or None if the run has no metrics yet.
+    Works for unfinished runs.
 
     Raises:
         DataError: the metrics or an evaluation file cannot be read.

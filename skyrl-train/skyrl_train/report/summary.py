@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from skyrl_train.config.base import value_at
 from skyrl_train.report.series import MetricRows, Series, distinct, format_name, format_value, metric_names, read_series
 
 _OUTSIDE_STEP = {"eval"}  # timers that run between steps
@@ -71,7 +72,7 @@ class TimeShare:
 def headlines(rows: MetricRows, config: Mapping[str, Any]) -> list[Headline]:
     """Return scores and rewards before and after training, time and speed. Metrics that were not logged are skipped."""
     found = [_before_and_after(series) for series in headline_evals(rows)]
-    success_reward = _at(config, "generator.success_reward")
+    success_reward = value_at(config, "generator.success_reward", None)
     rule = "reward > 0" if success_reward is None else f"reward ≥ {success_reward:g}"
     found = [replace(h, label=f"{h.label} ({rule})") if h.label.startswith("pass at") else h for h in found]
     if (failed := read_series(rows, "eval/generate/n_invalid")) and failed.last:
@@ -122,7 +123,7 @@ def time_split(rows: MetricRows) -> list[TimeShare]:
 
 def find_method(config: Mapping[str, Any]) -> Method | None:
     """Return the training method of a configuration, or None if the configuration is empty."""
-    trainer, data = _at(config, "trainer") or {}, _at(config, "data") or {}
+    trainer, data = value_at(config, "trainer", None) or {}, value_at(config, "data", None) or {}
     if "dpo" in trainer:
         return Method("Direct preference optimization", "pairs")
     if "algorithm" in trainer:
@@ -134,7 +135,7 @@ def find_method(config: Mapping[str, Any]) -> Method | None:
 
 def select_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return {label: value} of the most important settings in a configuration."""
-    values = {label: _at(config, path) for label, path in _SETTINGS.items()}
+    values = {label: value_at(config, path, None) for label, path in _SETTINGS.items()}
     if values["LoRA rank"] == 0:
         values["LoRA rank"] = None
     if (method := find_method(config)) is not None:
@@ -161,12 +162,3 @@ def _before_and_after(series: Series) -> Headline:
     before = "before training" if series.steps[0] == 0 else f"at step {series.steps[0]}"
     note = f"{format_value(name, series.first)} {before}" if len(series.steps) > 1 else "the only evaluation"
     return Headline(format_name(name), format_value(name, series.last), note)
-
-
-def _at(config: Mapping[str, Any], path: str) -> Any:
-    value: Any = config
-    for key in path.split("."):
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(key)
-    return value

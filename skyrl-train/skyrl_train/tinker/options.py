@@ -95,9 +95,7 @@ def parse_options(options_class: type[Options], argv: Sequence[str] | None, desc
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     types = get_type_hints(options_class)
-    for field in fields(options_class):
-        if not field.init:
-            continue
+    for field in (field for field in fields(options_class) if field.init):
         required = field.default is MISSING
         default = None if required else field.default
         parser.add_argument(

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.checkpoint import folder_lock, replace_text
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.dataset.rows import TaskRow, check_environments
+from skyrl_train.dataset.rows import LocatedRow, check_environments
 from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -66,7 +66,7 @@ class TinkerRun:
         """Create the generator that plays the rollouts. The engine has only `info`, `generate` and `end_session`."""
         return GymGenerator(self.cfg.generator, self.cfg.environment.skyrl_gym, engine, tokenizer)
 
-    def check_rows(self, rows: Iterable[TaskRow]) -> None:
+    def check_rows(self, rows: Iterable[LocatedRow]) -> None:
         """Raise ConfigError or DataError if the generator cannot play a row of a dataset."""
         check_environments(rows, self.cfg.environment, self.cfg.generator.max_turns)
 
@@ -86,7 +86,7 @@ class TinkerRun:
 
         def open_prompts(path: str) -> PromptDataset:
             dataset = PromptDataset([path], tokenizer, options.max_input_length)
-            self.check_rows(TaskRow(f"row {row.uid}", row.env_class, row.env_extras) for row in dataset)
+            self.check_rows(dataset.checked_rows())
             return dataset
 
         dataset = open_prompts(options.train_data)
@@ -113,7 +113,9 @@ class TinkerRun:
                         metrics["time/total"] = time.perf_counter() - started
                         tracking.log(metrics, step)
                         if step % options.save_every == 0 or step == options.max_steps:
-                            await self._save(trainer, prompts, step)
+                            saved = await trainer.save_state(f"{options.run_name}-{step:06d}", overwrite=True)
+                            position = {"step": step, "path": saved.path, "prompts": prompts.state_dict()}
+                            replace_text(self._state_path, json.dumps(position))
                     if eval_dataset is not None and state["step"] < options.max_steps:
                         engine.load(await trainer.save_weights_and_get_sampling_client(), options.max_steps)
                         final = await self._evaluate(eval_dataset, generator, tokenizer, options.max_steps)
@@ -184,9 +186,3 @@ class TinkerRun:
         metrics, _ = await evaluate(dataset, generator, self.cfg, step, folder, chat)
         await self.alert(step, metrics)
         return metrics
-
-    async def _save(self, trainer: tinker.TrainingClient, prompts: ShuffledPrompts, step: int) -> None:
-        """Save weights and optimizer on the service, then the step and the prompt order in the run folder."""
-        name = f"{self.options.run_name}-{step:06d}"
-        saved = await trainer.save_state(name, overwrite=True)
-        replace_text(self._state_path, json.dumps({"step": step, "path": saved.path, "prompts": prompts.state_dict()}))

@@ -5,14 +5,3 @@ from skyrl_train.tracking.progress import Progress
 from skyrl_train.tracking.run_folder import RunFolder, log_to_file
 from skyrl_train.tracking.signal import find_missing_signal
 from skyrl_train.tracking.tracker import Tracker, Tracking
-
-__all__ = [
-    "MetricsFile",
-    "Progress",
-    "RunFolder",
-    "Tracker",
-    "Tracking",
-    "find_missing_signal",
-    "log_to_file",
-    "read_metrics",
-]

@@ -38,7 +38,7 @@ class Tracker(Protocol):
         """Finish writing and release all resources."""
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """A tracker that writes to standard output, one line per prefix: `policy   grad_norm 0.41 · policy_kl 0.002`."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -47,12 +47,6 @@ class ConsoleTracker:
             values = " · ".join(f"{name.rpartition('/')[2]} {metrics[name]:.4g}" for name in names)
             lines.append(f"  {prefix:<12} {values}")
         tqdm.write("\n".join(lines), file=sys.stdout)  # above the progress line, if any
-
-    def truncate_after(self, step: int) -> None:
-        """Do nothing: printed lines stay."""
-
-    def close(self) -> None:
-        """Do nothing: standard output stays open."""
 
 
 class TensorBoardTracker:

@@ -19,27 +19,3 @@ from skyrl_train.types.tokens import (
     all_or_none,
     last_sampled,
 )
-
-__all__ = [
-    "UNKNOWN_EXPERT",
-    "DrawnPrompt",
-    "Message",
-    "Metric",
-    "MetricKind",
-    "MetricSums",
-    "Metrics",
-    "PromptRow",
-    "Scores",
-    "Segment",
-    "Shard",
-    "StopReason",
-    "TokenScores",
-    "TrainingBatch",
-    "Trajectory",
-    "TrajectoryID",
-    "Turn",
-    "ValueScores",
-    "WeightSpan",
-    "all_or_none",
-    "last_sampled",
-]

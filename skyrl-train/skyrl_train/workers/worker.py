@@ -33,7 +33,6 @@ from skyrl_train.models.lora import (
 )
 from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
-from skyrl_train.threads import use_one_core
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelPart, ModelSpec, OptimizerSpec, SyncKind, TensorSpec, absolute
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
@@ -104,7 +103,8 @@ class Worker:
             self._state.scheduler = make_scheduler(self._state.optimizer, spec.optimizer)
         if spec.lora is not None and spec.lora.config.dropout > 0:  # ranks with other rows draw other dropout masks
             torch.manual_seed((spec.lora.seed + strategy.random_stream) % 2**63)
-        self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=use_one_core)
+        # Writes compute with one core and leave the rest to the compute thread.
+        self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=torch.set_num_threads, initargs=(1,))
         self._saving: Future[None] | None = None
         self._sent: SentWeights | None = None  # set by the first sync that sends changes
         self._skipping_updates = False  # True while gradients are NaN or infinite

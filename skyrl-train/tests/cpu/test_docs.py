@@ -8,9 +8,8 @@ import pytest
 
 from skyrl_gym.envs import BUILT_IN as BUILT_IN_ENVIRONMENTS
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from skyrl_train.config.preferences import DPO, REWARD
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import DPO, REWARD, SFT
 
 ROOT = Path(__file__).parents[3]
 ALGORITHMS = ROOT / "docs/reference/algorithms.md"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from skyrl_train import threads
-from skyrl_train.threads import ThreadBudget, compute_thread, half_of_cores, threads_per_process, use_one_core
+from skyrl_train.threads import ThreadBudget, compute_thread, half_of_cores, threads_per_process
 
 
 @pytest.fixture
@@ -142,7 +142,8 @@ def test_one_thread_has_all_cores_meanwhile() -> None:
 
 
 def test_a_background_thread_leaves_the_compute_thread_its_cores() -> None:
-    with compute_thread() as compute, ThreadPoolExecutor(1, initializer=use_one_core) as background:
+    one_core = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+    with compute_thread() as compute, one_core as background:
         before = compute.submit(torch.get_num_threads).result()
         assert background.submit(torch.get_num_threads).result() == 1
         assert compute.submit(torch.get_num_threads).result() == before

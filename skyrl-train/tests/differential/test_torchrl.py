@@ -14,8 +14,8 @@ from train_kit.differential.batches import EXACT, NEAR, Batch, assert_same, batc
 from skyrl_train.algorithms.advantages import gae, reward_to_go
 from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.losses import clipped_surrogate, importance_sampling
-from skyrl_train.algorithms.reduction import reduce_loss
 from skyrl_train.algorithms.registry import PolicyLoss
+from skyrl_train.compat.skyrl.algorithms import reduce_loss
 from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 
 

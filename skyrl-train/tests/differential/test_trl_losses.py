@@ -22,8 +22,14 @@ from trl.rewards import get_soft_overlong_punishment
 from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.objectives import PolicyObjective
 from skyrl_train.algorithms.reward_pipeline import soft_overlong_punishment
-from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
-from skyrl_train.config.policy_loss import CispoConfig, GmpoConfig, SapoConfig, VespoConfig
+from skyrl_train.config.algorithm import (
+    AlgorithmConfig,
+    CispoConfig,
+    GmpoConfig,
+    LossReduction,
+    SapoConfig,
+    VespoConfig,
+)
 from skyrl_train.types import TokenScores, TrainingBatch
 
 SEEDS = range(6)

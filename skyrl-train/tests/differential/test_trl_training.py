@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from skyrl_train.config.cli import parse
-from skyrl_train.config.preferences import DPO
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import DPO, SFT
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDataset
 from skyrl_train.entrypoints.preferences import DPOExp

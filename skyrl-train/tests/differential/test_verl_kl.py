@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from train_kit.differential.batches import EXACT, Batch, assert_same, batches
 from verl.trainer.ppo import core_algos as verl
 
-from skyrl_train.algorithms.kl import AdaptiveKLController, compute_approx_kl
+from skyrl_train.algorithms.kl import KLController, compute_approx_kl
 from skyrl_train.algorithms.reward_pipeline import penalize_rewards
 from skyrl_train.config.algorithm import KLEstimator
 
@@ -41,7 +41,7 @@ def test_penalty_in_the_rewards(batch: Batch) -> None:
 )
 def test_adaptive_controller(divergences: list[float], target: float, n_trajectories: int) -> None:
     """Steps have at most as many trajectories as the horizon; beyond it we bound the change of the weight."""
-    ours = AdaptiveKLController(0.2, target, horizon=1000)
+    ours = KLController(0.2, target, horizon=1000)
     theirs = verl.AdaptiveKLController(0.2, target, 1000)
     for divergence in divergences:
         ours.update(divergence, n_trajectories)

@@ -15,15 +15,16 @@ from verl.workers.config import ActorConfig
 
 from skyrl_train.algorithms.losses import clipped_surrogate, value_loss
 from skyrl_train.algorithms.off_policy import correction_weights
-from skyrl_train.algorithms.reduction import reduce_loss
-from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
-from skyrl_train.config.policy_loss import (
+from skyrl_train.compat.skyrl.algorithms import reduce_loss
+from skyrl_train.config.algorithm import (
+    AlgorithmConfig,
     CispoConfig,
     ClipCovConfig,
     DppoConfig,
     DroConfig,
     GmpoConfig,
     KLCovConfig,
+    LossReduction,
     OffPolicyCorrectionConfig,
     RolloutIsConfig,
 )

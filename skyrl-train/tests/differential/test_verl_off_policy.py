@@ -18,7 +18,7 @@ from verl.trainer.ppo.rollout_corr_helper import (
 )
 
 from skyrl_train.algorithms.off_policy import add_rollout_gap, correction_weights
-from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
+from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
 from skyrl_train.types import MetricSums
 
 LOW, HIGH = 0.6, 1.5

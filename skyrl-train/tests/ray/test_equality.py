@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(1200)
 CRITIC = ["trainer.algorithm.advantage_estimator=gae"]
 LORA = ["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.merge_on_export=true"]
 CRITIC_LORA = ["trainer.critic.model.lora.rank=4", "trainer.critic.model.lora.merge_on_export=true"]
-WHOLE_BATCH = sorted(name for name, (_, traits) in POLICY_LOSSES.entries().items() if traits.whole_batch)
+WHOLE_BATCH = sorted(name for name, (_, traits) in POLICY_LOSSES.entries.items() if traits.whole_batch)
 
 RUNS: dict[str, list[str]] = {
     "ppo": CRITIC,

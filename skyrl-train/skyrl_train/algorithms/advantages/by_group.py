@@ -143,7 +143,7 @@ def maxrl(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index:
     scores = trajectory_scores(token_level_rewards, response_mask)  # (B,)
     groups = prompt_groups(index, scores.device)
     mean, std, size = groups.statistics(scores)
-    floor = groups.lowest(scores).clamp(max=0)
+    floor = groups.extreme(scores, "amin").clamp(max=0)
     advantages = torch.where(std > 0, (scores - mean) / (mean - floor + 1e-6), 0.0)
     return _same_for_every_token(torch.where(size > 1, advantages, scores), response_mask)
 
@@ -171,10 +171,10 @@ def grpo_passk(
     scores = trajectory_scores(token_level_rewards, response_mask)  # (B,)
     groups = prompt_groups(index, scores.device)
     _mean, std, _size = groups.statistics(scores)
-    best = groups.highest(scores)
+    best = groups.extreme(scores, "amax")
     is_best = scores == best
     is_alone = groups.total(is_best.to(scores.dtype)) == 1
-    second = groups.highest(torch.where(is_best, -torch.inf, scores))  # (B,) -inf in a group of one
+    second = groups.extreme(torch.where(is_best, -torch.inf, scores), "amax")  # (B,) -inf in a group of one
     advantages = torch.where(is_best & is_alone & (std > 0) & ~are_equal(best, second), best - second, 0.0)
     if grpo_norm_by_std:
         advantages = advantages / (std + 1e-6)

@@ -30,13 +30,10 @@ class Cells:
         """Return the sum of the cell."""
         return values.new_zeros(self.n_cells).index_add(0, self.cell, values)[self.cell]
 
-    def highest(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the largest value in the cell."""
-        return self._extreme(values, "amax")
-
-    def lowest(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the smallest value in the cell."""
-        return self._extreme(values, "amin")
+    def extreme(self, values: torch.Tensor, which: Literal["amin", "amax"]) -> torch.Tensor:
+        """Return the smallest or the largest value in the cell."""
+        zeros = values.new_zeros(self.n_cells)
+        return zeros.scatter_reduce(0, self.cell, values, which, include_self=False)[self.cell]
 
     def statistics(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return mean, unbiased standard deviation and size of the cell.
@@ -46,17 +43,13 @@ class Cells:
         size = self.total(torch.ones_like(values))
         mean = self.total(values) / size
         std = (self.total((values - mean).square()) / (size - 1).clamp(min=1)).sqrt()
-        is_flat = are_equal(self.highest(values), self.lowest(values))
+        is_flat = are_equal(self.extreme(values, "amax"), self.extreme(values, "amin"))
         return mean, torch.where(is_flat, 0.0, std), size
 
     def weighted_mean(self, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the mean of the cell with non-negative weights, or 0 if all weights are 0."""
         total_weight = self.total(weights)
         return self.total(values * weights) / torch.where(total_weight > 0, total_weight, 1.0)
-
-    def _extreme(self, values: torch.Tensor, which: Literal["amin", "amax"]) -> torch.Tensor:
-        zeros = values.new_zeros(self.n_cells)
-        return zeros.scatter_reduce(0, self.cell, values, which, include_self=False)[self.cell]
 
 
 def prompt_groups(index: list[str], device: torch.device) -> Cells:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from skyrl_train.algorithms.losses import value_loss
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
-from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.lazy import torch
 from skyrl_train.types import Metric, Metrics, MetricSums, TokenScores, TrainingBatch, ValueScores
 
@@ -41,18 +40,12 @@ class SupervisedObjective(Objective, Protocol):
 
 
 class CrossEntropyObjective:
-    """-log π of the trained tokens, by default the mean over the mini-batch."""
+    """Mean of -log π over the trained tokens of the mini-batch."""
 
     needs_entropy_grad = False
 
-    def __init__(self, reduction: LossReduction = "token_mean") -> None:
-        self._reduction = reduction
-
     def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
-        weights = token_weights(
-            mini_batch.loss_mask, self._reduction, index=mini_batch.draws, trajectories=mini_batch.trajectories
-        )
-        return replace(mini_batch, loss_weights=weights)
+        return replace(mini_batch, loss_weights=token_weights(mini_batch.loss_mask, "token_mean"))
 
     def __call__(self, scores: TokenScores, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
         assert rows.loss_weights is not None, "weigh() comes first"

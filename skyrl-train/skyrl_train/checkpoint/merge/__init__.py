@@ -8,5 +8,3 @@ from skyrl_train.checkpoint.merge.adapter import merge_adapter
 from skyrl_train.checkpoint.merge.average import average_models
 from skyrl_train.checkpoint.merge.comparison import MergeReport
 from skyrl_train.checkpoint.merge.sharded import merge_checkpoint
-
-__all__ = ["MergeReport", "average_models", "merge_adapter", "merge_checkpoint"]

@@ -18,7 +18,7 @@ from skyrl_train.algorithms.advantages import grpo as compute_grpo_outcome_advan
 from skyrl_train.algorithms.advantages import reinforce_plus_plus as compute_reinforce_plus_plus_outcome_advantage
 from skyrl_train.algorithms.advantages import rloo as compute_rloo_outcome_advantage
 from skyrl_train.algorithms.inputs import collect_settings, named_inputs
-from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, compute_approx_kl
+from skyrl_train.algorithms.kl import KLController, compute_approx_kl
 from skyrl_train.algorithms.kl import kl_controller as get_kl_controller
 from skyrl_train.algorithms.losses import cispo as compute_policy_loss_cispo
 from skyrl_train.algorithms.losses import clip_cov as compute_policy_loss_clip_cov
@@ -27,11 +27,11 @@ from skyrl_train.algorithms.losses import gspo as gspo_policy_loss
 from skyrl_train.algorithms.losses import kl_cov as compute_policy_loss_kl_cov
 from skyrl_train.algorithms.losses import sapo as sapo_policy_loss
 from skyrl_train.algorithms.masked import masked_mean, masked_var, masked_whiten, normalize_over_batch
-from skyrl_train.algorithms.reduction import reduce_loss
+from skyrl_train.algorithms.reduction import token_weights, weighted_sum
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS as AdvantageEstimatorRegistry
 from skyrl_train.algorithms.registry import POLICY_LOSSES as PolicyLossRegistry
 from skyrl_train.algorithms.registry import register_advantage_estimator, register_policy_loss
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 from skyrl_train.lazy import torch
 
 __all__ = [
@@ -62,6 +62,20 @@ __all__ = [
 ]
 
 
+class AdaptiveKLController(KLController):
+    """A `KLController` with a target."""
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
+        super().__init__(init_kl_coef, target, horizon)
+
+
+class FixedKLController(KLController):
+    """A constant `KLController`."""
+
+    def __init__(self, kl_coef: float) -> None:
+        super().__init__(kl_coef)
+
+
 def compute_advantages_and_returns(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -74,6 +88,29 @@ def compute_advantages_and_returns(
     rows = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "index": index}
     estimator = AdvantageEstimatorRegistry.get(adv_estimator)
     return estimator(**named_inputs(estimator, {**collect_settings(config), **inputs, **rows}))
+
+
+def reduce_loss(
+    loss: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    loss_reduction: LossReduction,
+    max_seq_len: int | None = None,
+    index: Sequence[str] | None = None,
+) -> torch.Tensor:
+    """Reduce a loss per token (B, R) to its `weighted_sum` with `token_weights`. No mask means a mask of ones.
+
+    This is for custom policy losses that return a scalar. The divisor counts only the given rows, so micro-batches
+    yield a mean of means. Return one value per token to have the trainer divide by the whole mini-batch.
+
+    >>> loss, loss_mask = torch.tensor([[3.0, 3.0, 3.0], [1.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    >>> reduce_loss(loss, loss_mask, "token_mean"), reduce_loss(loss, loss_mask, "sequence_mean")
+    (tensor(2.5000), tensor(2.))
+
+    Raises:
+        ConfigError: the reduction needs `max_seq_len` or `index`, or is unknown.
+    """
+    mask = torch.ones_like(loss) if loss_mask is None else loss_mask
+    return weighted_sum(loss, token_weights(mask, loss_reduction, max_seq_len, index))
 
 
 def normalize_advantages_dict(data: dict[str, Any]) -> dict[str, Any]:

@@ -35,13 +35,15 @@ class Registrations:
             name: replace(spec, entry_point=spec.load()) if str(spec.entry_point).startswith("__main__:") else spec
             for name, spec in ENVIRONMENTS.items()
         }
-        return cls(environments, ADVANTAGE_ESTIMATORS.entries(), POLICY_LOSSES.entries(), dict(REWARD_FUNCTIONS))
+        return cls(
+            environments, dict(ADVANTAGE_ESTIMATORS.entries), dict(POLICY_LOSSES.entries), dict(REWARD_FUNCTIONS)
+        )
 
     def restore(self) -> None:
         """Also register everything in this process."""
         ENVIRONMENTS.update(self.environments)
-        ADVANTAGE_ESTIMATORS.update(self.estimators)
-        POLICY_LOSSES.update(self.losses)
+        ADVANTAGE_ESTIMATORS.entries.update(self.estimators)
+        POLICY_LOSSES.entries.update(self.losses)
         REWARD_FUNCTIONS.update(self.reward_functions)
 
 

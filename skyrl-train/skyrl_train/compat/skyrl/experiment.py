@@ -16,7 +16,7 @@ from skyrl_train.compat.skyrl.trainer import FullyAsyncRayPPOTrainer, RayPPOTrai
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import with_value
 from skyrl_train.config.problems import raise_problems
-from skyrl_train.config.validation import find_problems
+from skyrl_train.config.rules import find_problems
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.evaluation import EvaluationExperiment
 from skyrl_train.entrypoints.experiment import RLExperiment, RunParts, check_reward_functions

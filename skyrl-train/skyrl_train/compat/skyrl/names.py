@@ -18,8 +18,12 @@ from skyrl_train.compat.skyrl.absent import MISSING_NAMES, AbsentModules, refuse
 UTILS = {"Timer": "compat.skyrl.timer", "initialize_ray": "compat.skyrl.cluster", "validate_cfg": "entrypoints.command"}
 
 HOMES = {
+    "config": dict.fromkeys(("get_default_config", "rewrite_overrides"), "compat.skyrl.hydra_scripts"),
+    "config.utils": {"get_default_config": "compat.skyrl.hydra_scripts"},
     "entrypoints.main_base": {"BasePPOExp": "compat.skyrl.experiment", "skyrl_entrypoint": "compat.skyrl.entrypoint"},
+    "dataset": {"PromptDataset": "dataset.prompts"},
     "entrypoints.main_generate": {"EvalOnlyEntrypoint": "compat.skyrl.experiment"},
+    "entrypoints.main_sft": {"SFTExp": "entrypoints.sft"},
     "generators.base": {
         "ConversationType": "inference_engines.base",
         "GeneratorInput": "compat.skyrl.generator",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.loading import RL, Schema
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import SFT
 
 Settings = Mapping[str, object]
 """The keys that a command line sets, each with its last value. A deleted key has the value None."""

@@ -33,8 +33,8 @@ def mini_batches_divide_batch(cfg: SkyRLConfig) -> Iterator[str]:
             )
 
 
-def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject `seq_mean_token_sum_norm` without its divisor, `max_seq_len`."""
+def defaults_can_be_derived(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject a divisor `max_seq_len` that no key determines, and a training temperature of 0 from greedy rollouts."""
     algorithm = cfg.trainer.algorithm
     if algorithm.loss_reduction == "seq_mean_token_sum_norm" and algorithm.max_seq_len is None:
         yield (
@@ -42,11 +42,7 @@ def sequence_norm_has_a_length(cfg: SkyRLConfig) -> Iterator[str]:
             f"which cannot be computed with generator.max_turns={cfg.generator.max_turns} and "
             "generator.max_input_length=null; set trainer.algorithm.max_seq_len"
         )
-
-
-def training_temperature_is_positive(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a training temperature of 0: it divides the logits."""
-    if cfg.trainer.algorithm.temperature == 0:
+    if algorithm.temperature == 0:
         yield (
             "generator.sampling_params.temperature=0.0 (greedy) cannot divide the logits in training, but "
             "trainer.algorithm.temperature=null uses it; try generator.sampling_params.temperature=1.0, or set "
@@ -63,31 +59,24 @@ def group_filters(cfg: SkyRLConfig) -> Iterator[tuple[str, str, str]]:
         yield "trainer.algorithm.zero_variance_filter", "true", "false"
 
 
-def distillation_has_a_teacher(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a teacher that is the policy itself or is overwritten with it."""
-    estimator = "trainer.algorithm.advantage_estimator=on_policy_distillation"
-    if cfg.trainer.algorithm.advantage_estimator != "on_policy_distillation":
-        return
-    teacher, student = cfg.trainer.ref.model.path, cfg.trainer.policy.model.path
-    if teacher == student:
+def reference_is_a_second_model(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject a teacher that is the policy, and reference updates that a teacher or a shared adapter rules out."""
+    trainer, update = cfg.trainer, "trainer.update_ref_every_epoch"
+    if trainer.algorithm.advantage_estimator == "on_policy_distillation":
+        estimator = "trainer.algorithm.advantage_estimator=on_policy_distillation"
+        teacher, student = trainer.ref.model.path, trainer.policy.model.path
+        if teacher == student:
+            yield (
+                f"{estimator} learns from trainer.ref.model.path={show(teacher)}, which is "
+                f"trainer.policy.model.path={show(student)} itself; set trainer.ref.model.path=<the teacher>"
+            )
+        if trainer.update_ref_every_epoch:
+            yield f"{update}=true would replace the teacher of {estimator} by the policy; set {update}=false"
+    if trainer.update_ref_every_epoch and trainer.ref.shares_adapter_with(trainer.policy.model):
+        path = trainer.policy.model.lora.lora_path
         yield (
-            f"{estimator} learns from trainer.ref.model.path={show(teacher)}, which is "
-            f"trainer.policy.model.path={show(student)} itself; set trainer.ref.model.path=<the teacher>"
-        )
-    if cfg.trainer.update_ref_every_epoch:
-        yield (
-            f"trainer.update_ref_every_epoch=true would replace the teacher of {estimator} by the policy; set "
-            "trainer.update_ref_every_epoch=false"
-        )
-
-
-def reference_can_follow(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject reference updates if the reference shares the adapter that the policy continues."""
-    if cfg.trainer.update_ref_every_epoch and cfg.trainer.ref.shares_adapter_with(cfg.trainer.policy.model):
-        path = cfg.trainer.policy.model.lora.lora_path
-        yield (
-            f"trainer.update_ref_every_epoch=true does not work with trainer.policy.model.lora.lora_path={show(path)}; "
-            f"merge the adapter first (skyrl merge adapter {path} <folder>) and train a new one on the merged model"
+            f"{update}=true does not work with trainer.policy.model.lora.lora_path={show(path)}; merge the adapter "
+            f"first (skyrl merge adapter {path} <folder>) and train a new one on the merged model"
         )
 
 
@@ -101,28 +90,20 @@ def filter_has_a_group(cfg: SkyRLConfig) -> Iterator[str]:
             )
 
 
-def kl_in_reward_is_possible(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a KL penalty in the reward that would count twice, or whose estimator differs only in its gradient."""
-    algorithm = cfg.trainer.algorithm
-    if not algorithm.use_kl_in_reward:
-        return
-    if algorithm.use_kl_loss:
+def kl_terms_are_used(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject KL terms that would count twice, and settings of the KL divergence that nothing uses."""
+    algorithm, estimator = cfg.trainer.algorithm, cfg.trainer.algorithm.kl_estimator_type
+    if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
         yield (
             "trainer.algorithm.use_kl_loss=true and trainer.algorithm.use_kl_in_reward=true would count the KL "
             "divergence twice; set one of them to false"
         )
-    estimator = algorithm.kl_estimator_type
-    if estimator.endswith("+"):
+    if algorithm.use_kl_in_reward and estimator.endswith("+"):
         yield (
             f"trainer.algorithm.kl_estimator_type={estimator} differs from {estimator[:-1]} only in its gradient, "
             "which trainer.algorithm.use_kl_in_reward=true does not use; set "
             f"trainer.algorithm.kl_estimator_type={estimator[:-1]}"
         )
-
-
-def kl_settings_have_a_kl_term(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject settings of a disabled KL term, and an adaptive KL weight of 0."""
-    algorithm = cfg.trainer.algorithm
     is_adaptive = algorithm.kl_ctrl.type == "adaptive"
     if is_adaptive and not algorithm.use_kl_in_reward:
         yield (
@@ -144,8 +125,10 @@ def kl_settings_have_a_kl_term(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
-def intervals_are_not_empty(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject intervals whose lower end is not below the upper end, and a token ratio interval with only one end."""
+def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject empty or one-sided intervals, a dual clip inside PPO's clip range, and an overlong buffer that penalizes
+    every response.
+    """
     keys = [f"{CORRECTION}.token_mask_is_threshold_{end}" for end in ("low", "high")]
     values = [value_at(cfg, key) for key in keys]
     if values.count(None) == 1:
@@ -161,10 +144,6 @@ def intervals_are_not_empty(cfg: SkyRLConfig) -> Iterator[str]:
                 f"{low_key}={low} must be below {high_key}={high}, or nothing lies between them; lower the first or "
                 "raise the second"
             )
-
-
-def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a dual clip inside PPO's clip range, and an overlong buffer that penalizes every response."""
     algorithm, longest = cfg.trainer.algorithm, cfg.generator.sampling_params.max_generate_length
     first, buffer = 1 + algorithm.eps_clip_high, algorithm.overlong_buffer_len
     if algorithm.policy_loss_type == "dual_clip" and algorithm.clip_ratio_c <= first:
@@ -182,8 +161,8 @@ def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
-def rewards_are_compared(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about groups of one, filters without effect, and truncation that zeroes nearly every reward."""
+def policy_learns_from_rewards(cfg: SkyRLConfig) -> Iterator[str]:
+    """Warn about groups of one, filters without effect, rewards that nothing reads, and a KL loss of pure noise."""
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     if generator.n_samples_per_prompt == 1 and algorithm.advantage_estimator == "grpo":
         yield (
@@ -205,11 +184,6 @@ def rewards_are_compared(cfg: SkyRLConfig) -> Iterator[str]:
                 f"generator.sampling_params.max_generate_length=1: {effect}; set "
                 f"generator.{name}=false"
             )
-
-
-def loss_learns_from_rewards(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about a loss that ignores rewards and a KL loss whose gradient is 0 on average."""
-    algorithm = cfg.trainer.algorithm
     if algorithm.policy_loss_type == "cross_entropy":
         yield (
             "trainer.algorithm.policy_loss_type=cross_entropy imitates every rollout, whatever its reward; try "

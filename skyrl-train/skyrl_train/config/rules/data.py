@@ -8,22 +8,13 @@ from skyrl_train.config.problems import show
 from skyrl_train.config.root import REWARD_FUNCTION_ENV, SkyRLConfig
 
 
-def evaluation_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn that evaluations without prompts are skipped, as in SkyRL."""
-    if not cfg.data.val_data and cfg.data.custom_cls.path is None and cfg.trainer.eval_interval > 0:
-        yield "No evaluations, because data.val_data=[]. Set it, or set trainer.eval_interval=-1"
-
-
-def training_has_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject training without prompts."""
-    if cfg.data.custom_cls.path is None:
-        yield from training_has_rows(cfg)
-
-
-def training_has_rows(cfg: Any) -> Iterator[str]:
-    """Reject training without data files or datasets."""
-    if not cfg.data.train_data:
+def sources_can_be_read(cfg: Any) -> Iterator[str]:
+    """Reject training without data files, datasets or a dataset class, and a validation source that is listed twice."""
+    has_class = isinstance(cfg, SkyRLConfig) and cfg.data.custom_cls.path is not None
+    if not cfg.data.train_data and not has_class:
         yield "data.train_data=[] leaves nothing to train on; set data.train_data=[<file or dataset name>]"
+    for source in _repeated_sources(cfg.data.val_data):
+        yield f"data.val_data has {show(source)} twice, so its rows would count twice; name it once"
 
 
 def custom_dataset_is_complete(cfg: SkyRLConfig) -> Iterator[str]:
@@ -47,8 +38,10 @@ def custom_dataset_is_complete(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
-def custom_reward_function_is_called(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a reward function combined with an environment that scores replies itself."""
+def environment_plays_as_configured(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject a reward function for an environment that scores replies itself, and an interpreter for environments that
+    run in the trainer.
+    """
     path, env_class = cfg.custom_reward_function.path, cfg.environment.env_class
     if path is not None and env_class != REWARD_FUNCTION_ENV:
         yield (
@@ -60,10 +53,6 @@ def custom_reward_function_is_called(cfg: SkyRLConfig) -> Iterator[str]:
             f"custom_reward_function.path={show(path)} scores one reply, so generator.max_turns="
             f"{cfg.generator.max_turns} has no effect; set generator.max_turns=1"
         )
-
-
-def interpreter_has_processes(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject an interpreter for environments that run in the trainer."""
     gym = cfg.environment.skyrl_gym
     if gym.python is not None and gym.isolation != "process":
         yield (
@@ -79,13 +68,10 @@ def _repeated_sources(sources: list[str]) -> Iterator[str]:
     return (source for index, source in enumerate(sources) if paths[index] in paths[:index])
 
 
-def validation_data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a validation source that is listed twice."""
-    for source in _repeated_sources(cfg.data.val_data):
-        yield f"data.val_data has {show(source)} twice, so its rows would count twice; name it once"
-
-
-def training_data_is_read_once(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about a training source that is listed twice."""
+def sources_are_unusual(cfg: Any) -> Iterator[str]:
+    """Warn about a training source that is listed twice, and that evaluations without prompts are skipped."""
     for source in _repeated_sources(cfg.data.train_data):
         yield f"data.train_data has {show(source)} twice, so an epoch trains on its rows twice; name it once"
+    needs_sources = isinstance(cfg, SkyRLConfig) and cfg.data.custom_cls.path is None
+    if needs_sources and not cfg.data.val_data and cfg.trainer.eval_interval > 0:
+        yield "No evaluations, because data.val_data=[]. Set it, or set trainer.eval_interval=-1"

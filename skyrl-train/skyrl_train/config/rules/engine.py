@@ -9,21 +9,28 @@ from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.config.root import SkyRLConfig
 
 
-def input_length_covers_prompts(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject an input limit below the maximum prompt length, or different from it with a single turn."""
+def lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject an input limit below the maximum prompt length (with a single turn: other than it), and a minimum turn
+    length above the maximum.
+    """
     n_prompt, n_input = cfg.trainer.max_prompt_length, cfg.generator.max_input_length
-    if n_input is None:
-        return
-    if cfg.generator.max_turns == 1 and n_input != n_prompt:
+    if n_input is not None and cfg.generator.max_turns == 1 and n_input != n_prompt:
         yield (
             f"generator.max_input_length={n_input} must equal trainer.max_prompt_length={n_prompt} when "
             f"generator.max_turns=1; try generator.max_input_length={n_prompt}, or null"
         )
-    elif n_input < n_prompt:
+    elif n_input is not None and n_input < n_prompt:
         yield (
             f"generator.max_input_length={n_input} must be at least trainer.max_prompt_length={n_prompt}; "
             f"try generator.max_input_length={n_prompt} or more, or null for the model's context length"
         )
+    for key in ("generator.sampling_params", "generator.eval_sampling_params"):
+        sampling = value_at(cfg, key)
+        if sampling.min_tokens > sampling.max_generate_length:
+            yield (
+                f"{key}.min_tokens={sampling.min_tokens} must be at most "
+                f"{key}.max_generate_length={sampling.max_generate_length}; try {key}.min_tokens=0"
+            )
 
 
 def weights_have_a_transport(cfg: SkyRLConfig) -> Iterator[str]:
@@ -137,8 +144,10 @@ def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
             )
 
 
-def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject servers without addresses, and addresses that are unused or repeated."""
+def servers_can_be_used(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject addresses of servers that are missing, unused or repeated, engines without a client for their servers, and
+    options that only a server itself can set.
+    """
     generator = cfg.generator
     urls = generator.remote_inference_engine_urls
     if generator.run_engines_locally:
@@ -163,13 +172,6 @@ def servers_have_addresses(cfg: SkyRLConfig) -> Iterator[str]:
             f"generator.remote_inference_engine_urls={show(urls)} lists a server twice; remove the duplicate and lower "
             "generator.num_inference_engines"
         )
-
-
-def servers_have_their_options(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject servers of an engine that the run cannot connect to, and options that must be set when a server starts."""
-    generator = cfg.generator
-    if generator.run_engines_locally:
-        return
     if generator.engine.connect is None:
         yield (
             f"generator.backend={generator.backend} cannot connect to a server; set generator.backend=vllm or "
@@ -265,17 +267,6 @@ def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
             "generator.merge_stepwise_output=true joins the rows of generator.step_wise_trajectories, which is false; "
             "set generator.step_wise_trajectories=true, or generator.merge_stepwise_output=false"
         )
-
-
-def sampling_lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a minimum turn length above the maximum."""
-    for key in ("generator.sampling_params", "generator.eval_sampling_params"):
-        sampling = value_at(cfg, key)
-        if sampling.min_tokens > sampling.max_generate_length:
-            yield (
-                f"{key}.min_tokens={sampling.min_tokens} must be at most "
-                f"{key}.max_generate_length={sampling.max_generate_length}; try {key}.min_tokens=0"
-            )
 
 
 def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:

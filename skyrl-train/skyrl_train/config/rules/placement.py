@@ -32,9 +32,11 @@ def launcher_starts_every_process(cfg: Any) -> Iterator[str]:
         )
 
 
-def asynchronous_engine_has_its_own_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject asynchronous training with engines on the policy's GPUs."""
+def devices_can_be_shared(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject a critic on the policy's GPUs that asks for another number, and asynchronous training on these GPUs."""
     placement = cfg.trainer.placement
+    if cfg.trainer.critic.model.path is not None:
+        yield from find_other_size(placement, "critic")
     is_shared = placement.uses_ray and placement.colocate_all and cfg.generator.n_local_engines > 0
     if cfg.trainer.fully_async.enabled and is_shared:
         yield (
@@ -42,29 +44,6 @@ def asynchronous_engine_has_its_own_devices(cfg: SkyRLConfig) -> Iterator[str]:
             "trainer.placement.colocate_all=true places both on the same GPUs; set "
             "trainer.placement.colocate_all=false, or trainer.fully_async.enabled=false"
         )
-
-
-def asynchronous_settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about settings for asynchronous training while it is disabled."""
-    settings = cfg.trainer.fully_async
-    if not settings.enabled and (changed := sorted(changed_fields(settings))):
-        key = f"trainer.fully_async.{changed[0]}"
-        yield (
-            f"{key}={show(value_at(settings, changed[0]))} has no effect without trainer.fully_async.enabled=true or a "
-            f"FullyAsyncRayPPOTrainer; set trainer.fully_async.enabled=true, or remove {key}"
-        )
-
-
-def critic_has_the_size_of_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a critic that shares the policy's GPUs but asks for a different number."""
-    if cfg.trainer.critic.model.path is not None:
-        yield from find_other_size(cfg.trainer.placement, "critic")
-
-
-def critic_is_placed_if_there_is_one(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about GPUs for a critic in a run without one."""
-    if cfg.trainer.critic.model.path is None:
-        yield from find_unused_size(cfg.trainer.placement, "critic", "the run has no critic")
 
 
 def find_other_size(placement: PlacementConfig, role: PlacedRole) -> Iterator[str]:
@@ -99,9 +78,18 @@ def _other_counts(placement: PlacementConfig, role: PlacedRole) -> list[tuple[st
     ]
 
 
-def colocation_has_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about separate GPUs for the reference if all models share the same GPUs."""
+def devices_are_used(cfg: Any) -> Iterator[str]:
+    """Warn about Megatron-Core with a single rank, and GPUs of a critic or a reference that has none of its own."""
+    if cfg.trainer.strategy_traits.is_model_parallel and _count_ranks(cfg.trainer.placement, "policy") == 1:
+        yield (
+            "trainer.strategy=megatron has no effect with a single rank of the policy, which holds the whole model; "
+            "set trainer.placement.policy_num_gpus_per_node=2 or more, or trainer.strategy=fsdp2"
+        )
+    if not isinstance(cfg, SkyRLConfig):
+        return
     placement = cfg.trainer.placement
+    if cfg.trainer.critic.model.path is None:
+        yield from find_unused_size(placement, "critic", "the run has no critic")
     if placement.colocate_all and not placement.colocate_policy_ref:
         yield (
             "trainer.placement.colocate_policy_ref=false has no effect with trainer.placement.colocate_all=true, which "
@@ -130,8 +118,8 @@ def idle_memory_is_shared(cfg: SkyRLConfig) -> Iterator[str]:
     )
 
 
-def ray_is_installed(cfg: Any) -> Iterator[str]:
-    """Reject multi-process runs if Ray is not installed."""
+def packages_are_installed(cfg: Any) -> Iterator[str]:
+    """Reject multi-process runs without Ray, and `strategy=megatron` without Megatron-Core."""
     placement: RunPlacementConfig = cfg.trainer.placement
     if placement.uses_ray and find_spec("ray") is None:
         ranks = " × ".join(map(str, placement.size("policy")))
@@ -143,10 +131,6 @@ def ray_is_installed(cfg: Any) -> Iterator[str]:
             f"sync and uv run: add --extra ray), or {other} "
             f"trainer.placement.launcher={'torchrun' if is_supervised else 'inline'}"
         )
-
-
-def megatron_is_installed(cfg: Any) -> Iterator[str]:
-    """Reject `strategy=megatron` if Megatron-Core is not installed."""
     package = cfg.trainer.strategy_traits.package
     if package is not None and find_spec(package) is None:
         yield (
@@ -156,8 +140,8 @@ def megatron_is_installed(cfg: Any) -> Iterator[str]:
         )
 
 
-def strategy_has_its_settings(cfg: Any) -> Iterator[str]:
-    """Reject settings of the other strategy."""
+def strategy_fits_the_models(cfg: Any) -> Iterator[str]:
+    """Reject settings of the other strategy, and models and settings that Megatron-Core does not support."""
     trainer: RunConfig = cfg.trainer
     is_model_parallel = trainer.strategy_traits.is_model_parallel
     unused, user = ("fsdp_config", "fsdp2") if is_model_parallel else ("megatron_config", "megatron")
@@ -175,21 +159,14 @@ def strategy_has_its_settings(cfg: Any) -> Iterator[str]:
                 f"trainer.{role}.sequence_parallel_size={size} needs trainer.strategy=fsdp2, not {trainer.strategy}; "
                 f"remove it{replacement if isinstance(section, DividedModelConfig) else ''}"
             )
-
-
-def megatron_has_its_models(cfg: Any) -> Iterator[str]:
-    """Reject Megatron-Core for critics, and sequence parallelism without tensor parallelism."""
-    traits = cfg.trainer.strategy_traits
-    for role, section in _models(cfg.trainer).items():
-        if role == "critic" and section.model.path is not None and not traits.has_scalar_heads:
+        if role == "critic" and section.model.path is not None and not trainer.strategy_traits.has_scalar_heads:
             yield (
                 f"trainer.critic.model.path={show(section.model.path)}: Megatron-Core has no critic; set "
                 "trainer.strategy=fsdp2, or an advantage_estimator without a critic"
             )
-        if not traits.is_model_parallel or not isinstance(section, DividedModelConfig):
-            continue
-        key, megatron = f"trainer.{role}.megatron_config", section.megatron_config
-        if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
+        megatron = section.megatron_config if is_model_parallel and isinstance(section, DividedModelConfig) else None
+        if megatron is not None and megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
+            key = f"trainer.{role}.megatron_config"
             yield (
                 f"{key}.sequence_parallel=true divides tokens among the ranks that share a matrix, and "
                 f"{key}.tensor_model_parallel_size=1 has none; set {key}.tensor_model_parallel_size=2"
@@ -218,15 +195,6 @@ def sharding_fits_ranks(cfg: Any) -> Iterator[str]:
                 f"{_describe_ranks(n_ranks)} of the {role}; set {counts}={megatron.n_ranks_of_copy}, or lower one of "
                 "them"
             )
-
-
-def megatron_has_ranks(cfg: Any) -> Iterator[str]:
-    """Warn about Megatron-Core with a single rank."""
-    if cfg.trainer.strategy_traits.is_model_parallel and _count_ranks(cfg.trainer.placement, "policy") == 1:
-        yield (
-            "trainer.strategy=megatron has no effect with a single rank of the policy, which holds the whole model; "
-            "set trainer.placement.policy_num_gpus_per_node=2 or more, or trainer.strategy=fsdp2"
-        )
 
 
 def _count_ranks(placement: RunPlacementConfig, role: PlacedRole) -> int:

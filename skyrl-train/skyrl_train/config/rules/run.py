@@ -21,13 +21,6 @@ WITHOUT_EFFECT = {
 """SkyRL keys that have no effect here, with the reason."""
 
 
-def settings_have_an_effect(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about settings that have no effect."""
-    for key, reason in WITHOUT_EFFECT.items():
-        if (value := value_at(cfg, key)) != FIELDS[key].get_default():
-            yield f"{key}={show(value)} has no effect: {reason}"
-
-
 def _trained_sections(cfg: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield (key, settings) of a section such as `optimizer_config` for each trained model."""
     for role in ("policy", "critic"):
@@ -36,19 +29,14 @@ def _trained_sections(cfg: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield key, value_at(cfg, key)
 
 
-def warmup_is_set_once(cfg: Any) -> Iterator[str]:
-    """Reject a warm-up in both steps and as a fraction."""
+def optimizers_can_learn(cfg: Any) -> Iterator[str]:
+    """Reject a warm-up in both steps and as a fraction, and a weight decay that erases or flips the weights."""
     for key, optimizer in _trained_sections(cfg, "optimizer_config"):
         if optimizer.num_warmup_steps and optimizer.warmup_ratio:
             yield (
                 f"{key}.num_warmup_steps={optimizer.num_warmup_steps} and {key}.warmup_ratio="
                 f"{optimizer.warmup_ratio:g} both set the warm-up; set one of them to 0"
             )
-
-
-def weight_decay_shrinks_weights(cfg: Any) -> Iterator[str]:
-    """Reject a weight decay that erases the weights or changes their sign in one step."""
-    for key, optimizer in _trained_sections(cfg, "optimizer_config"):
         if optimizer.lr * optimizer.weight_decay >= 1:
             yield (
                 f"{key}.weight_decay={optimizer.weight_decay:g} times {key}.lr={optimizer.lr:g} must be below 1, or a "
@@ -56,18 +44,8 @@ def weight_decay_shrinks_weights(cfg: Any) -> Iterator[str]:
             )
 
 
-def rollouts_are_scored_exactly(cfg: Any) -> Iterator[str]:
-    """Reject adapter dropout in reinforcement learning."""
-    for key, lora in _trained_sections(cfg, "model.lora"):
-        if lora.dropout > 0:
-            yield (
-                f"{key}.dropout={lora.dropout:g} would make the log-probs of training random, unlike those of "
-                f"sampling; set {key}.dropout=0"
-            )
-
-
 def adapters_are_possible(cfg: Any) -> Iterator[str]:
-    """Reject `target_modules` and `exclude_modules` together with `lora_path`."""
+    """Reject matrices for an adapter that is loaded from `lora_path`, and adapter dropout in reinforcement learning."""
     for key, lora in _trained_sections(cfg, "model.lora"):
         for name in changed_fields(lora) & {"target_modules", "exclude_modules"}:
             if lora.lora_path is not None:
@@ -75,16 +53,36 @@ def adapters_are_possible(cfg: Any) -> Iterator[str]:
                     f"{key}.{name}={show(value_at(lora, name))}: the adapter in {key}.lora_path={show(lora.lora_path)} "
                     f"has its own matrices; remove {key}.{name}"
                 )
+        if lora.dropout > 0 and isinstance(cfg, SkyRLConfig):
+            yield (
+                f"{key}.dropout={lora.dropout:g} would make the log-probs of training random, unlike those of "
+                f"sampling; set {key}.dropout=0"
+            )
 
 
-def adapters_are_on(cfg: Any) -> Iterator[str]:
-    """Warn about settings for a disabled adapter."""
+def settings_have_an_effect(cfg: Any) -> Iterator[str]:
+    """Warn about settings that have no effect, e.g. of a disabled adapter or of disabled asynchronous training."""
+    for key, reason in WITHOUT_EFFECT.items() if isinstance(cfg, SkyRLConfig) else ():
+        if (value := value_at(cfg, key)) != FIELDS[key].get_default():
+            yield f"{key}={show(value)} has no effect: {reason}"
+    settings = cfg.trainer.fully_async if isinstance(cfg, SkyRLConfig) else None
+    if settings is not None and not settings.enabled and (changed := sorted(changed_fields(settings))):
+        key = f"trainer.fully_async.{changed[0]}"
+        yield (
+            f"{key}={show(value_at(settings, changed[0]))} has no effect without trainer.fully_async.enabled=true or a "
+            f"FullyAsyncRayPPOTrainer; set trainer.fully_async.enabled=true, or remove {key}"
+        )
     for key, lora in _trained_sections(cfg, "model.lora"):
         if not lora.is_used and (changed := sorted(changed_fields(lora))):
             yield (
                 f"{key}.{changed[0]}={show(value_at(lora, changed[0]))} has no effect, because {key}.rank=0 turns the "
                 f"adapter off; set {key}.rank=32, or remove {key}.{changed[0]}"
             )
+    if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
+        yield (
+            f"trainer.resume_path={show(cfg.trainer.resume_path)} is ignored when "
+            f"trainer.resume_mode={cfg.trainer.resume_mode}; set trainer.resume_mode=from_path"
+        )
 
 
 def names_are_folders(cfg: Any) -> Iterator[str]:
@@ -114,40 +112,29 @@ def resume_path_is_a_checkpoint(cfg: Any) -> Iterator[str]:
         )
 
 
-def _url_problems(key: str, url: str | None) -> Iterator[str]:
-    if url is not None and not re.match(r"[a-z0-9+.-]+://.", url):
-        yield f"{key}={show(url)} must be a URL, e.g. {key}=s3://my-bucket, or null to upload nothing"
-
-
-def checkpoints_are_uploaded(cfg: Any) -> Iterator[str]:
-    """Reject remote checkpoint storage that is not a URL, or without checkpoints."""
-    url = cfg.trainer.remote_ckpt_url
-    yield from _url_problems("trainer.remote_ckpt_url", url)
-    if url is not None and cfg.trainer.ckpt_interval < 0:
-        yield (
-            f"trainer.remote_ckpt_url={show(url)} needs checkpoints, but trainer.ckpt_interval=-1 writes none; set "
-            "trainer.ckpt_interval=10, or trainer.remote_ckpt_url=null"
+def uploads_have_files(cfg: Any) -> Iterator[str]:
+    """Reject remote storage that is not a URL, or for which the run writes no files."""
+    uploads = [
+        (
+            "trainer.remote_ckpt_url",
+            cfg.trainer.ckpt_interval > 0,
+            "needs checkpoints, but trainer.ckpt_interval=-1 writes none; set trainer.ckpt_interval=10, or "
+            "trainer.remote_ckpt_url=null",
         )
-
-
-def trajectories_are_uploaded(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject remote trajectory storage that is not a URL, or without trajectories."""
-    url = cfg.trainer.remote_trajectory_url
-    yield from _url_problems("trainer.remote_trajectory_url", url)
-    if url is not None and not cfg.trainer.dump_eval_results:
-        yield (
-            f"trainer.remote_trajectory_url={show(url)} needs evaluation trajectories, but "
-            "trainer.dump_eval_results=false writes none; set trainer.dump_eval_results=true"
+    ]
+    if isinstance(cfg, SkyRLConfig):
+        fault = (
+            "needs evaluation trajectories, but trainer.dump_eval_results=false writes none; set "
+            "trainer.dump_eval_results=true"
         )
-
-
-def resume_path_is_read(cfg: Any) -> Iterator[str]:
-    """Warn about a `resume_path` that `resume_mode` ignores."""
-    if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
-        yield (
-            f"trainer.resume_path={show(cfg.trainer.resume_path)} is ignored when "
-            f"trainer.resume_mode={cfg.trainer.resume_mode}; set trainer.resume_mode=from_path"
-        )
+        uploads.append(("trainer.remote_trajectory_url", cfg.trainer.dump_eval_results, fault))
+    for key, has_files, fault in uploads:
+        if (url := value_at(cfg, key)) is None:
+            continue
+        if not re.match(r"[a-z0-9+.-]+://.", url):
+            yield f"{key}={show(url)} must be a URL, e.g. {key}=s3://my-bucket, or null to upload nothing"
+        if not has_files:
+            yield f"{key}={show(url)} {fault}"
 
 
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)

@@ -16,8 +16,7 @@ from skyrl_train.algorithms.contract import (
 from skyrl_train.algorithms.inputs import named_inputs, required_inputs
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, LossTraits
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
 from skyrl_train.errors import ConfigError
 
 CONFIG = AlgorithmConfig(advantage_estimator="mine", policy_loss_type="mine")

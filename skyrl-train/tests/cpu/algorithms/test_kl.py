@@ -9,13 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.kl import (
-    AdaptiveKLController,
-    FixedKLController,
-    compute_approx_kl,
-    importance_weighted_kl,
-    kl_controller,
-)
+from skyrl_train.algorithms.kl import KLController, compute_approx_kl, importance_weighted_kl, kl_controller
 from skyrl_train.config.algorithm import AlgorithmConfig, KLControllerConfig, KLEstimator
 from skyrl_train.errors import ConfigError
 
@@ -155,18 +149,18 @@ def test_the_weight_never_overflows() -> None:
     ],
 )
 def test_the_adaptive_weight_by_hand(current: float, n_steps: int, factor: float) -> None:
-    controller = AdaptiveKLController(init_kl_coef=0.5, target=0.1, horizon=1000)
+    controller = KLController(0.5, target=0.1, horizon=1000)
     controller.update(current, n_steps)
     assert controller.value == pytest.approx(0.5 * factor)
 
 
 @given(st.lists(st.tuples(st.floats(-1, 10), st.integers(1, 3000)), max_size=20))
 def test_the_adaptive_weight_stays_positive_and_is_restored_from_a_checkpoint(steps: list[tuple[float, int]]) -> None:
-    controller = AdaptiveKLController(0.5, target=0.1, horizon=1000)
+    controller = KLController(0.5, target=0.1, horizon=1000)
     for current, n_steps in steps:
         controller.update(current, n_steps)
     assert controller.value > 0
-    resumed = AdaptiveKLController(0.5, target=0.1, horizon=1000)
+    resumed = KLController(0.5, target=0.1, horizon=1000)
     resumed.load_state_dict(controller.state_dict())
     controller.update(0.3, 10)
     resumed.update(0.3, 10)
@@ -176,11 +170,11 @@ def test_the_adaptive_weight_stays_positive_and_is_restored_from_a_checkpoint(st
 @pytest.mark.parametrize(("target", "horizon"), [(0.0, 10), (0.1, 0)])
 def test_a_target_or_horizon_of_zero_is_refused(target: float, horizon: int) -> None:
     with pytest.raises(ConfigError, match=f"kl_target={target} and kl_ctrl.horizon={horizon} .* must be above 0"):
-        AdaptiveKLController(0.5, target, horizon)
+        KLController(0.5, target, horizon)
 
 
 def test_each_controller_ignores_the_state_of_the_other() -> None:
-    fixed, adaptive = FixedKLController(0.02), AdaptiveKLController(0.5, 0.1, 10)
+    fixed, adaptive = KLController(0.02), KLController(0.5, 0.1, 10)
     fixed.load_state_dict(adaptive.state_dict())
     adaptive.load_state_dict(fixed.state_dict())
     fixed.update(100.0, 1000)

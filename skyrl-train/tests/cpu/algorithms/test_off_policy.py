@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.algorithms.off_policy import ROLLOUT_GAP_METRICS, add_rollout_gap, correction_weights, sequence_mask
-from skyrl_train.config.policy_loss import OffPolicyCorrectionConfig
+from skyrl_train.config.algorithm import OffPolicyCorrectionConfig
 from skyrl_train.types import MetricSums
 
 RATIOS = torch.tensor([[1.0, 3.0, 0.5, 1.0], [1.0, 1.0, 0.1, 8.0]], dtype=torch.float64)

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.algorithms.reduction import reduce_loss, token_weights, weighted_sum
+from skyrl_train.algorithms.reduction import token_weights, weighted_sum
+from skyrl_train.compat.skyrl.algorithms import reduce_loss
 from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.errors import ConfigError
 

@@ -12,7 +12,7 @@ from skyrl_train.errors import ConfigError
 def registries_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo the registrations of a test."""
     for functions in (registry.ADVANTAGE_ESTIMATORS, registry.POLICY_LOSSES):
-        monkeypatch.setattr(functions, "_entries", dict(functions._entries))
+        monkeypatch.setattr(functions, "entries", dict(functions.entries))
 
 
 def my_function(**_: Any) -> None: ...

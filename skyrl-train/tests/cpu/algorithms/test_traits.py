@@ -41,7 +41,7 @@ def test_readable_inputs_are_the_named_parameters_or_all_for_kwargs_only() -> No
 
 
 def test_declared_traits_take_precedence_over_observed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "_entries", dict(ADVANTAGE_ESTIMATORS._entries))
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "entries", dict(ADVANTAGE_ESTIMATORS.entries))
     config = AlgorithmConfig(advantage_estimator="mine")
     ADVANTAGE_ESTIMATORS.register("mine", ADVANTAGE_ESTIMATORS.get("reinforce++"), EstimatorTraits(whitens=False))
     assert estimator_traits(config) == EstimatorTraits(compares="baseline", per_token=True, whitens=False)

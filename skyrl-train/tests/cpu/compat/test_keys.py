@@ -12,7 +12,7 @@ from skyrl_train.config.base import as_section, value_at
 from skyrl_train.config.dialects import ALIASES, SKYRL, SKYRL_WITHOUT_EFFECT, UNSUPPORTED, VERL
 from skyrl_train.config.loading import RL
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import SFT
 from skyrl_train.errors import ConfigError
 
 NAMED = ("trainer.run_name", "run")

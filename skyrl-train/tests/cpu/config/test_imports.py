@@ -6,7 +6,7 @@ import sys
 from train_kit.processes import TRAIN_FOLDER
 
 HEAVY = {"torch", "ray", "transformers", "vllm", "sglang", "wandb", "datasets", "pyarrow"}
-MODULES = "skyrl_train.config, skyrl_train.config.utils, skyrl_train.config.generate, skyrl_train.algorithms"
+MODULES = "skyrl_train.config, skyrl_train.config.utils, skyrl_train.config.help, skyrl_train.algorithms"
 
 
 def test_configuration_and_algorithms_import_no_training_library() -> None:

@@ -13,7 +13,7 @@ from train_kit.datasets import read_demonstrations, write_rows
 from train_kit.messages import assistant, user
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.config.preferences import PreferenceDataConfig
+from skyrl_train.config.supervised import PreferenceDataConfig
 from skyrl_train.dataset.supervised import (
     ConversationEncoder,
     SupervisedDataset,

@@ -11,8 +11,7 @@ from train_kit.datasets import read_demonstrations, write_rows
 from train_kit.messages import assistant, user
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.config.preferences import PreferenceDataConfig
-from skyrl_train.config.sft import SFTDataConfig
+from skyrl_train.config.supervised import PreferenceDataConfig, SFTDataConfig
 from skyrl_train.dataset.demonstrations import Demonstration
 from skyrl_train.dataset.files import JoinedRows
 from skyrl_train.dataset.order import ShuffledPrompts

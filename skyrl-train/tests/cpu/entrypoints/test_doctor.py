@@ -117,7 +117,7 @@ def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor.metadata, "requires", lambda name: ["torch>=99", "no-such-package", "ray; extra == 'ray'"]
     )
-    (result,) = doctor._check_versions()
+    result = doctor._check_versions()
     assert result.status == "failed"
     assert "is not >=99; no-such-package is missing" in result.text
     assert "ray" not in result.text

@@ -18,7 +18,7 @@ from train_kit.runs import assert_close_runs, expect_error, preference_run, run_
 
 from skyrl_train.config.cli import parse
 from skyrl_train.config.run import RunPlacementConfig
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import SFT
 from skyrl_train.entrypoints.sft import SFTExp
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch import torchrun as torchrun_module

@@ -14,7 +14,7 @@ from train_kit.processes import TRAIN_FOLDER, write_commands
 from train_kit.runs import small_run
 
 from skyrl_train.config import parse_cli
-from skyrl_train.config.validation import WARNINGS, find_problems
+from skyrl_train.config.rules import WARNINGS, find_problems
 
 FOLDER = TRAIN_FOLDER / "examples/cluster"
 ROOT = TRAIN_FOLDER.parent

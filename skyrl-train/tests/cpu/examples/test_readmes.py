@@ -21,7 +21,7 @@ from skyrl_gym.envs.search.env import SearchEnvConfig
 from skyrl_gym.envs.sql.env import Text2SQLEnvConfig
 from skyrl_train.algorithms.rules import ALGORITHM_WARNINGS
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.config.validation import WARNINGS, find_problems
+from skyrl_train.config.rules import WARNINGS, find_problems
 from skyrl_train.entrypoints.command import parse_cli
 
 FOLDER = Path(__file__).parents[3] / "examples"

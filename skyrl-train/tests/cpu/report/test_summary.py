@@ -3,8 +3,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.loading import RL, Schema
-from skyrl_train.config.preferences import DPO, REWARD
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import DPO, REWARD, SFT
 from skyrl_train.report.summary import (
     find_method,
     format_duration,

@@ -8,7 +8,7 @@ from train_kit.tinker import serving_tinker
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.compat.skyrl.generator import GeneratorInput, GeneratorInterface, GeneratorOutput
-from skyrl_train.dataset.rows import TaskRow
+from skyrl_train.dataset.rows import LocatedRow
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import request_seed
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
@@ -52,10 +52,10 @@ class OddRun(TinkerRun):
         self.alerts: list[tuple[int, bool]] = []  # the step, and whether its metrics are of an evaluation
         return self.generator
 
-    def check_rows(self, rows: Iterable[TaskRow]) -> None:
-        for row in rows:
+    def check_rows(self, rows: Iterable[LocatedRow]) -> None:
+        for location, row in rows:
             if row.env_class != "agent":
-                raise DataError(f"{row.location} is for {row.env_class}")
+                raise DataError(f"{location} is for {row.env_class}")
 
     def step_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         return super().step_metrics(trajectories) | {"rollouts/played": float(len(trajectories))}
@@ -93,7 +93,7 @@ def test_a_run_plays_with_the_generator_of_its_subclass(tiny_model_path: Path, t
 def test_a_run_refuses_rows_before_it_connects(tiny_model_path: Path, tmp_path: Path) -> None:
     path = str(write_prompts(tmp_path / "train.jsonl", 4, "other"))
     options = TinkerOptions(train_data=path, model_name=str(tiny_model_path), output_dir=str(tmp_path), batch_size=2)
-    with pytest.raises(DataError, match="row 0 is for other"):
+    with pytest.raises(DataError, match=r"row 0 of .*train.jsonl is for other"):
         OddRun(options).run()
     with pytest.raises(DataError, match="other"):  # no such environment
         TinkerRun(options).run()

@@ -8,8 +8,8 @@ from train_kit.batches import off_policy_batch
 from train_kit.workers import KL_COEF, gradients, largest_difference, make_worker, rounding_tolerance
 from transformers import PreTrainedModel
 
-from skyrl_train.algorithms.reduction import reduce_loss
 from skyrl_train.algorithms.registry import PolicyLoss
+from skyrl_train.compat.skyrl.algorithms import reduce_loss
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.types import TrainingBatch

@@ -8,8 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_train.config.preferences import PreferenceDataConfig
-from skyrl_train.config.sft import SFTDataConfig
+from skyrl_train.config.supervised import PreferenceDataConfig, SFTDataConfig
 from skyrl_train.dataset.demonstrations import Demonstration, read_answers
 from skyrl_train.dataset.files import JoinedRows, write_jsonl
 

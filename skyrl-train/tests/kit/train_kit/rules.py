@@ -16,7 +16,7 @@ from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.config.base import value_at
 from skyrl_train.config.loading import RL, resolve
 from skyrl_train.config.problems import FIELDS, raise_problems, show
-from skyrl_train.config.validation import RULES, WARNINGS, find_problems
+from skyrl_train.config.rules import RULES, WARNINGS, find_problems
 from skyrl_train.errors import ConfigError
 from train_kit import golden
 

@@ -16,8 +16,7 @@ from skyrl_train import callbacks
 from skyrl_train.callbacks import Callback, StepReport
 from skyrl_train.checkpoint import CheckpointStore
 from skyrl_train.config.cli import parse
-from skyrl_train.config.preferences import DPO, REWARD
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import DPO, REWARD, SFT
 from skyrl_train.entrypoints import cli
 from skyrl_train.entrypoints.command import parse_cli
 from skyrl_train.entrypoints.experiment import RLExperiment

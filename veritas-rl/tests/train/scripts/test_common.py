@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from veritas_kit.recipes import Recipes, write_tool
 
-from skyrl_train.config.cli import compose_config, rewrite_overrides
+from skyrl_train.compat.skyrl.hydra_scripts import rewrite_overrides
+from skyrl_train.config.cli import compose_config
 
 CHOOSE_MODEL = 'read_arguments; choose_model >&2; printf "%s\\0" "$MODEL"'
 

@@ -27,8 +27,8 @@ def test_cells_return_the_statistic_of_each_values_cell() -> None:
     cells = Cells(torch.tensor([2, 0, 2, 2]), n_cells=4)
     values = torch.tensor([1.0, 5.0, -2.0, 4.0])
     assert cells.total(values).tolist() == [3, 5, 3, 3]
-    assert cells.highest(values).tolist() == [4, 5, 4, 4]
-    assert cells.lowest(values).tolist() == [-2, 5, -2, -2]
+    assert cells.extreme(values, "amax").tolist() == [4, 5, 4, 4]
+    assert cells.extreme(values, "amin").tolist() == [-2, 5, -2, -2]
     assert cells.weighted_mean(values, torch.tensor([3.0, 0.0, 0.0, 1.0])).tolist() == [1.75, 0, 1.75, 1.75]
 
 

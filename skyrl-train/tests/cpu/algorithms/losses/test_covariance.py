@@ -5,8 +5,7 @@ import torch
 from train_kit.losses import score
 
 from skyrl_train.algorithms.losses.covariance import token_covariance
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.policy_loss import ClipCovConfig, KLCovConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, ClipCovConfig, KLCovConfig
 
 # Means over the mask are -2 and 0, so the covariances are 1.9, -1.9 | 1.9, -1.9, and 0 on two further tokens.
 LOG_PROBS = [[-0.1, -0.1, -50.0, -2.0], [-3.9, -3.9, -2.0, 50.0]]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from skyrl_train.algorithms import policy_loss
 from skyrl_train.algorithms.losses.covariance import token_covariance
 from skyrl_train.algorithms.registry import POLICY_LOSSES
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.policy_loss import CispoConfig, ClipCovConfig, DppoConfig, KLCovConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, CispoConfig, ClipCovConfig, DppoConfig, KLCovConfig
 
 BUILT_IN = [name for name in POLICY_LOSSES.list_available() if policy_loss(name).__module__.startswith("skyrl_train.")]
 PROPERTY = settings(max_examples=10)

@@ -7,8 +7,7 @@ import torch
 from train_kit.losses import score
 
 from skyrl_train.algorithms.losses import sequence_ratio
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.policy_loss import VespoConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, VespoConfig
 
 FAR_OFF = 9.0  # the log-ratio of a token outside the mask
 MASK = [[1.0, 1.0, 0.0]]

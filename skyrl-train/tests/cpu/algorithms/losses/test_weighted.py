@@ -5,8 +5,14 @@ import torch
 from train_kit.losses import score
 
 from skyrl_train.algorithms.losses import dppo
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.policy_loss import CispoConfig, DppoConfig, DroConfig, RolloutIsConfig, SapoConfig
+from skyrl_train.config.algorithm import (
+    AlgorithmConfig,
+    CispoConfig,
+    DppoConfig,
+    DroConfig,
+    RolloutIsConfig,
+    SapoConfig,
+)
 from skyrl_train.errors import ConfigError
 
 

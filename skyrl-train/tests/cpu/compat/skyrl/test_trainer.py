@@ -139,7 +139,7 @@ def teacher(tiny_head_dim: int, tmp_path: Path) -> Path:
 def test_a_trainer_that_replaces_the_kl_penalty_distills_a_teacher(
     train: Train, teacher: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "_entries", ADVANTAGE_ESTIMATORS.entries())
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "entries", dict(ADVANTAGE_ESTIMATORS.entries))
 
     @register_advantage_estimator("no_op")
     def no_op(token_level_rewards: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ MEGATRON = "trainer.strategy=megatron"
 
 class TestPlacement(RuleContract):
     module = placement
-    tested_elsewhere = ("ray_is_installed", "megatron_is_installed", "sharding_fits_ranks", "_fsdp_problems")
+    tested_elsewhere = ("packages_are_installed", "sharding_fits_ranks", "_fsdp_problems")
 
 
 def test_megatron_trains_an_adapter() -> None:

@@ -24,7 +24,7 @@ from examples.catch.recipe import TINY_MODEL
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_train.algorithms.rules import ALGORITHM_WARNINGS
 from skyrl_train.config.root import SkyRLConfig
-from skyrl_train.config.validation import WARNINGS, find_problems
+from skyrl_train.config.rules import WARNINGS, find_problems
 from skyrl_train.entrypoints.command import parse_cli
 from skyrl_train.entrypoints.tiny import tiny_qwen3
 from skyrl_train.models.loading import load_tokenizer

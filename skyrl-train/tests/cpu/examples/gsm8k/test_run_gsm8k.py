@@ -7,7 +7,7 @@ from train_kit.example_scripts import Recording, record
 from examples.gsm8k import gsm8k_dataset
 from skyrl_train.algorithms.rules import ALGORITHM_WARNINGS
 from skyrl_train.config import parse_cli
-from skyrl_train.config.validation import WARNINGS, find_problems
+from skyrl_train.config.rules import WARNINGS, find_problems
 
 
 def run(folder: Path, *overrides: str, **variables: str) -> Recording:

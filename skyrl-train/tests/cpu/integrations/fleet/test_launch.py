@@ -16,7 +16,7 @@ from train_kit.runs import Run
 
 from integrations.fleet.entrypoints.main_fleet import read_config
 from integrations.fleet.env import FleetSettings
-from skyrl_train.config.validation import WARNINGS, find_problems
+from skyrl_train.config.rules import WARNINGS, find_problems
 from skyrl_train.entrypoints.main_base import parse_cli
 
 REPOSITORY = Path(__file__).parents[5]

@@ -8,7 +8,7 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from skyrl_train.algorithms import policy_loss
-from skyrl_train.algorithms.reduction import reduce_loss
+from skyrl_train.compat.skyrl.algorithms import reduce_loss
 from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 from train_kit.differential.batches import Batch
 

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from train_kit import golden
 
 from skyrl_train.config.loading import validate, validate_cfg
-from skyrl_train.config.sft import SFT, SFTConfig
+from skyrl_train.config.supervised import SFT, SFTConfig
 from skyrl_train.errors import ConfigError
 
 DATA = {"train_data": "train.jsonl"}

@@ -3,20 +3,20 @@
 from pathlib import Path
 
 import pytest
+from dev import configuration
 
-from skyrl_train.config import generate
 from skyrl_train.config.base import as_section
 from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT, UNSUPPORTED
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.config.sft import SFT
+from skyrl_train.config.supervised import SFT
 
 
 def test_the_generated_files_are_up_to_date() -> None:
-    assert generate.main(["--check"]) == 0, "run `python -m skyrl_train.config.generate`"
+    assert configuration.main(["--check"]) == 0, "run `python dev/configuration.py`"
 
 
 def test_the_yaml_file_has_help_for_every_key_in_lines_of_120_columns() -> None:
-    text = generate.render_yaml()
+    text = configuration.render_yaml()
     words = " ".join(line.strip().removeprefix("# ") for line in text.splitlines())
     for key, field in FIELDS.items():
         assert " ".join((field.description or "").split()) in words, key
@@ -24,8 +24,8 @@ def test_the_yaml_file_has_help_for_every_key_in_lines_of_120_columns() -> None:
 
 
 def test_the_page_describes_every_key_and_every_alias() -> None:
-    lines = [line for line in generate.render_page().splitlines() if line.startswith("| `")]
-    fields = [item for schema in generate.COMMANDS.values() for item in schema.fields.items()]
+    lines = [line for line in configuration.render_page().splitlines() if line.startswith("| `")]
+    fields = [item for schema in configuration.COMMANDS.values() for item in schema.fields.items()]
     keys = {key for key, field in fields if as_section(field.annotation) is None}
     aliases = [*ALIASES, *SKYRL_WITHOUT_EFFECT, *UNSUPPORTED, *SFT.aliases]
     assert sorted(line.split("`")[1] for line in lines) == sorted([*keys, *aliases])
@@ -44,13 +44,13 @@ def test_the_page_describes_every_key_and_every_alias() -> None:
 def test_outdated_files_are_detected_with_check_and_written_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(generate, "YAML_FOLDER", tmp_path)
-    monkeypatch.setattr(generate, "PAGE_PATH", tmp_path / "docs" / "b.md")
-    assert generate.main(["--check"]) == 1
+    monkeypatch.setattr(configuration, "YAML_FOLDER", tmp_path)
+    monkeypatch.setattr(configuration, "PAGE_PATH", tmp_path / "docs" / "b.md")
+    assert configuration.main(["--check"]) == 1
     assert "ppo_base_config.yaml: out of date" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-    assert generate.main([]) == 0
-    assert generate.main(["--check"]) == 0
-    assert (tmp_path / "ppo_base_config.yaml").read_text(encoding="utf-8") == generate.render_yaml()
+    assert configuration.main([]) == 0
+    assert configuration.main(["--check"]) == 0
+    assert (tmp_path / "ppo_base_config.yaml").read_text(encoding="utf-8") == configuration.render_yaml()
     (tmp_path / "ppo_base_config.yaml").write_text("old", encoding="utf-8")
-    assert generate.main(["--check"]) == 1
+    assert configuration.main(["--check"]) == 1
