@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.errors import EngineLostError
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.hf import load_engine
-from skyrl_train.inference_engines.remote import connect, new_token
+from skyrl_train.inference_engines.remote import RemoteEngine, new_token
 from skyrl_train.launch.ray.cluster import connect as connect_to_cluster
 from skyrl_train.launch.ray.engine import RayWrappedInferenceEngine, connect_engine, start_engine_actor
 
@@ -43,7 +43,7 @@ def place(cluster: None) -> Iterator[Callable[[Callable[[], InferenceEngine]], R
     address, name = ray.get(actor.serve.remote(None, token, 1, ""), timeout=START_TIMEOUT_S)
 
     def new(make_engine: Callable[[], InferenceEngine]) -> RayWrappedInferenceEngine:
-        return connect(address, token, make_engine, lambda: f"{name} ended", start_timeout_s=START_TIMEOUT_S)
+        return RemoteEngine(address, token, make_engine, lambda: f"{name} ended", start_timeout_s=START_TIMEOUT_S)
 
     yield new
     ray.kill(actor)

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.channel import listen
-from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, serve
+from skyrl_train.inference_engines.remote import RemoteEngine, new_token, serve
 from skyrl_train.threads import threads_per_process
 
 ANSWER_TIMEOUT_S = 5.0
@@ -94,7 +94,9 @@ async def connect_engine(
             return f"{name} closed the connection"
 
         return await asyncio.to_thread(
-            connect, *(address, token, _make, describe_end, lambda: ray.kill(actor)), start_timeout_s=start_timeout_s
+            RemoteEngine,
+            *(address, token, _make, describe_end, lambda: ray.kill(actor)),
+            start_timeout_s=start_timeout_s,
         )
     except RayError as error:
         raise EngineError(f"the engine's process could not start: {error}") from error
