@@ -23,7 +23,7 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Generic, Literal, TypeVar
@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk, WakeUp
 from skyrl_train.inference_engines.sampling import SampledToken
-from skyrl_train.inference_engines.sequence import ActiveSequence, find_stop_reason
+from skyrl_train.inference_engines.sequence import ActiveSequence, SequenceQueue, find_stop_reason
 from skyrl_train.threads import ComputeThread
 from skyrl_train.types.stop_reasons import StopReason
 from skyrl_train.weight_sync import Receipt, SyncPlan
@@ -93,6 +93,7 @@ class SteppedEngine(ABC, Generic[S]):
         self._eos_ids = eos_ids
         self._tokenizer = tokenizer
         self._thread = thread
+        self._queue: SequenceQueue[S] = SequenceQueue()
         self._weight_version = 0
         self._is_paused, self._is_asleep = False, False
         self._has_weights = True  # False while weights are released
@@ -127,7 +128,7 @@ class SteppedEngine(ABC, Generic[S]):
         for sequence in sequences:
             sequence.done, sequence.chunks = asyncio.get_running_loop().create_future(), chunks
             results.append(sequence.done)
-        self._add(sequences)
+        self._queue.waiting.extend(sequences)
         self._start_loop()
         return results
 
@@ -214,20 +215,12 @@ class SteppedEngine(ABC, Generic[S]):
         """Return a sequence of at most `max_tokens` with its prompt, or raise EngineError if it cannot be served."""
 
     @abstractmethod
-    def _add(self, sequences: Sequence[S]) -> None:
-        """Queue new sequences for the next step."""
+    async def _step(self) -> None:
+        """Take one step with the sequences of the queue, and `_append` the sampled tokens."""
 
-    @abstractmethod
-    def _active_sequences(self) -> Iterable[S]:
-        """Return the sequences that are waiting or running."""
-
-    @abstractmethod
     def _take_finished(self) -> list[S]:
         """Remove the sequences that are over, and return them."""
-
-    @abstractmethod
-    async def _step(self) -> None:
-        """Take one step with the active sequences, and `_append` the sampled tokens."""
+        return self._queue.take_finished()
 
     @abstractmethod
     async def _drop_all(self) -> None:
@@ -281,7 +274,7 @@ class SteppedEngine(ABC, Generic[S]):
     async def _run(self) -> None:
         """Take steps until no sequence is left or the engine is held."""
         self._deliver_finished()
-        while not self._n_holds and any(True for _ in self._active_sequences()):
+        while not self._n_holds and (self._queue.running or self._queue.waiting):
             self._between_steps.clear()
             try:
                 await self._step()
@@ -372,7 +365,7 @@ class SteppedEngine(ABC, Generic[S]):
             raise EngineError("the engine is asleep; call wake_up() first")
 
     def _unfinished(self) -> list[S]:
-        return [sequence for sequence in self._active_sequences() if not sequence.is_over]
+        return [sequence for sequence in self._queue if not sequence.is_over]
 
     def _fail_waiting(self, message: str, cause: Exception | None = None) -> None:
         """Fail every waiting request, each with its own error object."""

@@ -1,12 +1,10 @@
 """Base class of the embedded engine: a Hugging Face model that may share the policy's tensors."""
 
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,29 +32,6 @@ class DrawnSequence(ActiveSequence):
 S = TypeVar("S", bound=DrawnSequence)
 
 
-class SequenceQueue(Generic[S]):
-    """The sequences of an engine, waiting or running, each in the order of arrival."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[S] = deque()
-        self.running: list[S] = []
-
-    def __iter__(self) -> Iterator[S]:
-        return chain(self.running, self.waiting)
-
-    def take_finished(self) -> list[S]:
-        """Remove and return the sequences that are over."""
-        over = [sequence for sequence in self if sequence.is_over]
-        if over:
-            self.running = [sequence for sequence in self.running if not sequence.is_over]
-            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_over)
-        return over
-
-    def clear(self) -> None:
-        """Remove all sequences."""
-        self.running, self.waiting = [], deque()
-
-
 class EmbeddedEngine(SteppedEngine[S]):
     """An engine that generates with the tensors of `model`. If a trainer updates them, a sync only sets the version.
 
@@ -64,7 +39,6 @@ class EmbeddedEngine(SteppedEngine[S]):
     """
 
     sequence_type: type[S]
-    _queue: SequenceQueue[S]
     unit = 1
     """Tokens by which the memory of a sequence grows."""
 
@@ -125,11 +99,11 @@ class EmbeddedEngine(SteppedEngine[S]):
 
     @abstractmethod
     def _create_cache(self, n_tokens: int) -> None:
-        """Create the cache of at most `n_tokens`, and the `_queue`."""
+        """Create the cache of at most `n_tokens`."""
 
-    @abstractmethod
     def _restart_all(self) -> None:
         """Drop everything that the model remembers of the sequences. They wait, and are prefilled again."""
+        self._queue.restart_all()
 
     def _n_bytes(self, n_rows: int, n_tokens: int) -> int:
         """Return the bytes of cache for sequences of `n_tokens`."""
@@ -145,15 +119,6 @@ class EmbeddedEngine(SteppedEngine[S]):
         sequence = self.sequence_type(request, max_tokens)
         sequence.draw = Draw(request.sampling, request.seed, sequence.token_ids, sequence.n_prompt, self._eos_ids)
         return sequence
-
-    def _add(self, sequences: Sequence[S]) -> None:
-        self._queue.waiting.extend(sequences)
-
-    def _active_sequences(self) -> Iterable[S]:
-        return self._queue
-
-    def _take_finished(self) -> list[S]:
-        return self._queue.take_finished()
 
     async def _drop_all(self) -> None:
         self._queue.clear()

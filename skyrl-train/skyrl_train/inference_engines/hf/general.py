@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.hf.embedded import DrawnSequence, EmbeddedEngine, SequenceQueue
+from skyrl_train.inference_engines.hf.embedded import DrawnSequence, EmbeddedEngine
 from skyrl_train.inference_engines.hf.padded_cache import PaddedCache
 from skyrl_train.inference_engines.hf.support import check_cache, measure_cache
 from skyrl_train.inference_engines.sampling import SampledToken
@@ -50,7 +50,6 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
         return measure_cache(self._model, self._bf16)
 
     def _create_cache(self, n_tokens: int) -> None:
-        self._queue = SequenceQueue()
         self._batches: deque[Batch] = deque()  # of the running sequences, changed only in the thread or between steps
 
     async def end_session(self, session_id: str) -> None:
@@ -97,8 +96,7 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
         return new
 
     def _restart_all(self) -> None:
-        self._queue.waiting.extendleft(reversed(self._queue.running))
-        self._queue.running = []
+        super()._restart_all()
         self._batches.clear()
 
     @torch.inference_mode()

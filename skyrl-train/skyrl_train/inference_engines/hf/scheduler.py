@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from skyrl_train.inference_engines.hf.embedded import DrawnSequence, SequenceQueue
+from skyrl_train.inference_engines.hf.embedded import DrawnSequence
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy
 from skyrl_train.inference_engines.hf.region_table import Deferral, Region, RegionTable, prefix_keys
+from skyrl_train.inference_engines.sequence import SequenceQueue
 
 
 @dataclass(slots=True, eq=False)
@@ -137,10 +138,9 @@ class Scheduler(SequenceQueue[CachedSequence]):
 
     def restart_all(self) -> None:
         """Drop all regions. Every sequence waits and is read again."""
-        for sequence in reversed(self.running):
+        for sequence in self.running:
             sequence.region = None
-            self.waiting.appendleft(sequence)
-        self.running = []
+        super().restart_all()
         self._table.clear()
 
     def _admit(self) -> None:
