@@ -58,7 +58,7 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.setup import weight_folder
 from skyrl_train.launch.launcher import Launcher, started
 from skyrl_train.learner import Learner
-from skyrl_train.models.loading import POLICY_PATH, load_value_model
+from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, load_model
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.plan import RunPlan, limit_steps
 from skyrl_train.remote_storage import RemoteStorage
@@ -173,7 +173,8 @@ class RLExperiment(Experiment):
 
     def get_value_model(self, path: str) -> PreTrainedModel:
         """Load the critic's model."""
-        return load_value_model(path, **self.loading_options(self.cfg.trainer.critic.model.dtype))
+        options = self.loading_options(self.cfg.trainer.critic.model.dtype)
+        return load_model(path, "critic", key=CRITIC_PATH, **options)
 
     def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine. `model` is the policy, or None for an engine with its own weights."""

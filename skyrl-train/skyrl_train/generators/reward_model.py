@@ -15,7 +15,7 @@ from skyrl_train.config.policy import LoraConfig
 from skyrl_train.dataset.supervised import build_rewarded_segment, build_supervised_batch
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import check_same_vocabulary, default_device, load_reward_model
+from skyrl_train.models.loading import check_same_vocabulary, default_device, load_model
 from skyrl_train.models.lora import adapter_role, read_config
 from skyrl_train.types import DrawnPrompt
 from skyrl_train.types.specs import LoraSpec, ModelSpec, World
@@ -41,8 +41,9 @@ class RewardModel:
         check_same_vocabulary(cfg.path, KEY, tokenizer)
         device, lora = default_device(), _find_adapter(cfg.path)
         load = partial(
-            load_reward_model,
+            load_model,
             cfg.path if lora is None else lora.base_path,
+            "reward",
             dtype=getattr(torch, cfg.dtype),
             device=device,
             key=KEY,

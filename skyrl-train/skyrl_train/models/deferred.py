@@ -57,7 +57,7 @@ _deferred: ContextVar[DeferredWeights | None] = ContextVar("deferred", default=N
 
 @contextmanager
 def deferring(is_on: bool = True) -> Iterator[DeferredWeights]:
-    """Make `load_model` and `load_value_model` create models empty, and yield the weights to read later."""
+    """Make `load_model` create models empty, and yield the weights to read later."""
     weights = DeferredWeights()
     token = _deferred.set(weights if is_on else None)
     try:

@@ -145,73 +145,31 @@ def create_empty(path: str, role: Role, **options: Any) -> PreTrainedModel:
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool = False, key: str = POLICY_PATH
-) -> PreTrainedModel:
-    """Load the causal language model at `path`, in evaluation mode because dropout would make log-probs random.
-
-    `key` is the configuration key of `path`, for error messages.
-
-    Raises:
-        ConfigError: no model at `path`, or an architecture whose log-probs would be wrong.
-    """
-    return _load("policy", "model", path, key, dtype, device, gradient_checkpointing)
-
-
-def load_value_model(
-    path: str, *, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool = False
-) -> PreTrainedModel:
-    """Load the critic at `path`, a token classification model with one label, in evaluation mode.
-
-    A causal language model has no value head, so it gets one of zeros, and every value starts at 0.
-
-    Raises:
-        ConfigError: no model at `path`, or an architecture without token classification.
-    """
-    return _load("critic", "critic", path, CRITIC_PATH, dtype, device, gradient_checkpointing, adds_head=True)
-
-
-def load_reward_model(
     path: str,
+    role: Role = "policy",
     *,
     dtype: torch.dtype,
     device: torch.device,
     gradient_checkpointing: bool = False,
-    key: str,
+    key: str = POLICY_PATH,
     pad_token_id: int | None = None,
 ) -> PreTrainedModel:
-    """Load the reward model at `path`, a sequence classification model with one label, in evaluation mode.
+    """Load the model at `path` for a role, in evaluation mode because dropout would make log-probs random.
 
-    `key` is the configuration key of `path`, for error messages. `pad_token_id` is for training: the model ignores
-    this token at the end of a row, and a causal language model gets a reward head of zeros. Without `pad_token_id`, a
-    model without a reward head is rejected.
+    A critic is a token classification model, and a reward model a sequence classification model. Both have a head
+    `score` with one output. A causal language model has none, so a critic gets one of zeros, and every value starts
+    at 0. A reward model gets one only for training, i.e. with `pad_token_id`: the token that it ignores at the end of
+    a row. Without `pad_token_id`, a model without a reward head is rejected.
+
+    `key` is the configuration key of `path`, for error messages.
 
     Raises:
-        ConfigError: no reward model at `path`, or an architecture without sequence classification.
-    """
-    adds_head = pad_token_id is not None
-    model = _load("reward", "reward model", path, key, dtype, device, gradient_checkpointing, adds_head=adds_head)
-    if pad_token_id is not None:
-        model.config.pad_token_id = pad_token_id
-    return model
-
-
-def _load(
-    role: Role,
-    kind: str,
-    path: str,
-    key: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    gradient_checkpointing: bool,
-    *,
-    adds_head: bool = False,
-) -> PreTrainedModel:
-    """Load the model of a role, called `kind` in messages.
-
-    A critic or reward model has a head `score` of one output. `adds_head` adds one of zeros if there is none.
+        ConfigError: no model at `path`, an architecture without this head, or one whose log-probs would be wrong.
     """
     auto_class, source = AUTO_CLASSES[role], f"{key}={path}"
+    kind = {"critic": "critic", "reward": "reward model"}.get(role, "model")
     has_head = role in ("critic", "reward")
+    adds_head = role == "critic" or pad_token_id is not None
     settings, head = {"num_labels": 1} if has_head else {}, "score." if adds_head else ""
     model: Any = create_without_weights(auto_class, source, path, dtype, optional=head, **settings)
     is_deferred = model is not None
@@ -237,6 +195,8 @@ def _load(
     _prepare(model, key, path, device, gradient_checkpointing, is_deferred=is_deferred)
     if not (has_head or is_deferred):
         check_head(model, source)
+    if pad_token_id is not None:
+        model.config.pad_token_id = pad_token_id
     loaded: PreTrainedModel = model
     return loaded
 

@@ -10,7 +10,7 @@ from train_kit.models import CPU
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_value_model
+from skyrl_train.models.loading import CRITIC_PATH, load_model
 from skyrl_train.models.scoring_module import response_values
 
 SEQUENCES = torch.tensor([[0, 0, 5, 6, 7, 8], [9, 10, 11, 12, 13, 0]])
@@ -19,7 +19,7 @@ LOSS_MASK = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
 
 
 def load(path: Path) -> PreTrainedModel:
-    return load_value_model(str(path), dtype=torch.float32, device=CPU)
+    return load_model(str(path), "critic", key=CRITIC_PATH, dtype=torch.float32, device=CPU)
 
 
 def test_values_of_a_language_model_start_at_zero(tiny_model_path: Path) -> None:
