@@ -21,12 +21,6 @@ from skyrl_train.threads import threads_per_process
 ANSWER_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 300.0
 
-RayWrappedInferenceEngine = RemoteEngine
-"""The driver's client for an engine in an actor, as returned by `connect_engine`."""
-
-_make_engine: Callable[[], InferenceEngine] | None = None
-"""In an `EngineActor` process: the function that makes its engine."""
-
 
 class EngineActor:
     """A process that serves engines on a port of its node."""
@@ -36,19 +30,14 @@ class EngineActor:
         disable_progress_bar()
         self._listener = listen(f"{ray.util.get_node_ip_address()}:0")
 
-    def serve(
-        self, make_engine: Callable[[], InferenceEngine], token: bytes, n_processes: int, visible_devices: str
-    ) -> tuple[str, str]:
-        """Serve engines made by `make_engine`. Return their address and the name of this process.
+    def serve(self, token: bytes, n_processes: int, visible_devices: str) -> tuple[str, str]:
+        """Serve engines. Return their address and the name of this process.
 
         Args:
-            make_engine: may be defined in the driver's `__main__`.
             token: the secret that connections must send.
             n_processes: number of processes that compute concurrently on the node.
             visible_devices: `CUDA_VISIBLE_DEVICES` of the engine. Ray knows only its first GPU. "" without GPUs.
         """
-        global _make_engine
-        _make_engine = make_engine
         if visible_devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices  # CUDA reads it when it is first used
         torch.set_num_threads(threads_per_process(n_processes))
@@ -73,7 +62,7 @@ async def connect_engine(
     *,
     n_processes: int,
     visible_devices: Awaitable[str] | None = None,
-) -> RayWrappedInferenceEngine:
+) -> RemoteEngine:
     """Make an engine in an actor. Closing the engine ends the actor. For the arguments, see `EngineActor.serve`.
 
     Raises:
@@ -84,7 +73,7 @@ async def connect_engine(
     try:
         async with asyncio.timeout(PLACE_TIMEOUT_S):
             devices = "" if visible_devices is None else await visible_devices
-            address, name = await actor.serve.remote(make_engine, token, n_processes, devices)
+            address, name = await actor.serve.remote(token, n_processes, devices)
 
         def describe_end() -> str:
             try:
@@ -95,7 +84,7 @@ async def connect_engine(
 
         return await asyncio.to_thread(
             RemoteEngine,
-            *(address, token, _make, describe_end, lambda: ray.kill(actor)),
+            *(address, token, make_engine, describe_end, lambda: ray.kill(actor)),
             start_timeout_s=start_timeout_s,
         )
     except RayError as error:
@@ -109,13 +98,3 @@ async def connect_engine(
     except BaseException:
         ray.kill(actor)
         raise
-
-
-def _make() -> InferenceEngine:
-    """Make an engine in this actor.
-
-    The socket pickles this function by name. Ray has already delivered the driver's `make_engine`, because Ray can also
-    pickle functions defined in the driver's `__main__`.
-    """
-    assert _make_engine is not None
-    return _make_engine()
