@@ -16,7 +16,7 @@ class EngineTraits:
     """Display name, e.g. `vLLM`."""
 
     start: str
-    """`module:function` that creates an engine from an `inference_engines.setup.EngineSetup`."""
+    """`module:function` that creates an engine from an `inference_engines.base.EngineSetup`."""
 
     connect: str | None = None
     """`module:function` that connects to a running server at an address, or None if it does not run as a server."""

@@ -14,9 +14,8 @@ from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.base import EngineSetup, InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
-from skyrl_train.inference_engines.setup import EngineSetup
 from skyrl_train.launch.launcher import Launcher
 from skyrl_train.launch.weight_syncs import CheckedSync, PausedSync
 from skyrl_train.plan import RunPlan

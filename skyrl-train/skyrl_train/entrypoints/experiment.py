@@ -54,8 +54,7 @@ from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.generators.rewards import functions_of_batches
 from skyrl_train.generators.source import LockstepRollouts, Rollouts
-from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.inference_engines.setup import weight_folder
+from skyrl_train.inference_engines.base import InferenceEngine, weight_folder
 from skyrl_train.launch.launcher import Launcher, started
 from skyrl_train.learner import Learner
 from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, load_model

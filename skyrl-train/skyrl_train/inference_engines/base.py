@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +15,13 @@ from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.types import Message, StopReason, WeightSpan
 from skyrl_train.weight_sync import Receipt, SyncPlan
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from skyrl_train.config import SkyRLConfig
 
 ConversationType = list[Message]
 WakeUp = Literal["weights", "all"]
@@ -211,3 +219,24 @@ class InferenceEngine(Protocol):
     async def close(self) -> None:
         """Release memory, threads and processes. Unfinished requests fail with EngineError."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """Configuration, tokenizer, model and memory budget for an engine."""
+
+    cfg: SkyRLConfig
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel | None = None
+    """The policy, for the embedded engine."""
+    usable_bytes: int = 0
+    """Memory for everything that the engine holds, its own weights included."""
+    total_bytes: int = 1
+    """Memory of the device."""
+    executor: ThreadPoolExecutor | None = None
+    """The thread that computes, or None if the engine has the process to itself."""
+
+
+def weight_folder(cfg: SkyRLConfig) -> Path:
+    """Return the folder through which engines that read files get new weights."""
+    return Path(cfg.trainer.run_dir) / "engine_weights"

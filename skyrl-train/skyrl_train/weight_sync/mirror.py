@@ -13,7 +13,7 @@ from skyrl_train.errors import SyncError
 from skyrl_train.models.low_rank import LEFT, RIGHT, MatrixChange, is_factor
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.base import SyncPlan
-from skyrl_train.weight_sync.shared_memory import SharedMemory, can_share_memory, open_memory
+from skyrl_train.weight_sync.memory import SharedMemory, can_share_memory, open_memory
 from skyrl_train.weight_sync.stream import pad_size
 from skyrl_train.weight_sync.sync import Receiver
 

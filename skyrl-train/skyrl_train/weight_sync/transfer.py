@@ -167,9 +167,13 @@ def receive_stream(
     checksum, n_bytes = 0, 0
     try:
         for spec in plan.specs:
+            destination = parameters.get(spec.name)
+            if destination is not None:
+                matches = destination.dtype == spec.dtype and tuple(destination.shape) == spec.shape
+                destination = destination.detach() if matches and destination.is_contiguous() else None
             found = Checksum(spec.name) if plan.has_checksum else None
             with half_of_cores():
-                tensor = _read(reader, plan, spec, find_destination(parameters, spec), found)
+                tensor = _read(reader, plan, spec, destination, found)
             yield spec.name, tensor
             n_bytes += spec.n_bytes
             if found is not None:
@@ -182,15 +186,6 @@ def receive_stream(
         reader.close()
         raise
     return Receipt(plan.version, n_bytes, checksum % 2**64, reader.n_received)
-
-
-def find_destination(parameters: Mapping[str, torch.Tensor], spec: TensorSpec) -> torch.Tensor | None:
-    """Return the receiver's tensor if the stream can be written straight into it."""
-    destination = parameters.get(spec.name)
-    if destination is None or not destination.is_contiguous():
-        return None
-    matches = destination.dtype == spec.dtype and tuple(destination.shape) == spec.shape
-    return destination.detach() if matches else None
 
 
 def _read(

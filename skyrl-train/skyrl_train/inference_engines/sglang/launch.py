@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.base import EngineSetup, InferenceEngine, weight_folder
 from skyrl_train.inference_engines.http import call_server
-from skyrl_train.inference_engines.setup import EngineSetup, weight_folder
 from skyrl_train.inference_engines.sglang.engine import SGLangEngine
 from skyrl_train.weight_sync.sync import free_port
 

@@ -14,8 +14,8 @@ from skyrl_train.errors import SyncError
 from skyrl_train.models.lora import sync_tensors, trained_parameters
 from skyrl_train.weight_sync import SyncOptions, WeightMirror, WeightSync
 from skyrl_train.weight_sync.base import Transport
+from skyrl_train.weight_sync.memory import NAME
 from skyrl_train.weight_sync.mirror import allocate_host_memory
-from skyrl_train.weight_sync.shared_memory import NAME
 from skyrl_train.weight_sync.sync import free_port
 
 pytestmark = pytest.mark.usefixtures("frozen_objects")

@@ -19,7 +19,7 @@ from skyrl_train.errors import SyncError
 from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, rendezvous, send
 from skyrl_train.weight_sync import stream as stream_module
 from skyrl_train.weight_sync.base import Transport
-from skyrl_train.weight_sync.shared_memory import NAME, SharedMemory, open_memory
+from skyrl_train.weight_sync.memory import NAME, SharedMemory, open_memory
 
 pytestmark = pytest.mark.usefixtures("frozen_objects", "gpus_are_cpus")
 
@@ -181,7 +181,7 @@ def test_each_rank_serves_the_receivers_on_its_gpu(
         return open_memory(address)
 
     monkeypatch.setattr(stream_module, "memory_location", lambda device: threading.current_thread().name)
-    monkeypatch.setattr(stream_module, "open_device_memory", open_recorded)
+    monkeypatch.setattr(stream_module, "open_memory", open_recorded)
     plan = plan_for(tensors, "cuda_ipc", n_receivers=len(places), timeout_s=100.0)
     results: list[tuple[Tensors, Receipt] | SyncError] = []
 
