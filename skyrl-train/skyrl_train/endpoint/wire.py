@@ -105,15 +105,13 @@ class ChatMessage(WireModel):
         """Convert the message for the chat template. Empty fields are dropped, except the text."""
         names = ("name", "tool_call_id", "reasoning_content", "tool_calls")
         others = {name: value for name in names if (value := getattr(self, name))}
-        return {"role": self.role, "content": self._text(), **others}
-
-    def _text(self) -> str:
-        if isinstance(self.content, str) or self.content is None:
-            return self.content or ""
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                refuse(f"a content part of type {part.type!r}: this model reads text only", param="messages")
-        return "".join(part.text or "" for part in self.content)
+        content = self.content or ""
+        if isinstance(content, list):
+            for part in content:
+                if part.type != "text" or part.text is None:
+                    refuse(f"a content part of type {part.type!r}: this model reads text only", param="messages")
+            content = "".join(part.text or "" for part in content)
+        return {"role": self.role, "content": content, **others}
 
 
 class StreamOptions(WireModel):

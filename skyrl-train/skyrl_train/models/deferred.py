@@ -71,16 +71,8 @@ def create_without_weights(
 ) -> PreTrainedModel | None:
     """Create the model at `path` without its weights, within `deferring`, if its files have all its tensors.
 
-    Args:
-        auto_class: a class such as AutoModelForCausalLM.
-        source: the configuration key and the path, for messages.
-        path: a folder or a Hub name.
-        dtype: dtype of the weights.
-        optional: prefix of tensors that may be missing in the files.
-        settings: overrides of the model's configuration.
-
-    Returns:
-        None if the model must be loaded as a whole.
+    Return None if the model must be loaded as a whole. `source` is the configuration key and the path, for messages.
+    Tensors with the prefix `optional` may be missing in the files. `settings` override the model's configuration.
     """
     weights = _deferred.get()
     if weights is None:

@@ -150,14 +150,9 @@ def transformer_config(model: PreTrainedModel, parallel: MegatronConfig) -> Tran
 def new_stage(
     config: TransformerConfig, groups: ProcessGroupCollection, n_tokens: int, *, is_tied: bool, recomputes: bool
 ) -> GPT:
-    """Return this rank's part of a model, with uninitialized weights.
+    """Return this rank's part of a model, with uninitialized weights. `recomputes` turns on gradient checkpointing.
 
-    Args:
-        config: configuration of the whole model.
-        groups: process groups of this rank.
-        n_tokens: size of the vocabulary, padded to a multiple of the tensor-parallel size.
-        is_tied: True if the head is the embeddings.
-        recomputes: True for gradient checkpointing.
+    `n_tokens` is the size of the vocabulary, padded to a multiple of the tensor-parallel size.
     """
     norm_of_heads = RMSNorm if config.qk_layernorm else IdentityOp
     layer = ModuleSpec(
@@ -212,15 +207,9 @@ class MegatronScorer(Scorer):
         temperature: float,
         entropy_grad: bool,
     ) -> None:
-        """Create this rank's part of a model, with weights of zero.
+        """Create this rank's part of a model, with weights of zero. `hf_model` may have an adapter.
 
-        Args:
-            hf_model: the Hugging Face model, with or without an adapter. Its weights are ignored.
-            config: configuration of the whole model.
-            groups: process groups of this rank.
-            n_tokens: number of real tokens in the rank's slice of embeddings and head. Padding rows follow.
-            temperature: divides the logits.
-            entropy_grad: make entropies differentiable.
+        `n_tokens` is the number of real tokens in the rank's slice of embeddings and head. Padding rows follow.
         """
         super().__init__()
         n_padded = hf_model.config.vocab_size + -hf_model.config.vocab_size % groups.tp.size()

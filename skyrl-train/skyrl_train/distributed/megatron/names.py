@@ -49,10 +49,8 @@ class Part:
 def find_parts(config: TransformerConfig, n_tokens: int, *, is_tied: bool) -> list[dict[str, Part]]:
     """Return the parts of a tensor-parallel rank for each pipeline stage.
 
-    Args:
-        config: configuration of the model.
-        n_tokens: number of real tokens in the rank's slice of embeddings and head. Padding rows follow.
-        is_tied: True if the head is the embeddings. If they are in different stages, both stages have a copy.
+    `n_tokens` is the number of real tokens in the rank's slice of embeddings and head. Padding rows follow. If the head
+    is the embeddings (`is_tied`) and they are in different stages, both stages have a copy.
     """
     n_stages = config.pipeline_model_parallel_size
     n_layers = config.num_layers // n_stages

@@ -55,14 +55,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def configure(
     model: PreTrainedModel, source: str, parallel: MegatronConfig, section: str, lora: LoraSpec | None
 ) -> TransformerConfig:
-    """Add the adapter to a model and return the model's Megatron-Core configuration.
+    """Add the adapter to a model, with or without weights, and return the model's Megatron-Core configuration.
 
-    Args:
-        model: the model, with or without weights.
-        source: its name in error messages.
-        parallel: the parallel sizes.
-        section: the key of its settings, e.g. trainer.policy.
-        lora: the specification of its adapter, if any.
+    Error messages call the model `source`. `section` is the key of its settings, e.g. trainer.policy.
 
     Raises:
         ConfigError: Megatron-Core cannot compute the model or its adapter, or the sizes do not divide them.
