@@ -15,7 +15,7 @@ from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.base import SyncPlan
 from skyrl_train.weight_sync.memory import SharedMemory, can_share_memory, open_memory
 from skyrl_train.weight_sync.stream import pad_size
-from skyrl_train.weight_sync.sync import Receiver
+from skyrl_train.weight_sync.transfer import Receiver
 
 
 class Peers(Protocol):

@@ -1,6 +1,6 @@
-"""Write the tensors of a plan to a stream, and read them back as whole tensors."""
+"""The two ends of a transfer: `send` writes the tensors of a plan to a stream, and a `Receiver` reads them."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -89,17 +89,25 @@ class SentWeights:
         self._version = version
 
 
-def send_stream(
-    plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None
-) -> Receipt:
-    """Send the tensors in the order of the plan from rank 0.
+SHARED: dict[str, list[tuple[str, torch.Tensor]]] = {}
+"""Tensors of syncs within this process, passed by reference, by the address of their plan."""
 
-    Iterating over `tensors` gathers them from all ranks, so every rank must iterate to the end, even after an error.
-    With `cuda_ipc`, all ranks also write the stream, each into memory of its GPU.
+
+def send(
+    plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None = None
+) -> Receipt:
+    """Send tensors in the order of the plan. Call it on every rank of the model.
+
+    Iterating over `tensors` gathers them from all ranks, so every rank iterates to the end, even after an error. Only
+    rank 0 sends. With `cuda_ipc`, all ranks write the stream, each into memory of its GPU. A plan that `tracks_changes`
+    needs the `sent_weights` of the previous call, and updates them.
 
     Raises:
         SyncError: the model's tensors differ from the plan, or a receiver failed or did not answer in time.
     """
+    if plan.transport == "shared":
+        SHARED[plan.address] = list(tensors)
+        return _shared_receipt(plan)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     try:
         if not is_first and plan.transport != "cuda_ipc":
@@ -108,6 +116,10 @@ def send_stream(
     finally:
         for _ in tensors:  # other ranks may still be gathering
             pass
+
+
+def _shared_receipt(plan: SyncPlan) -> Receipt:
+    return Receipt(plan.version, sum(tensor.nbytes for _, tensor in SHARED[plan.address]))
 
 
 def _send(
@@ -152,40 +164,58 @@ def _send(
     return Receipt(plan.version, n_bytes, checksum % 2**64, writer.n_sent)
 
 
-def receive_stream(
-    plan: SyncPlan, parameters: Mapping[str, torch.Tensor]
-) -> Generator[tuple[str, torch.Tensor], None, Receipt]:
-    """Yield the tensors of the plan.
+class Receiver:
+    """The receiving end of a plan, in a process that holds a copy of the weights. Iterate over it to receive tensors.
 
-    A tensor with the same name, shape and dtype as one of `parameters` is written straight into it. Any other tensor is
-    yielded from a buffer, and valid until the next one.
-
-    Raises:
-        SyncError: the sender failed, or did not answer in time.
+    Each tensor is valid until the next one.
     """
-    reader = StreamReader(plan)
-    checksum, n_bytes = 0, 0
-    try:
-        for spec in plan.specs:
-            destination = parameters.get(spec.name)
-            if destination is not None:
-                matches = destination.dtype == spec.dtype and tuple(destination.shape) == spec.shape
-                destination = destination.detach() if matches and destination.is_contiguous() else None
-            found = Checksum(spec.name) if plan.has_checksum else None
-            with half_of_cores():
-                tensor = _read(reader, plan, spec, destination, found)
-            yield spec.name, tensor
-            n_bytes += spec.n_bytes
-            if found is not None:
+
+    receipt: Receipt
+    """Set after the last tensor."""
+
+    def __init__(self, plan: SyncPlan, into: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write tensors straight `into` the receiver's tensors of the same name, shape and dtype, and yield these.
+
+        The receipt's checksum then covers what the receiver holds, not only what it received. A plan with a
+        `base_version` needs `into`.
+        """
+        self._plan = plan
+        self._into = into or {}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of the plan.
+
+        Raises:
+            SyncError: the sender failed, or did not answer in time.
+        """
+        plan = self._plan
+        if plan.transport == "shared":
+            yield from SHARED[plan.address]
+            self.receipt = _shared_receipt(plan)
+            return
+        reader = StreamReader(plan)
+        checksum, n_bytes = 0, 0
+        try:
+            for spec in plan.specs:
+                destination = self._into.get(spec.name)
+                if destination is not None:
+                    matches = destination.dtype == spec.dtype and tuple(destination.shape) == spec.shape
+                    destination = destination.detach() if matches and destination.is_contiguous() else None
+                found = Checksum(spec.name) if plan.has_checksum else None
                 with half_of_cores():
-                    checksum += found.value if found.n_words else tensor_checksum(spec.name, tensor)
-        reader.finish()
-    except BaseException as error:
-        reason = "it could not load them" if isinstance(error, GeneratorExit) else str(error)
-        reader.fail(SyncError(f"{plan.name(plan.rank)} stopped receiving: {reason}"))
-        reader.close()
-        raise
-    return Receipt(plan.version, n_bytes, checksum % 2**64, reader.n_received)
+                    tensor = _read(reader, plan, spec, destination, found)
+                yield spec.name, tensor
+                n_bytes += spec.n_bytes
+                if found is not None:
+                    with half_of_cores():
+                        checksum += found.value if found.n_words else tensor_checksum(spec.name, tensor)
+            reader.finish()
+        except BaseException as error:
+            reason = "it could not load them" if isinstance(error, GeneratorExit) else str(error)
+            reader.fail(SyncError(f"{plan.name(plan.rank)} stopped receiving: {reason}"))
+            reader.close()
+            raise
+        self.receipt = Receipt(plan.version, n_bytes, checksum % 2**64, reader.n_received)
 
 
 def _read(

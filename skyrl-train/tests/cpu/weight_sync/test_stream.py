@@ -70,7 +70,7 @@ def test_receivers_get_every_bit(
 def test_the_stream_takes_less_memory_than_its_tensors(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     create = SharedMemory.create
-    monkeypatch.setattr(SharedMemory, "create", lambda size: sizes.append(size) or create(size))
+    monkeypatch.setattr(SharedMemory, "create", lambda size, device: sizes.append(size) or create(size, device))
     transfer(plan_for(tensors, chunk_bytes=1000), tensors)
     assert sizes == [stream_module.N_SLOTS * 1024]
 

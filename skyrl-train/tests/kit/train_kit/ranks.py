@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.distributed import SingleStrategy
+from skyrl_train.entrypoints.load_learner import model_spec, optimizer_spec
 from skyrl_train.launch import process
 from skyrl_train.launch.process import ProcessRank
-from skyrl_train.launch.specs import model_spec, optimizer_spec
 from skyrl_train.models.loading import load_model
 from skyrl_train.types import TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, World, lora_spec
