@@ -120,7 +120,7 @@ class ModelService:
         """
         self._check(request)
         with _encoding("messages"):
-            variables = request.template_variables
+            variables = (request.chat_template_kwargs or {}) | ({"tools": request.tools} if request.tools else {})
             variant = json.dumps(variables) if variables else ""  # unsorted: their order may matter to the template
             messages = [message.to_message() for message in request.messages]
             prompt = self._recording(session).chat_prompt(messages, self._chat_variant(variant), variant)

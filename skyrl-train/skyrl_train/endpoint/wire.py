@@ -198,11 +198,6 @@ class ChatRequest(CompletionOptions):
         """Number of most likely tokens to report at each position."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template besides the messages."""
-        return (self.chat_template_kwargs or {}) | ({"tools": self.tools} if self.tools else {})
-
     def check_offered(self) -> None:
         """Reject unsupported fields that would change the answer, and `top_logprobs` without `logprobs`."""
         super().check_offered()

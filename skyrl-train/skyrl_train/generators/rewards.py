@@ -148,7 +148,14 @@ class RewardFunctions:
         """Add all rewards to the valid trajectories, then apply the configured rules for truncated replies."""
         for name in self._functions:
             trajectories = await self._add(name, trajectories)
-        self._warn_unused_weights(trajectories)
+        reported = {name for t in trajectories for name in t.reward_components}
+        unused = self._weights.keys() - reported - self._unused
+        if unused and any(t.is_valid for t in trajectories):  # a name may be mistyped
+            self._unused |= unused
+            logger.warning(
+                "generator.reward_weights lists %s, which none of %d trajectories reports; they report %s",
+                *(", ".join(sorted(unused)), len(trajectories), ", ".join(sorted(reported)) or "no components"),
+            )
         if self._cfg.zero_reward_on_non_stop:
             trajectories = zero_reward_on_non_stop(trajectories)
         if self._cfg.apply_overlong_filtering:
@@ -190,17 +197,6 @@ class RewardFunctions:
         except Exception:  # the boundary of a user's function
             logger.warning("Reward function %s failed on %d samples", name, len(samples), exc_info=True)
             return [None] * len(samples)
-
-    def _warn_unused_weights(self, trajectories: Sequence[Trajectory]) -> None:
-        """Warn once about each weight whose component no trajectory reports. Its name may be mistyped."""
-        reported = {name for t in trajectories for name in t.reward_components}
-        unused = self._weights.keys() - reported - self._unused
-        if unused and any(t.is_valid for t in trajectories):
-            self._unused |= unused
-            logger.warning(
-                "generator.reward_weights lists %s, which none of %d trajectories reports; they report %s",
-                *(", ".join(sorted(unused)), len(trajectories), ", ".join(sorted(reported)) or "no components"),
-            )
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -99,12 +99,20 @@ class Rollouts(ABC):
         )
         drawn: list[DrawnPrompt[PromptRow]] = []
         played: list[Trajectory] = []
-        n_alone = 0
+        n_alone = 0  # valid trajectories that were dropped because nothing is left to compare them with
+        n_needed = 2 if self._compares_samples and generator.n_samples_per_prompt > 1 else 1  # in each group
         while not collector.is_complete:
             batch, trajectories = await self._next_batch(step)
             drawn += batch
-            usable, n_more = self._usable(trajectories, step)
-            played, n_alone = played + trajectories, n_alone + n_more
+            n_valid = Counter(t.id.draw for t in trajectories if t.is_valid)
+            usable = [t for t in trajectories if t.is_valid and n_valid[t.id.draw] >= n_needed]
+            if not usable:
+                failures = [t.error for t in trajectories if not t.is_valid]
+                raise EnvError(
+                    f"{len(failures)} of {len(trajectories)} rollouts at step {step} failed, and none is left "
+                    f"to train on. The first error: {failures[0]}. Fix the environment and resume"
+                )
+            played, n_alone = played + trajectories, n_alone + n_valid.total() - len(usable)
             collector.add(usable, [prompt.draw for prompt in batch])
         rollouts = self._penalize_overlong(collector.take())
         metrics = rollout_metrics(played)
@@ -116,20 +124,6 @@ class Rollouts(ABC):
             metrics["generate/n_without_baseline"] = float(n_taken - len(rollouts))
         metrics |= self._generator.take_metrics()
         return StepData(rollouts, played, Metrics.of(metrics), any(prompt.ends_epoch for prompt in drawn))
-
-    def _usable(self, trajectories: Sequence[Trajectory], step: int) -> tuple[list[Trajectory], int]:
-        """Return the trajectories to train on, and the number of valid trajectories dropped as alone in their group."""
-        n_samples = self._cfg.generator.n_samples_per_prompt
-        n_needed = 2 if self._compares_samples and n_samples > 1 else 1
-        n_valid = Counter(t.id.draw for t in trajectories if t.is_valid)
-        usable = [t for t in trajectories if t.is_valid and n_valid[t.id.draw] >= n_needed]
-        if not usable:
-            failures = [t.error for t in trajectories if not t.is_valid]
-            raise EnvError(
-                f"{len(failures)} of {len(trajectories)} rollouts at step {step} failed, and none is left "
-                f"to train on. The first error: {failures[0]}. Fix the environment and resume"
-            )
-        return usable, n_valid.total() - len(usable)
 
     def _penalize_overlong(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Apply the soft overlong penalty, if it is configured."""

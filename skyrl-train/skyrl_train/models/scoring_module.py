@@ -77,7 +77,8 @@ class ScoringModule(Scorer):
     def forward(self, rows: TrainingBatch) -> Scores:
         """Score a micro-batch: values for a critic, else log-probs and entropies, (B, R) and 0 outside the mask."""
         tokens = (rows.sequences, rows.attention_mask, rows.loss_mask)
-        Routers.stop_replay(self.model)  # clear the previous micro-batch's experts
+        if self._replays_experts:
+            Routers.of(self.model).replay(None)  # clear the previous micro-batch's experts
         if self.scores_type is ValueScores:
             return ValueScores(response_values(self.model, *tokens, self.shares_prefixes, self._sequence_group))
         return response_logprobs(

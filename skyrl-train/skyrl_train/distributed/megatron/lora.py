@@ -51,11 +51,6 @@ class JointAdapter(torch.nn.Module):
             self.lora_A[name] = torch.zeros(rank, n_columns)
             self.lora_B[name] = torch.zeros(part.select(base.weight[:, 0]).numel(), rank)
 
-    @property
-    def is_disabled(self) -> bool:
-        """True while the model computes without its adapter."""
-        return any(layer.disable_adapters for layer in self._layers.values())
-
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the change of the layer's output for its `inputs` (L, B, columns)."""
         inputs = inputs.float()
@@ -73,6 +68,15 @@ class JointAdapter(torch.nn.Module):
             joint.append(b.new_zeros(self._n_rows, b.shape[1]))
             self._parts[name].write(joint[-1], b * self._layers[name].scaling[NAME])
         return linear(hidden, torch.cat(joint, dim=1))
+
+    def add_change(
+        self, _: Any, args: tuple[torch.Tensor], output: tuple[torch.Tensor, Any]
+    ) -> tuple[torch.Tensor, Any]:
+        """Add the change to the (output, bias) that the linear layer returns, unless the adapter is disabled."""
+        result, bias = output
+        if any(layer.disable_adapters for layer in self._layers.values()):
+            return output
+        return (result + self(args[0])).to(result.dtype), bias
 
     def _drop(self, name: str, inputs: torch.Tensor) -> torch.Tensor:
         """Apply a matrix's adapter dropout to its inputs.
@@ -136,12 +140,4 @@ def attach_adapter(stage: torch.nn.Module, model: PreTrainedModel, parts: Mappin
     for name, matrices in adapted.items():
         base: Any = stage.get_submodule(name)
         base.adapter = JointAdapter(base, matrices)
-        base.register_forward_hook(_add_change)
-
-
-def _add_change(base: Any, args: tuple[torch.Tensor], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Add the adapter's change to the (output, bias) that a linear layer returns."""
-    result, bias = output
-    if base.adapter.is_disabled:
-        return output
-    return (result + base.adapter(args[0])).to(result.dtype), bias
+        base.register_forward_hook(base.adapter.add_change)

@@ -31,11 +31,6 @@ class Part:
     select: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """Function from the parameter, or any tensor of its shape, to a view of the part's elements in their order."""
 
-    @property
-    def is_norm_of_heads(self) -> bool:
-        """True for the weights of a norm that each rank applies to its own heads."""
-        return self.parameter.endswith(("q_layernorm.weight", "k_layernorm.weight"))
-
     def read(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return the part with shape `shape` from values of the parameter's shape. It is a view if possible."""
         return self.select(values).reshape(tuple(shape))

@@ -208,7 +208,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
 
     def _is_counted(self, module: MegatronScorer, name: str) -> bool:
         """Return True on exactly one of the ranks that have the same parameter, so that the norm counts it once."""
-        if module.is_replicated(name):
+        if name in module.replicated:
             return bool(self._groups.tp.rank() == 0)
         return not (module.has_copy(name) and name == HEAD_PARAMETER)
 
@@ -228,7 +228,8 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         def gather_part(described: torch.Tensor) -> torch.Tensor:
             assert isinstance(described, torch.nn.Parameter)
             name, shape = names[described], described.shape
-            dtype, owner = module.export_dtypes.get(name, described.dtype), module.find_stage(name)
+            dtype = module.export_dtypes.get(name, described.dtype)
+            owner = next(stage for stage, parts in enumerate(module.parts_of_stages) if name in parts)
             if owner == pipeline.rank():
                 part = module.parts[name]
                 tensor = gather(self._as_slice(part, module.parameter_of(part).detach(), shape)).to(dtype)

@@ -66,11 +66,6 @@ class Row:
         """True if the step reads the sequence's last token, so that the next token can be sampled."""
         return self.n_before + self.n_new == len(self.sequence.token_ids)
 
-    @property
-    def last_token(self) -> Row:
-        """Row of the last new token alone."""
-        return Row(self.sequence, 1, self.n_skipped + self.n_new - 1)
-
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:

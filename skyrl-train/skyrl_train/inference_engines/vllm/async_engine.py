@@ -50,9 +50,7 @@ class AsyncVLLMEngine(AsyncEngine):
     def __init__(self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
         """Start the processes and load a model. This takes seconds to minutes.
 
-        Args:
-            options: fields of vLLM's `EngineArgs`.
-            tokenizer: the policy's tokenizer, used to detect stop strings.
+        `options` are fields of vLLM's `EngineArgs`. The `tokenizer` detects stop strings.
 
         Raises:
             EngineError: this machine has too few GPUs, or vLLM cannot start with these options.
@@ -93,20 +91,16 @@ class AsyncVLLMEngine(AsyncEngine):
         self._reading: asyncio.Task[None] | None = None
 
     async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
-        if self._reading is None:
-            await self._prepare()
+        if self._reading is None:  # install the sampler, and run a trial step
+            check_results(await self._call_workers("skyrl_prepare", self._eos_token_id, os.getpid()))
+            try:
+                await self._client.add_request_async(trial_request(self._facts))
+                await self._client.get_output_async()
+            except Exception as error:
+                raise cannot_run(error) from error
+            self._reading = asyncio.create_task(self._read())
         for request_id, sequence in new.items():
             await self._ask(self._client.add_request_async(core_request(request_id, sequence, self._facts)))
-
-    async def _prepare(self) -> None:
-        """Install the sampler and run a trial step. Some models load but fail in their first step."""
-        check_results(await self._call_workers("skyrl_prepare", self._eos_token_id, os.getpid()))
-        try:
-            await self._client.add_request_async(trial_request(self._facts))
-            await self._client.get_output_async()
-        except Exception as error:
-            raise cannot_run(error) from error
-        self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         """Put the engine core's outputs into the queue until the core ends."""

@@ -41,10 +41,8 @@ class VLLMEngine(ScheduledEngine):
     ) -> None:
         """Load a model. This takes seconds to minutes.
 
-        Args:
-            options: fields of vLLM's `EngineArgs`. Without `enforce_eager`, compilation threads outlive the engine.
-            tokenizer: the policy's tokenizer, used to detect stop strings.
-            executor: single-threaded executor that runs vLLM. Created if None.
+        `options` are fields of vLLM's `EngineArgs`. Without `enforce_eager`, compilation threads outlive the engine.
+        The `tokenizer` detects stop strings. vLLM runs in the single thread of `executor`, by default a new one.
 
         Raises:
             EngineError: vLLM cannot start with these options.

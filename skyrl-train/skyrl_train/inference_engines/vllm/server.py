@@ -42,11 +42,9 @@ class VLLMServerEngine(HTTPEngine):
     GENERATE = "/inference/v1/generate"
 
     def __init__(self, address: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Connect to the server and install our sampler there.
+        """Connect to the server at `address` ("host:port" or a URL) and install our sampler there.
 
-        Args:
-            address: "host:port" or a URL.
-            tokenizer: the policy's tokenizer, used to detect stop strings.
+        The `tokenizer` detects stop strings.
 
         Raises:
             EngineError: the server does not answer, or was not started with `START_COMMAND`.

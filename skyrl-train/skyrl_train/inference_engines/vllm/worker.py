@@ -56,22 +56,17 @@ class WorkerExtension:
         if not isinstance(self.model_runner, GPUModelRunner):  # the CPU runner is a subclass
             return {"error": "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"}
         facts = read_facts(self.vllm_config, eos_token_id)
-        self._allocate_received_states()
-        if owner_pid is not None:
-            threading.Thread(target=_end_with, args=(owner_pid,), daemon=True).start()
-        self.model_runner.sampler = PositionSampler(self.model_runner, frozenset(facts.eos_ids))
-        return facts._asdict()
-
-    def _allocate_received_states(self) -> None:
-        """Allocate memory for the hidden states of the previous pipeline stage.
-
-        vLLM does this in a trial pass, but skips the pass on a CPU if the cache size is set.
-        """
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            # Allocate the hidden states of the previous pipeline stage. vLLM does this in a trial pass, but skips the
+            # pass on a CPU if the cache size is set.
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=self.vllm_config.model_config.dtype, device=runner.device
             )
+        if owner_pid is not None:
+            threading.Thread(target=_end_with, args=(owner_pid,), daemon=True).start()
+        runner.sampler = PositionSampler(runner, frozenset(facts.eos_ids))
+        return facts._asdict()
 
     @cached_property
     def _weight_mirror(self) -> WeightMirror:

@@ -80,8 +80,8 @@ def test_receivers_on_other_machines_use_gloo_in_the_same_sync(
 ) -> None:
     is_first = threading.Lock()
 
-    def open_once(address: str) -> SharedMemory | None:
-        return open_memory(address) if is_first.acquire(blocking=False) else None
+    def open_once(address: str, device: torch.device) -> SharedMemory | None:
+        return open_memory(address, device) if is_first.acquire(blocking=False) else None
 
     monkeypatch.setattr(stream_module, "open_memory", open_once)
     sent, received = transfer(plan_for(tensors, "auto", n_receivers=3), tensors)
