@@ -106,7 +106,16 @@ class AgentGenerator(RolloutGenerator):
         Raises:
             ConfigError: a setting applies only to the turns of environments.
         """
-        _check_config(generator_cfg)
+        unsupported = {
+            "step_wise_trajectories": generator_cfg.step_wise_trajectories,
+            "inject_context_status": generator_cfg.inject_context_status,
+            "use_conversation_multi_turn=false": not generator_cfg.use_conversation_multi_turn,
+            "max_response_length": generator_cfg.max_response_length is not None,
+        }
+        if named := [f"generator.{name}" for name, is_set in unsupported.items() if is_set]:
+            raise ConfigError(
+                f"{', '.join(named)}: agents control their own turns, so only environments can use this; remove it"
+            )
         self._agent = agent
         self.generator_cfg = generator_cfg
         self._address = (host, port, public_url)
@@ -272,18 +281,3 @@ def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float])
         turn.reward = float(value)
     rollout.reward_components, rollout.env_metrics = components, dict(result.metrics)
     rollout.stop_reason = turns[-1].stop_reason
-
-
-def _check_config(cfg: GeneratorConfig) -> None:
-    """Raise ConfigError for settings that apply only to the turns of environments."""
-    unsupported = {
-        "step_wise_trajectories": cfg.step_wise_trajectories,
-        "inject_context_status": cfg.inject_context_status,
-        "use_conversation_multi_turn=false": not cfg.use_conversation_multi_turn,
-        "max_response_length": cfg.max_response_length is not None,
-    }
-    named = [f"generator.{name}" for name, is_set in unsupported.items() if is_set]
-    if named:
-        raise ConfigError(
-            f"{', '.join(named)}: agents control their own turns, so only environments can use this; remove it"
-        )

@@ -79,11 +79,7 @@ class Launcher(ModelLauncher, Protocol):
     ) -> WeightSync:
         """Create a weight sync from a model that this launcher has loaded.
 
-        Args:
-            source: the model.
-            sinks: the receivers, by name. Names appear in error messages.
-            kind: all weights, or only the adapter.
-            dtype: dtype of the receivers' weights. Defaults to the source's.
+        The names of `sinks` appear in error messages. `dtype` is the dtype of their weights, by default the source's.
         """
         ...
 

@@ -234,7 +234,12 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
     try:
         is_local = Path(path).exists() or constants.HF_HUB_OFFLINE
         if not is_local and try_to_load_from_cache(path, "config.json") is None:
-            _look_up(path)
+            try:
+                HfApi(constants.ENDPOINT).model_info(path, timeout=HUB_TIMEOUT_S)
+            except HfHubHTTPError as error:  # transformers says whether the model is missing, private or gated
+                logger.debug("The Hub answered for %s: %s", path, error)
+            except Exception as error:
+                raise OSError(f"{constants.ENDPOINT} cannot be reached: {error}") from error
         yield
     except Exception as error:  # a malformed file makes transformers raise anything
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -243,16 +248,6 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
             "config.json, model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows."
             f"{suggest_folder(path)}"
         ) from error
-
-
-def _look_up(path: str) -> None:
-    """Raise OSError if the Hub cannot be reached."""
-    try:
-        HfApi(constants.ENDPOINT).model_info(path, timeout=HUB_TIMEOUT_S)
-    except HfHubHTTPError as error:  # transformers says whether the model is missing, private or gated
-        logger.debug("The Hub answered for %s: %s", path, error)
-    except Exception as error:
-        raise OSError(f"{constants.ENDPOINT} cannot be reached: {error}") from error
 
 
 def _prepare(

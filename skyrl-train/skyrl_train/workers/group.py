@@ -279,7 +279,12 @@ class WorkerGroup:
                 done, pending = await asyncio.wait(calls, timeout=FINISH_TIMEOUT_S)
                 if not pending and all(isinstance(call.exception(), SyncError | None) for call in done):
                     raise  # a receiver failed, but no rank waits for another rank, so the group is still usable
-            self._broken_by = cause = await _find_cause(error, calls)
+            # When a rank is killed, the ranks that wait for it fail in a collective, often before the launcher notices
+            # the killed rank. So wait a little for the WorkerError of a rank whose process ended.
+            done, _ = await asyncio.wait(calls, timeout=CAUSE_TIMEOUT_S)
+            failures = [call.exception() for call in done if not call.cancelled()]
+            cause = next((failure for failure in failures if isinstance(failure, WorkerError)), error)
+            self._broken_by = cause
             if cause is error:
                 raise
             raise cause from cause.__cause__
@@ -289,14 +294,3 @@ def _raise_first(failures: Iterable[OSError | None]) -> None:
     for failure in failures:
         if failure is not None:
             raise failure
-
-
-async def _find_cause(error: Exception, calls: Sequence[asyncio.Future[Any]]) -> Exception:
-    """Return the failure behind `error`, the first to arrive: a rank's process that ended, if there is one.
-
-    When a rank is killed, the ranks that wait for it fail in a collective, often before the launcher notices the
-    killed rank. So this waits a little for a WorkerError.
-    """
-    done, _ = await asyncio.wait(calls, timeout=CAUSE_TIMEOUT_S)
-    failures = [call.exception() for call in done if not call.cancelled()]
-    return next((failure for failure in failures if isinstance(failure, WorkerError)), error)

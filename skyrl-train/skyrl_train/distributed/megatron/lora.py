@@ -32,10 +32,8 @@ class JointAdapter(torch.nn.Module):
     def __init__(self, base: ColumnParallelLinear | RowParallelLinear, adapted: Mapping[str, tuple[Any, Part]]) -> None:
         """Create factors of zero.
 
-        Args:
-            base: the linear layer.
-            adapted: for each matrix, e.g. "gate_proj", peft's module and this rank's part of the matrix. The module's
-                scaling, dropout and switch are used. Its factors are ignored.
+        `adapted` has, for each matrix, e.g. "gate_proj", peft's module and this rank's part of the matrix. The module's
+        scaling, dropout and switch are used. Its factors are ignored.
         """
         super().__init__()
         self._group = base.tp_group

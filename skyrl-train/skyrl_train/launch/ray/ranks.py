@@ -72,11 +72,7 @@ class RayRank:
         self._actor: Any = ray.remote(RankActor).options(**device.options()).remote(world.rank == 0)
 
     async def join(self, address: str, n_processes: int) -> timedelta:
-        """Join the model's process group at `address`. `n_processes` compute concurrently on the rank's node.
-
-        Returns:
-            Maximum time that this rank waits for other ranks in a collective.
-        """
+        """Join the model's process group, as `RankActor.join` does."""
         self._name += f" ({await self._ask('describe')})"
         return await self._ask("join", self._world, address, n_processes)
 
