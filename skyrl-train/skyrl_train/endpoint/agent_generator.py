@@ -207,11 +207,7 @@ class AgentGenerator(RolloutGenerator):
                 _apply_result(rollout, returned, self.generator_cfg.reward_weights)
 
     async def _call_agent(self, base_url: str, session_id: str, row: PromptRow) -> Any:
-        """Call the agent and return its result.
-
-        Raises:
-            NoReward: the agent exceeded its time limit.
-        """
+        """Call the agent and return its result, or raise NoReward if it exceeds its time limit."""
         call = partial(
             self._agent,
             base_url=base_url,
@@ -251,11 +247,7 @@ def _boundary(rollout: Rollout, session: AgentSession) -> Iterator[None]:
 
 
 def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float]) -> None:
-    """Set the rewards of the turns from the agent's result, and end the rollout.
-
-    Raises:
-        NoReward: the result is malformed, or does not fit the recorded turns.
-    """
+    """Set the rewards of the turns from the agent's result, and end the rollout. NoReward if they do not fit."""
     result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
     reward = list(result.reward) if isinstance(result.reward, Sequence) else result.reward
     if reward is None:

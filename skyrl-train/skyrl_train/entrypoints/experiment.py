@@ -49,11 +49,10 @@ from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.entrypoints.prompts import check_rows, load_policy_tokenizer, open_eval_prompts, open_prompts
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import RolloutGenerator
-from skyrl_train.generators.buffered import BufferedRollouts
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.generators.rewards import functions_of_batches
-from skyrl_train.generators.source import LockstepRollouts, Rollouts
+from skyrl_train.generators.source import BufferedRollouts, LockstepRollouts, Rollouts
 from skyrl_train.inference_engines.base import InferenceEngine, weight_folder
 from skyrl_train.launch.launcher import Launcher, started
 from skyrl_train.learner import Learner

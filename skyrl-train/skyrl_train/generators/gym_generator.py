@@ -171,11 +171,7 @@ class GymGenerator(RolloutGenerator):
     async def _sample(
         self, rollout: Rollout, conversation: TokenConversation, sampling: SamplingParams
     ) -> tuple[EngineResult, str]:
-        """Sample a turn within the trajectory's remaining token budget. Return it with its text.
-
-        Raises:
-            EngineError: generation failed.
-        """
+        """Sample a turn within the trajectory's remaining token budget. Return it with its text."""
         if (budget := self.generator_cfg.max_response_length) is not None:
             n_left = budget - conversation.n_response_tokens
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, n_left))
@@ -254,12 +250,7 @@ class GymGenerator(RolloutGenerator):
 
 
 def _turn_reward(output: BaseTextEnvStepOutput, n_tokens: int) -> Reward:
-    """Return the reward of a turn, or a list with one reward per token.
-
-    Raises:
-        UnknownReward: the reward is None.
-        EnvError: the list does not have `n_tokens` rewards.
-    """
+    """Return the reward of a turn, or a list with one reward per token."""
     reward: Any = output["reward"]
     if reward is None:
         raise UnknownReward("step() returned reward=None: the reward is unknown")

@@ -81,8 +81,7 @@ class RewardModel:
 def _find_adapter(path: str) -> LoraSpec | None:
     """Return the specification of the adapter at `path`, or None if there is a full model.
 
-    Raises:
-        ConfigError: the adapter has no reward head, or does not name its base model.
+    Raise ConfigError if the adapter has no reward head, or does not name its base model.
     """
     if find_adapter_config_file(path) is None:
         return None

@@ -281,11 +281,7 @@ class EngineClient:
     # -- lost engines
 
     async def _replace_lost(self) -> bool:
-        """Replace all engines that do not answer. Return True if an engine does not have the last weights.
-
-        Raises:
-            EngineError: an engine could not be replaced.
-        """
+        """Replace all engines that do not answer, or raise EngineError. Return True if one lacks the last weights."""
         await gather_or_cancel(self._replace_if_lost(index, sends_weights=False) for index in range(len(self._engines)))
         return self._engines != self._synced
 

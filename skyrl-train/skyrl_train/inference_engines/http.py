@@ -109,11 +109,7 @@ class HTTPEngine(AsyncEngine):
     async def _request(
         self, method: str, path: str, *, timeout_s: float | None = ANSWER_TIMEOUT_S, **options: Any
     ) -> Any:
-        """Call the server. Return the JSON of its answer, if any.
-
-        Raises:
-            EngineError: the server does not answer in time, or answers with an error.
-        """
+        """Call the server asynchronously, as `call_server` does."""
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         try:
             response = await self._http.request(method, path, timeout=timeout, **options)

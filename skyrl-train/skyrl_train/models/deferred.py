@@ -86,7 +86,13 @@ def create_without_weights(
         with no_init_weights():  # the OS backs memory with pages only when it is written
             model: PreTrainedModel = auto_class.from_config(config, dtype=dtype)
         model.tie_weights()  # `no_init_weights` also skips this
-        files, shapes = _list_tensors(folder)
+        files: dict[str, Path] = {}  # of each tensor
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in list_weight_files(folder):
+            with safe_open(file, framework="pt") as tensors:
+                for tensor in tensors.keys():  # noqa: SIM118, not a mapping
+                    files[tensor] = file
+                    shapes[tensor] = tuple(tensors.get_slice(tensor).get_shape())
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:  # the full load reports the fault
         logger.debug("%s cannot be created without its weights: %r", source, error)
         return None
@@ -103,14 +109,3 @@ def create_without_weights(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     weights.source, weights.files = source, files
     return model
-
-
-def _list_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
-    """Return the file and the shape of each tensor in a model folder."""
-    files, shapes = {}, {}
-    for file in list_weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            for tensor in tensors.keys():  # noqa: SIM118, not a mapping
-                files[tensor] = file
-                shapes[tensor] = tuple(tensors.get_slice(tensor).get_shape())
-    return files, shapes

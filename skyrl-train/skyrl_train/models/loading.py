@@ -259,13 +259,16 @@ def _prepare(
     *,
     is_deferred: bool,
 ) -> None:
-    """Prepare a loaded model for training and scoring on `device`. Deferred weights are moved later.
-
-    Raises:
-        ConfigError: an architecture whose log-probs would be wrong.
-    """
-    if (fault := _find_fault(model.config.get_text_config())) is not None:
-        raise ConfigError(f"{key}={path}: a {type(model).__name__} {fault}; use another model")
+    """Prepare a loaded model for training and scoring on `device`. Deferred weights are moved later."""
+    # `check_head` and `find_sharing_fault` compute only short rows, so features that depend on the length are rejected
+    # by name. Longrope (Phi-3.5) and dynamic NTK choose the frequencies of all rows by the longest row.
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per layer type
+        if (rope_type := part.get("rope_type")) in LENGTH_DEPENDENT_ROPE:
+            raise ConfigError(
+                f"{key}={path}: a {type(model).__name__} has position embeddings of rope_type {rope_type}, which "
+                "depend on the longest row of a batch; use another model"
+            )
     module: torch.nn.Module = model.eval()
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # PyTorch's attention would ignore it
@@ -286,19 +289,6 @@ def _prepare(
     n_parameters = f"{model.num_parameters():,}"
     place = "sharded" if is_deferred else f"on {device}"
     logger.info("Loaded the %s from %s: %s parameters, %s %s", role, path, n_parameters, model.dtype, place)
-
-
-def _find_fault(config: PretrainedConfig) -> str | None:
-    """Return why a model's log-probs would be wrong or depend on the other rows of the batch, or None.
-
-    `check_head` and `find_sharing_fault` compute only short rows, so features that depend on the length are rejected by
-    name. Longrope (Phi-3.5) and dynamic NTK choose the frequencies of all rows by the longest row.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per layer type
-        if (kind := part.get("rope_type")) in LENGTH_DEPENDENT_ROPE:
-            return f"has position embeddings of rope_type {kind}, which depend on the longest row of a batch"
-    return None
 
 
 def checkpointed_layers(model: PreTrainedModel) -> AbstractContextManager[None]:

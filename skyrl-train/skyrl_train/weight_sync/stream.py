@@ -182,7 +182,8 @@ class StreamWriter:
         """Close the connections."""
         if self._endpoint is not None:
             self._endpoint.close()
-        close_group(self._group, self._device)
+        if self._group is not None and self._device.type == "cuda":
+            self._group.abort()  # also broadcasts that still wait for an end
 
     def _slot(self) -> torch.Tensor:
         """Return the slot of the current piece, once it is free."""
@@ -309,7 +310,8 @@ class StreamReader:
     def close(self) -> None:
         """Close the connection."""
         self._endpoint.close()
-        close_group(self._group, self.device)
+        if self._group is not None and self.device.type == "cuda":
+            self._group.abort()  # also broadcasts that still wait for an end
 
     def _next_piece(self) -> None:
         self._free_piece()
@@ -369,12 +371,6 @@ def process_group(plan: SyncPlan, store: dist.TCPStore, remote: Sequence[int], d
         group.abort()
         raise
     return group
-
-
-def close_group(group: Any, device: torch.device) -> None:
-    """End the communication of a process group, and abort broadcasts that are still waiting for an end."""
-    if group is not None and device.type == "cuda":
-        group.abort()
 
 
 def run_within(timeout_s: float, function: Callable[[], None], message: str) -> None:

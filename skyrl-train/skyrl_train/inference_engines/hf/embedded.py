@@ -91,10 +91,9 @@ class EmbeddedEngine(SteppedEngine[S]):
 
     @abstractmethod
     def _probe(self) -> tuple[int, int]:
-        """Run a few tokens, and return the bytes of cache for each sequence and for each of its tokens.
+        """Return the bytes of cache for each sequence and for each of its tokens.
 
-        Raises:
-            EngineError: the hidden states are wrong.
+        Run a few tokens first, and raise EngineError if their hidden states are wrong.
         """
 
     @abstractmethod

@@ -136,10 +136,9 @@ class AsyncVLLMEngine(AsyncEngine):
         return decode_receipts(await self._call_workers("skyrl_receive_weights", encode_plan(plan)))
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all workers. Return the results in rank order.
+        """Call a method of all workers and return the results in rank order.
 
-        Raises:
-            EngineLostError: a worker has ended. vLLM then ends all workers.
+        Raise EngineLostError if a worker has ended. vLLM then ends all workers.
         """
         try:
             results = await self._ask(self._client.call_utility_all_async("collective_rpc", method, None, args, None))
@@ -151,11 +150,7 @@ class AsyncVLLMEngine(AsyncEngine):
         return [result for replica in results for result in replica]
 
     async def _ask(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call to the engine core. vLLM itself would wait forever if the core ends, so poll its health.
-
-        Raises:
-            EngineLostError: the core has ended.
-        """
+        """Await a call to the engine core, or raise EngineLostError if the core ends. vLLM would wait forever."""
         answer = asyncio.ensure_future(call)
         try:
             while not answer.done():

@@ -12,8 +12,7 @@ from train_kit.rollouts import Numbers, ScriptedGenerator
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.errors import DataError, EnvError
-from skyrl_train.generators.buffered import BufferedRollouts
-from skyrl_train.generators.source import LockstepRollouts, StepData
+from skyrl_train.generators.source import BufferedRollouts, LockstepRollouts, StepData
 
 N_SAMPLES = 2
 
