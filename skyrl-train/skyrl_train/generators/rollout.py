@@ -74,7 +74,7 @@ class Rollout:
 
         A conversation that cannot be rendered, or has no token for its reward, makes the rollout fail.
         """
-        segments = (Segment.start([]),)
+        segments: tuple[Segment, ...] = (Segment.start([]),)
         try:
             if self.conversation is not None:
                 self.conversation.finish()

@@ -62,17 +62,17 @@ class SentWeights:
     """A copy of the weights that the last sync sent, so that the next sync can send only changes."""
 
     def __init__(self) -> None:
-        self._version: int | None = None
+        self.version: int | None = None  # of the whole copy, None while it is incomplete
         self._bits: dict[str, torch.Tensor] = {}
 
     def check(self, plan: SyncPlan) -> None:
         """Raise SyncError if a plan sends changes since a version other than this copy's."""
-        if plan.base_version is not None and plan.base_version != self._version:
+        if plan.base_version is not None and plan.base_version != self.version:
             raise SyncError(
                 f"weight sync {plan.version} sends the changes since version {plan.base_version}, but the sender has "
-                f"kept version {self._version}; send all weights first"
+                f"kept version {self.version}; send all weights first"
             )
-        self._version = None  # until the new one is complete
+        self.version = None
 
     def replace(self, name: str, tensor: torch.Tensor) -> Changes | None:
         """Replace the copy of a tensor, and return its changes since the previous copy, or None without one."""
@@ -83,10 +83,6 @@ class SentWeights:
         changes = find_changes(old, new)
         old.copy_(new)
         return changes
-
-    def complete(self, version: int) -> None:
-        """Mark the copy as complete, with this version."""
-        self._version = version
 
 
 SHARED: dict[str, list[tuple[str, torch.Tensor]]] = {}
@@ -160,7 +156,7 @@ def _send(
     finally:
         writer.close()
     if sent_weights is not None:
-        sent_weights.complete(plan.version)
+        sent_weights.version = plan.version
     return Receipt(plan.version, n_bytes, checksum % 2**64, writer.n_sent)
 
 

@@ -100,7 +100,7 @@ async def test_changes_since_another_version_are_rejected_and_whole_weights_leav
     sync = WeightSync(source, {"engine 0": engine}, options)
     await sync(0)
     await WeightSync(source, {"engine 0": engine}, options)(7)
-    source.sent_weights.complete(0)
+    source.sent_weights.version = 0
     message = "weight sync 1 does not send all weights, but engine 0 does not hold the others"
     with pytest.raises(SyncError, match=message):
         await sync(1)
