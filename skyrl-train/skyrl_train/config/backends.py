@@ -55,8 +55,8 @@ ENGINES = {
     ),
     "sglang": EngineTraits(
         "SGLang",
-        "skyrl_train.inference_engines.sglang.launch:start",
-        connect="skyrl_train.inference_engines.sglang.launch:connect",
+        "skyrl_train.inference_engines.sglang.engine:start",
+        connect="skyrl_train.inference_engines.sglang.engine:connect",
         package="sglang",
         reads_files=True,
         needs_ray_for_several_devices=False,

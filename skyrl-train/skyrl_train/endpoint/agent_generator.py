@@ -56,7 +56,6 @@ class Agent(Protocol):
         self, *, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str
     ) -> float | AgentResult | Awaitable[float | AgentResult | None] | None:
         """Solve the task and return the reward. The requests to `base_url` until then form the trajectory."""
-        ...
 
 
 class NoReward(EnvError):

@@ -146,12 +146,10 @@ class InferenceEngine(Protocol):
     @property
     def info(self) -> EngineInfo:
         """Limits and weights of this engine."""
-        ...
 
     @property
     def n_weight_copies(self) -> int:
         """Number of processes that receive new weights."""
-        ...
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         """Return one result per request, in order. The engine batches the requests of concurrent calls together.
@@ -161,15 +159,12 @@ class InferenceEngine(Protocol):
         Raises:
             EngineError: a request cannot be served, a step failed, or the engine is asleep or closed.
         """
-        ...
 
     def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the tokens of one response as they are sampled. Closing the generator aborts the request."""
-        ...
 
     async def abort(self, session_id: str | None = None) -> None:
         """End a session's requests, or all requests. Each returns its tokens so far with stop reason `abort`."""
-        ...
 
     async def pause(self) -> None:
         """Stop after the current step. All requests, including new ones, wait until `resume`.
@@ -179,15 +174,12 @@ class InferenceEngine(Protocol):
         Raises:
             EngineError: the engine is already paused.
         """
-        ...
 
     async def resume(self) -> None:
         """Continue after `pause`. Raise EngineError if the engine is not paused."""
-        ...
 
     async def end_session(self, session_id: str) -> None:
         """Drop a session's cache. Ignores unknown sessions."""
-        ...
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Load new weights as receiver `plan.rank`. Results report `plan.version` from now on.
@@ -198,11 +190,9 @@ class InferenceEngine(Protocol):
         Raises:
             EngineError: requests are unfinished and the engine is not paused.
         """
-        ...
 
     async def sleep(self) -> None:
         """Release memory until `wake_up`. Raise EngineError if requests are running."""
-        ...
 
     async def wake_up(self, what: WakeUp = "all") -> None:
         """Allocate the memory that `sleep` released. Raise EngineError if the engine is closed.
@@ -210,15 +200,12 @@ class InferenceEngine(Protocol):
         `weights` allocates only the weights, so that a sync can run before the cache takes its memory. The engine
         still counts as asleep until `wake_up("all")`.
         """
-        ...
 
     async def check_health(self) -> None:
         """Raise EngineLostError if the engine can no longer answer requests."""
-        ...
 
     async def close(self) -> None:
         """Release memory, threads and processes. Unfinished requests fail with EngineError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

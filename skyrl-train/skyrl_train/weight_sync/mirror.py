@@ -26,11 +26,9 @@ class Peers(Protocol):
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
         """Return the object of the process `src`, in every process."""
-        ...
 
     def barrier(self) -> None:
         """Wait until every process has called this."""
-        ...
 
 
 class WeightMirror:

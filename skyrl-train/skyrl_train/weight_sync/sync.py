@@ -26,11 +26,9 @@ class WeightSource(Protocol):
 
     async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
         """Return the tensors that a sync of this kind sends."""
-        ...
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the weights according to `plan`."""
-        ...
 
 
 class WeightSink(Protocol):
@@ -39,11 +37,9 @@ class WeightSink(Protocol):
     @property
     def n_weight_copies(self) -> int:
         """Number of processes that receive weights, each as a separate receiver."""
-        ...
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Receive weights, as the receivers with ranks from `plan.rank` on."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,11 +39,9 @@ class Rank(Protocol):
 
         The method "load" takes a spec and an objective. It loads a model and replaces an earlier one of the role.
         """
-        ...
 
     async def close(self) -> None:
         """End the rank."""
-        ...
 
 
 class LocalRank:
