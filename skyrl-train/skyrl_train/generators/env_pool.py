@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 
@@ -63,10 +63,20 @@ class Episode(ABC):
         """Close the environment once. If a call hangs, close it when that call returns."""
 
 
+class CallOwner(Protocol):
+    """An object whose methods run in the pool."""
+
+    is_stuck: bool
+    """True if an abandoned call may still be using the object."""
+
+    def close_late(self) -> None:
+        """Clean up after an abandoned call has returned. Called in the thread of that call."""
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
     function: Callable[[], Any]
-    owner: "_LocalEpisode | None"  # whose environment it uses
+    owner: CallOwner | None
     future: asyncio.Future[Any]
     time: float  # `time.monotonic` when the call entered the queue, and later when it left the queue
     thread: threading.Thread | None = None  # None while queued
@@ -97,7 +107,7 @@ class ThreadPool:
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    async def run(self, function: Callable[[], Any], owner: "_LocalEpisode | None" = None) -> Any:
+    async def run(self, function: Callable[[], Any], owner: CallOwner | None = None) -> Any:
         """Call `function` and return its result. Its errors are raised as `Exception`s.
 
         Raises:
@@ -235,7 +245,7 @@ class _LocalEpisode(Episode):
         self._cfg = cfg
         self._pool = pool
         self._env: Any = None
-        self.is_stuck = False  # True if an abandoned call may still use the environment
+        self.is_stuck = False
 
     async def make(self, env_class: str, extras: dict[str, Any]) -> None:
         env_config = OmegaConf.create(self._cfg.env_config(env_class))
