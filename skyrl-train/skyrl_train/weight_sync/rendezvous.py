@@ -130,26 +130,24 @@ class SenderEndpoint:
                 connection = _Connection(self._listener.accept()[0])
                 self._connections.append(connection)
                 self._selector.register(connection.sock, selectors.EVENT_READ, connection)
-            else:
-                self._read(key.data)
-
-    def _read(self, connection: _Connection) -> None:
-        lines = connection.read()
-        if not connection.is_open:
-            self._selector.unregister(connection.sock)
-        for line in lines:
-            try:
-                kind, value = json.loads(line)
-            except (ValueError, TypeError):  # not one of our receivers, e.g. a port scan
                 continue
-            if kind == FAILED:
-                reason, ranks = value
-                self._failed.update(ranks)
-                raise SyncError(f"weight sync {self._plan.version} was called off: {reason}")
-            if kind == HELLO:
-                connection.rank = value
-            else:
-                connection.messages.append(value)
+            connection = key.data
+            lines = connection.read()
+            if not connection.is_open:
+                self._selector.unregister(connection.sock)
+            for line in lines:
+                try:
+                    kind, value = json.loads(line)
+                except (ValueError, TypeError):  # not one of our receivers, e.g. a port scan
+                    continue
+                if kind == FAILED:
+                    reason, ranks = value
+                    self._failed.update(ranks)
+                    raise SyncError(f"weight sync {self._plan.version} was called off: {reason}")
+                if kind == HELLO:
+                    connection.rank = value
+                else:
+                    connection.messages.append(value)
 
 
 class ReceiverEndpoint:

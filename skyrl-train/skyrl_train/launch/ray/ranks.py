@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from transformers.utils.logging import disable_progress_bar
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.launch.rank_host import RankHost
+from skyrl_train.launch.process import RankHost
 from skyrl_train.launch.ray.placement import Device
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT
 from skyrl_train.threads import threads_per_process
