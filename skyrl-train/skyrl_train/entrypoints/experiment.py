@@ -52,7 +52,7 @@ from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.generators.rewards import functions_of_batches
-from skyrl_train.generators.source import BufferedRollouts, LockstepRollouts, Rollouts
+from skyrl_train.generators.source import BufferedRollouts, Rollouts
 from skyrl_train.inference_engines.base import InferenceEngine, weight_folder
 from skyrl_train.launch.launcher import Launcher, started
 from skyrl_train.learner import Learner
@@ -278,7 +278,7 @@ class RLExperiment(Experiment):
                 cfg, parts.generator, parts.prompts, total_steps=total_steps, with_greedy_rewards=is_greedy
             )
         else:
-            source = LockstepRollouts(cfg, parts.generator, parts.prompts, with_greedy_rewards=is_greedy)
+            source = Rollouts(cfg, parts.generator, parts.prompts, with_greedy_rewards=is_greedy)
         callbacks = self.get_callbacks(parts.eval_dataset, parts.generator, parts.tracker)
         return {
             "source": source,

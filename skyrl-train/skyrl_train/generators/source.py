@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import random
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +33,8 @@ class StepData:
     ends_epoch: bool  # the step includes the last prompt of an epoch
 
 
-class Rollouts(ABC):
-    """Base class for sources of rollouts. Subclasses decide when to play them.
+class Rollouts:
+    """Synchronous rollouts: training and generation alternate. Subclasses may play rollouts at other times.
 
     Invalid trajectories are counted and dropped. If the advantage estimator compares samples, a valid trajectory that
     is alone in its group is also dropped. Dynamic sampling draws more prompts until enough groups are informative.
@@ -57,14 +56,24 @@ class Rollouts(ABC):
         self._compares_samples = estimator_traits(cfg.trainer.algorithm).compares_samples
         self._sampling = SamplingParams.from_config(cfg.generator.sampling_params)
 
-    @abstractmethod
     async def take(self, step: int) -> StepData:
-        """Return a step's data. An error leaves the position unchanged."""
+        """Return a step's data. An error leaves the position unchanged.
 
-    async def before_sync(self) -> None:  # noqa: B027, engines may be idle between steps
+        Raises:
+            EnvError: a batch has no trajectory to train on.
+            DataError: dynamic sampling did not find enough groups.
+        """
+        position = self._prompts.state_dict()
+        try:
+            return await self._sample(step)
+        except BaseException:
+            self._prompts.load_state_dict(position)
+            raise
+
+    async def before_sync(self) -> None:
         """Prepare for a weight sync."""
 
-    async def after_sync(self, version: int) -> None:  # noqa: B027, as above
+    async def after_sync(self, version: int) -> None:
         """Record that the engines now sample with the weights of `version`."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,12 +84,13 @@ class Rollouts(ABC):
         """Resume from a position. DataError if it belongs to different data."""
         self._prompts.load_state_dict(state)
 
-    async def close(self) -> None:  # noqa: B027, no rollout may outlive `take`
+    async def close(self) -> None:
         """Cancel the rollouts in progress."""
 
-    @abstractmethod
     async def _next_batch(self, step: int) -> tuple[list[DrawnPrompt[PromptRow]], list[Trajectory]]:
         """Return the next drawn prompts and all of their rollouts."""
+        prompts = self._prompts.next_batch()
+        return prompts, await self._play(prompts, step)
 
     async def _play(
         self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int, *, greedy: bool = False
@@ -154,28 +164,6 @@ class Rollouts(ABC):
     async def _greedy_rollouts(self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int) -> list[Trajectory]:
         """Return one greedy rollout per prompt."""
         return await self._play(prompts, step, greedy=True)
-
-
-class LockstepRollouts(Rollouts):
-    """Synchronous rollouts: training and generation alternate."""
-
-    async def take(self, step: int) -> StepData:
-        """Draw prompts, play them, and return the step's data.
-
-        Raises:
-            EnvError: a batch has no trajectory to train on.
-            DataError: dynamic sampling did not find enough groups.
-        """
-        position = self._prompts.state_dict()
-        try:
-            return await self._sample(step)
-        except BaseException:
-            self._prompts.load_state_dict(position)
-            raise
-
-    async def _next_batch(self, step: int) -> tuple[list[DrawnPrompt[PromptRow]], list[Trajectory]]:
-        prompts = self._prompts.next_batch()
-        return prompts, await self._play(prompts, step)
 
 
 class _Batch(NamedTuple):

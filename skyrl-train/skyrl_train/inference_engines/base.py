@@ -13,7 +13,7 @@ import torch
 
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.errors import EngineError
-from skyrl_train.types import Message, StopReason, WeightSpan
+from skyrl_train.types import StopReason, WeightSpan
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from skyrl_train.config import SkyRLConfig
 
-ConversationType = list[Message]
 WakeUp = Literal["weights", "all"]
 
 MIN_TEMPERATURE = 1e-4  # dividing logits by less may overflow float32

@@ -21,13 +21,14 @@ HOMES = {
     "entrypoints.main_base": {"BasePPOExp": "compat.skyrl.experiment", "skyrl_entrypoint": "compat.skyrl.entrypoint"},
     "entrypoints.main_generate": {"EvalOnlyEntrypoint": "compat.skyrl.experiment"},
     "generators.base": {
-        "ConversationType": "inference_engines.base",
+        "ConversationType": "compat.skyrl.generator",
         "GeneratorInput": "compat.skyrl.generator",
         "GeneratorInterface": "compat.skyrl.generator",
         "GeneratorOutput": "compat.skyrl.generator",
         "TrainingPhase": "compat.skyrl.generator",
     },
     "inference_engines.base": {
+        "ConversationType": "compat.skyrl.generator",
         "InferenceEngineInput": "compat.skyrl.engine_client",
         "InferenceEngineOutput": "compat.skyrl.engine_client",
     },

@@ -176,11 +176,15 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
 
     def clip_gradients(self, module: MegatronScorer, max_norm: float) -> float:
         self._sum_gradients(module)
-        gradients = [
-            parameter.grad
-            for name, parameter in module.stage.named_parameters()
-            if parameter.grad is not None and self._is_counted(module, name)
-        ]
+        gradients = []
+        for name, parameter in module.stage.named_parameters():
+            # Count a parameter on exactly one of the ranks that have it.
+            if name in module.replicated:
+                is_counted = self._groups.tp.rank() == 0
+            else:
+                is_counted = not (module.has_copy(name) and name == HEAD_PARAMETER)
+            if parameter.grad is not None and is_counted:
+                gradients.append(parameter.grad)
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
         dist.all_reduce(square, group=self._groups.mp)
@@ -205,12 +209,6 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             if module.has_copy(name):
                 dist.all_reduce(total, group=self._embedding_group)
             parameter.grad.copy_(total)
-
-    def _is_counted(self, module: MegatronScorer, name: str) -> bool:
-        """Return True on exactly one of the ranks that have the same parameter, so that the norm counts it once."""
-        if name in module.replicated:
-            return bool(self._groups.tp.rank() == 0)
-        return not (module.has_copy(name) and name == HEAD_PARAMETER)
 
     def full_tensors(
         self, module: MegatronScorer, kind: SyncKind = "full", *, as_exported: bool = True
