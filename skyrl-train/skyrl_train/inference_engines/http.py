@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.scheduled import AsyncEngine, Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
-from skyrl_train.inference_engines.stepped import EngineThread
+from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread
 
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
@@ -35,9 +36,9 @@ class HTTPEngine(AsyncEngine):
     HEALTH: ClassVar[str] = "/health"
     """Server path that answers as long as the server's backend is alive."""
 
-    def __init__(self, url: str, **options: Any) -> None:
-        """Create the client of the server at `url`. `options` go to `SteppedEngine`."""
-        super().__init__(thread=EngineThread(None, "http-engine"), **options)
+    def __init__(self, url: str, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Create the client of the server at `url`."""
+        super().__init__(facts, tokenizer, EngineThread(None, "http-engine"))
         self._url = url
         self._http = httpx.AsyncClient(
             base_url=url,

@@ -33,12 +33,9 @@ class ServerProcess:
     """
 
     def __init__(self, address: str | None = None, *, n_threads: int | None = None, name: str = "engine") -> None:
-        """Start the process.
+        """Start the process, with `n_threads` torch threads (default: torch's). Error messages call it `name`.
 
-        Args:
-            address: "host:port" to listen on (port 0: any free port). Defaults to a Unix socket.
-            n_threads: number of torch threads. Defaults to torch's default.
-            name: for error messages.
+        `address` is the "host:port" to listen on (port 0: any free port). Defaults to a Unix socket.
         """
         self._name = name
         self.token = new_token()

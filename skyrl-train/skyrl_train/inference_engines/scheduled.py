@@ -5,11 +5,13 @@ from abc import abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence
-from skyrl_train.inference_engines.stepped import SteppedEngine
+from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread, SteppedEngine
 
 GAVE_UP = "the backend gave up on a request; see its output above"
 
@@ -31,8 +33,8 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
     it needs the space.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
+        super().__init__(facts, tokenizer, thread)
         self._n_submitted = 0  # so far
         self._by_id: dict[str, ActiveSequence] = {}  # the running sequences
 
@@ -94,8 +96,8 @@ class AsyncEngine(ScheduledEngine):
     not change.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
+        super().__init__(facts, tokenizer, thread)
         self._outputs: asyncio.Queue[Output | Exception | None] = asyncio.Queue()
         """Outputs of the backend. None ends a step, and an exception fails it."""
         self._aborts: set[asyncio.Task[None]] = set()

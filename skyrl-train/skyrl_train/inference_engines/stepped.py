@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -45,6 +45,23 @@ MemoryPart = Literal["weights", "kv_cache"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=ActiveSequence)
+
+
+class EngineFacts(NamedTuple):
+    """Facts about an engine and its model, as plain values that can travel over HTTP."""
+
+    context_length: int
+    vocab_size: int
+    eos_ids: list[int]
+    n_workers: int = 1  # processes that receive new weights
+    can_sleep: bool = False  # the backend can release its memory
+    dtype: str | None = None  # of the weights, e.g. "bfloat16", if known
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """Dtype of the weights, if known."""
+        dtype: torch.dtype | None = getattr(torch, self.dtype or "", None)
+        return dtype
 
 
 class EngineThread:
@@ -76,21 +93,11 @@ class EngineThread:
 class SteppedEngine(ABC, Generic[S]):
     """Base class of engines with everything in `InferenceEngine` except running the model."""
 
-    n_weight_copies = 1
-
-    def __init__(
-        self,
-        *,
-        context_length: int,
-        vocab_size: int,
-        eos_ids: frozenset[int],
-        tokenizer: PreTrainedTokenizerBase,
-        thread: EngineThread,
-        weight_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.info = EngineInfo(context_length, context_length, weight_dtype)
-        self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
+    def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
+        self.info = EngineInfo(facts.context_length, facts.context_length, facts.weight_dtype)
+        self.n_weight_copies = facts.n_workers
+        self._facts = facts
+        self._eos_ids = frozenset(facts.eos_ids)
         self._tokenizer = tokenizer
         self._thread = thread
         self._queue: SequenceQueue[S] = SequenceQueue()
@@ -342,13 +349,13 @@ class SteppedEngine(ABC, Generic[S]):
                 "generator.max_input_length or shorten the prompt"
             )
         lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
-        if lowest < 0 or highest >= self._vocab_size:
+        if lowest < 0 or highest >= self._facts.vocab_size:
             raise EngineError(
                 f"a prompt with token {lowest if lowest < 0 else highest}: valid tokens are 0 to "
-                f"{self._vocab_size - 1}; use the tokenizer of its folder"
+                f"{self._facts.vocab_size - 1}; use the tokenizer of its folder"
             )
-        if unknown := [i for i in request.sampling.stop_token_ids if not 0 <= i < self._vocab_size]:
-            raise EngineError(f"stop_token_ids={unknown}: valid tokens are 0 to {self._vocab_size - 1}")
+        if unknown := [i for i in request.sampling.stop_token_ids if not 0 <= i < self._facts.vocab_size]:
+            raise EngineError(f"stop_token_ids={unknown}: valid tokens are 0 to {self._facts.vocab_size - 1}")
         return self._new_sequence(request, min(n_prompt + request.sampling.max_new_tokens, self.info.context_length))
 
     def _check_usable(self) -> None:

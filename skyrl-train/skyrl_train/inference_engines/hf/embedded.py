@@ -13,7 +13,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
 from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
-from skyrl_train.inference_engines.stepped import EngineThread, MemoryPart, SteppedEngine
+from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread, MemoryPart, SteppedEngine
 from skyrl_train.models.logprobs import lm_head_logits, scaled_logits
 from skyrl_train.models.lora import trained_parameters
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
@@ -66,13 +66,9 @@ class EmbeddedEngine(SteppedEngine[S]):
             EngineError: the engine cannot run the model.
         """
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-        super().__init__(
-            context_length=int(model.config.get_text_config().max_position_embeddings),
-            vocab_size=int(model.config.get_text_config().vocab_size),
-            eos_ids=all_eos_ids(ids, tokenizer.eos_token_id),
-            tokenizer=tokenizer,
-            thread=EngineThread(executor, "hf-engine"),
-        )
+        config, eos_ids = model.config.get_text_config(), all_eos_ids(ids, tokenizer.eos_token_id)
+        facts = EngineFacts(int(config.max_position_embeddings), int(config.vocab_size), sorted(eos_ids))
+        super().__init__(facts, tokenizer, EngineThread(executor, "hf-engine"))
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_cache_bytes = max_cache_bytes

@@ -36,7 +36,7 @@ from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_u
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
-from skyrl_train.inference_engines.stepped import MemoryPart
+from skyrl_train.inference_engines.stepped import EngineFacts, MemoryPart
 from skyrl_train.weight_sync import MirroredReceiver, Receipt, Receiver, SyncPlan, WeightMirror
 from skyrl_train.weight_sync.sync import free_port
 
@@ -82,31 +82,30 @@ class SGLangEngine(HTTPEngine):
             EngineError: the server does not answer, or has an unsupported version.
         """
         url = server_url(address)
-        facts = call_server(url, "GET", "/server_info")
+        info = call_server(url, "GET", "/server_info")
         config = AutoConfig.from_pretrained(model_path).get_text_config()
-        if "max_req_input_len" not in facts:
+        if "max_req_input_len" not in info:
             raise EngineError(
                 f"{url} is not an SGLang 0.5.23 server: its /server_info reports no max_req_input_len; install that "
                 "version"
             )
-        n_context = int(facts["max_req_input_len"])  # a prompt must be shorter, even one that resumes a response
+        n_context = int(info["max_req_input_len"])  # a prompt must be shorter, even one that resumes a response
         try:
             model_eos = GenerationConfig.from_pretrained(model_path).eos_token_id
         except OSError:  # the model has no generation config
             model_eos = config.eos_token_id
-        super().__init__(
-            url,
-            context_length=n_context,
-            vocab_size=int(config.vocab_size),
-            eos_ids=all_eos_ids(model_eos, tokenizer.eos_token_id),
-            tokenizer=tokenizer,
-            weight_dtype=getattr(torch, str(facts.get("dtype")), None),  # None for "auto"
+        facts = EngineFacts(
+            n_context,
+            int(config.vocab_size),
+            sorted(all_eos_ids(model_eos, tokenizer.eos_token_id)),
+            can_sleep=bool(info.get("enable_memory_saver")),
+            dtype=info.get("dtype"),  # may be "auto"
         )
+        super().__init__(url, facts, tokenizer)
         self._model_path = model_path
         self._weight_folder = weight_folder
         self._weight_mirror = WeightMirror()
         self._end_server = end_server
-        self._can_sleep = bool(facts.get("enable_memory_saver"))
         self._name = uuid4().hex  # other clients of the server also number their requests
 
     def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
@@ -214,11 +213,11 @@ class SGLangEngine(HTTPEngine):
 
     async def _release_memory(self) -> None:
         await self._flush_cache()
-        if self._can_sleep:
+        if self._facts.can_sleep:
             await self._request("POST", "/release_memory_occupation", json={"tags": ["kv_cache", "weights"]})
 
     async def _restore_memory(self, part: MemoryPart) -> None:
-        if self._can_sleep:
+        if self._facts.can_sleep:
             await self._request("POST", "/resume_memory_occupation", json={"tags": [part]})
 
     async def _shut_down(self) -> None:

@@ -77,16 +77,8 @@ class AsyncVLLMEngine(AsyncEngine):
                 )
             except Exception as error:
                 raise cannot_start(options, error) from error
-        self._facts = read_facts(config, tokenizer.eos_token_id)
-        super().__init__(
-            context_length=self._facts.context_length,
-            vocab_size=self._facts.vocab_size,
-            eos_ids=frozenset(self._facts.eos_ids),
-            tokenizer=tokenizer,
-            thread=EngineThread(None, "vllm-engine"),
-            weight_dtype=self._facts.weight_dtype,
-        )
-        self.n_weight_copies = self._facts.n_workers
+        facts = read_facts(config, tokenizer.eos_token_id)
+        super().__init__(facts, tokenizer, EngineThread(None, "vllm-engine"))
         self._eos_token_id = tokenizer.eos_token_id
         self._reading: asyncio.Task[None] | None = None
 

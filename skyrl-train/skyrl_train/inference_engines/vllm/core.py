@@ -21,8 +21,9 @@ from skyrl_train.inference_engines.base import EngineRequest
 from skyrl_train.inference_engines.base import SamplingParams as OurParams
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
+from skyrl_train.inference_engines.stepped import EngineFacts
 from skyrl_train.inference_engines.vllm.sampler import from_columns
-from skyrl_train.inference_engines.vllm.wire import EXTENSION, Facts, encode_request
+from skyrl_train.inference_engines.vllm.wire import EXTENSION, encode_request
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,7 +65,7 @@ def cannot_run(error: Exception) -> EngineError:
     return EngineError(f"vLLM cannot run this model here; use generator.backend=hf: {error}")
 
 
-def core_request(request_id: str, sequence: ActiveSequence, facts: Facts) -> EngineCoreRequest:
+def core_request(request_id: str, sequence: ActiveSequence, facts: EngineFacts) -> EngineCoreRequest:
     """Return the vLLM request that continues a sequence after its tokens so far."""
     sampling = sequence.sampling
     params = SamplingParams(
@@ -87,7 +88,7 @@ def core_request(request_id: str, sequence: ActiveSequence, facts: Facts) -> Eng
     )
 
 
-def trial_request(facts: Facts) -> EngineCoreRequest:
+def trial_request(facts: EngineFacts) -> EngineCoreRequest:
     """Return a request for one token. Some models load but fail in their first step."""
     return core_request("trial", ActiveSequence(EngineRequest([0], OurParams(max_new_tokens=1), seed=0), 2), facts)
 

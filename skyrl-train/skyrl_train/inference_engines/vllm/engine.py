@@ -13,7 +13,7 @@ from vllm.v1.executor import Executor
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.scheduled import Output, ScheduledEngine
 from skyrl_train.inference_engines.sequence import ActiveSequence
-from skyrl_train.inference_engines.stepped import EngineThread, MemoryPart
+from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread, MemoryPart
 from skyrl_train.inference_engines.vllm.core import (
     OWN_OPTIONS,
     cannot_run,
@@ -24,7 +24,7 @@ from skyrl_train.inference_engines.vllm.core import (
     starting,
     trial_request,
 )
-from skyrl_train.inference_engines.vllm.wire import Facts, check_results, decode_receipts, encode_plan
+from skyrl_train.inference_engines.vllm.wire import check_results, decode_receipts, encode_plan
 from skyrl_train.inference_engines.vllm.worker import read_facts
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
@@ -48,15 +48,8 @@ class VLLMEngine(ScheduledEngine):
             EngineError: vLLM cannot start with these options.
         """
         thread = EngineThread(executor, "vllm-engine")
-        self._client, self._facts = thread.run_blocking(_start_core, options, tokenizer.eos_token_id)
-        super().__init__(
-            context_length=self._facts.context_length,
-            vocab_size=self._facts.vocab_size,
-            eos_ids=frozenset(self._facts.eos_ids),
-            tokenizer=tokenizer,
-            thread=thread,
-            weight_dtype=self._facts.weight_dtype,
-        )
+        self._client, facts = thread.run_blocking(_start_core, options, tokenizer.eos_token_id)
+        super().__init__(facts, tokenizer, thread)
         self._aborted: list[str] = []  # not yet removed from vLLM
 
     async def _exchange(self, new: Mapping[str, ActiveSequence]) -> list[Output]:
@@ -102,7 +95,7 @@ class VLLMEngine(ScheduledEngine):
         await self._thread.run(self._client.shutdown)
 
 
-def _start_core(options: Mapping[str, Any], eos_token_id: int | None) -> tuple[EngineCoreClient, Facts]:
+def _start_core(options: Mapping[str, Any], eos_token_id: int | None) -> tuple[EngineCoreClient, EngineFacts]:
     """Start vLLM's engine core in this process, and run a trial step."""
     if model_parallel_is_initialized():
         raise EngineError("this process already has a vLLM engine; call close() on it first")

@@ -31,12 +31,10 @@ class EngineActor:
         self._listener = listen(f"{ray.util.get_node_ip_address()}:0")
 
     def serve(self, token: bytes, n_processes: int, visible_devices: str) -> tuple[str, str]:
-        """Serve engines. Return their address and the name of this process.
+        """Serve engines to connections that send the secret `token`. Return their address and this process's name.
 
-        Args:
-            token: the secret that connections must send.
-            n_processes: number of processes that compute concurrently on the node.
-            visible_devices: `CUDA_VISIBLE_DEVICES` of the engine. Ray knows only its first GPU. "" without GPUs.
+        `n_processes` compute concurrently on the node. `visible_devices` becomes `CUDA_VISIBLE_DEVICES`, because Ray
+        knows only the engine's first GPU. It is "" without GPUs.
         """
         if visible_devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices  # CUDA reads it when it is first used
