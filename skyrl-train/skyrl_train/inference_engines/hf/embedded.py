@@ -167,7 +167,7 @@ class EmbeddedEngine(SteppedEngine[S]):
 
     def _choose_tokens(self, states: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
         """Sample the token after each hidden state (b, H)."""
-        n_rows = max(1, CHUNK_LOGITS // self._head.n_tokens)
+        n_rows = self._head.max_rows
         return [
             choice
             for i in range(0, len(draws), n_rows)
@@ -184,8 +184,13 @@ class Head:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self.n_tokens = model.get_output_embeddings().weight.shape[0]
+        self._n_tokens = model.get_output_embeddings().weight.shape[0]
         self._memory: torch.Tensor | None = None
+
+    @property
+    def max_rows(self) -> int:
+        """Maximum number of rows to compute at once."""
+        return max(1, CHUNK_LOGITS // self._n_tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits (b, V) of hidden states (b, H), valid until the next call. Callers may change them."""
@@ -194,7 +199,7 @@ class Head:
         if not is_plain or hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
             return lm_head_logits(self._model, hidden)
         if self._memory is None or len(self._memory) < len(hidden):
-            self._memory = hidden.new_empty(len(hidden), self.n_tokens)
+            self._memory = hidden.new_empty(len(hidden), self._n_tokens)
         out = self._memory[: len(hidden)]
         torch.mm(hidden, head.weight.t(), out=out)
         return scaled_logits(self._model, out)
