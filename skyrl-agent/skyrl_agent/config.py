@@ -10,11 +10,11 @@ import yaml
 from annotated_types import Ge, Gt
 from pydantic import AliasChoices, Field, ValidationError, model_validator
 
+from skyrl_train.compat.skyrl.sampling_params import to_sampling
 from skyrl_train.config.base import Count, Section
 from skyrl_train.config.problems import config_error
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.inference_engines.params import to_sampling
 
 MASKED_FINISH_REASONS = ("CONTEXT_WINDOW_EXCEEDED", "max_iterations_reached", "stuck_in_a_loop", "cmd_timeout")
 """Finish reasons whose trajectories are not trained on by default."""

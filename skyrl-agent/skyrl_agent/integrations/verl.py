@@ -24,10 +24,10 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 from skyrl_agent.auto import AutoAgentRunner
 from skyrl_agent.config import AgentConfig
 from skyrl_agent.runner import AgentRunner, to_rows
+from skyrl_train.compat.skyrl.sampling_params import to_sampling, to_sampling_params
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult
-from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
 from skyrl_train.types import PromptRow, StopReason, TrajectoryID
 
 

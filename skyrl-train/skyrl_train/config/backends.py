@@ -16,7 +16,7 @@ class EngineTraits:
     """Display name, e.g. `vLLM`."""
 
     start: str
-    """`module:function` that creates an engine from an `inference_engines.setup.EngineSetup`."""
+    """`module:function` that creates an engine from an `inference_engines.base.EngineSetup`."""
 
     connect: str | None = None
     """`module:function` that connects to a running server at an address, or None if it does not run as a server."""
@@ -55,8 +55,8 @@ ENGINES = {
     ),
     "sglang": EngineTraits(
         "SGLang",
-        "skyrl_train.inference_engines.sglang.launch:start",
-        connect="skyrl_train.inference_engines.sglang.launch:connect",
+        "skyrl_train.inference_engines.sglang.engine:start",
+        connect="skyrl_train.inference_engines.sglang.engine:connect",
         package="sglang",
         reads_files=True,
         needs_ray_for_several_devices=False,

@@ -1,13 +1,14 @@
 """Strategies for Hugging Face models: every rank has all modules, with the whole or a shard of each parameter."""
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -15,10 +16,27 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from skyrl_train.distributed.strategy import Consume, DistributedStrategy, Pass, TrainState, gather, local_part
+from skyrl_train.distributed.strategy import (
+    Consume,
+    DistributedStrategy,
+    Pass,
+    TrainState,
+    gather,
+    local_part,
+    new_save_group,
+    set_timeout,
+)
 from skyrl_train.models.deferred import deferring
 from skyrl_train.models.generation import save_model
 from skyrl_train.models.loading import autocast, checkpointed_layers, train_in_float32
@@ -36,7 +54,7 @@ from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Shard
-from skyrl_train.types.specs import ModelSpec
+from skyrl_train.types.specs import ModelSpec, World
 
 T = TypeVar("T")
 
@@ -134,21 +152,76 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         """Return the ranks that split a row's tokens with this rank, or None if it computes whole rows."""
         return None
 
-    @abstractmethod
     def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
-        """Shard a module's parameters across the ranks."""
+        """Shard a module's parameters across the ranks. The default keeps it whole."""
+        return module
 
 
 class SingleStrategy(HuggingFaceStrategy):
     """A strategy that keeps the whole model on one device."""
 
-    def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
-        return module
-
     def export(self, module: ScoringModule, folder: Path) -> None:
         model = module.hf_model
         differs = adapter_config(model) is not None or module.export_dtypes
         save_model(model, folder, dict(self.full_tensors(module)) | merged_buffers(model) if differs else None)
+
+
+class FSDP2Strategy(HuggingFaceStrategy):
+    """Fully sharded data parallelism: every rank holds a slice of each parameter, and gathers one block at a time.
+
+    The blocks are the transformer blocks and the root: embeddings, final norm and head. The process group must exist.
+    Gradients are summed over ranks, not averaged, because the loss weights of each rank are already divided by the
+    counts of the whole mini-batch.
+    """
+
+    def __init__(self, world: World, timeout: timedelta) -> None:
+        """Limit the time that ranks wait for each other in a collective to `timeout`."""
+        super().__init__(world, save_group=new_save_group())
+        self._device = torch.device(world.device)
+        self._timeout = timeout
+        self._sequence_groups: dict[int, dist.ProcessGroup] = {}  # this rank's groups, by size
+
+    def _wrap(self, module: ScoringModule, spec: ModelSpec) -> ScoringModule:
+        on_gpu, fsdp = self._device.type == "cuda", spec.fsdp
+        dtype = getattr(torch, fsdp.param_dtype) if fsdp.param_dtype != "auto" else None
+        if fsdp.param_dtype == "auto" and on_gpu and spec.bf16:
+            dtype = torch.bfloat16
+        options: dict[str, Any] = {"mesh": self._mesh(fsdp.fsdp_size)}
+        if fsdp.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        blocks = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for block in blocks:
+            fully_shard(
+                block,
+                reshard_after_forward=fsdp.reshard_after_forward,
+                mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+                **options,
+            )
+        # The head stays in float32: with bfloat16 weights, logits and values would move by more than an update moves.
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
+        register_fsdp_forward_method(module, "probe")
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
+        return module
+
+    def _sequence_group(self, spec: ModelSpec) -> SequenceGroup | None:
+        size = spec.sequence_parallel_size
+        if size == 1:
+            return None
+        if size not in self._sequence_groups:  # a policy and a critic of the same size share the group
+            self._sequence_groups[size], _ = dist.new_subgroups(size, timeout=self._timeout)
+        return SequenceGroup(self._sequence_groups[size], f"{spec.section}.sequence_parallel_size")
+
+    def _mesh(self, fsdp_size: int) -> DeviceMesh:
+        """Return the mesh of all ranks, in groups of `fsdp_size`. Each group holds one copy of the weights."""
+        if fsdp_size in (-1, self.world.size):
+            return init_device_mesh(self._device.type, (self.world.size,))
+        shape = (self.world.size // fsdp_size, fsdp_size)
+        mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
+        set_timeout(mesh, self._timeout)
+        return mesh
 
 
 def _model_options(module: ScoringModule) -> StateDictOptions:

@@ -56,7 +56,6 @@ class Agent(Protocol):
         self, *, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str
     ) -> float | AgentResult | Awaitable[float | AgentResult | None] | None:
         """Solve the task and return the reward. The requests to `base_url` until then form the trajectory."""
-        ...
 
 
 class NoReward(EnvError):
@@ -106,7 +105,16 @@ class AgentGenerator(RolloutGenerator):
         Raises:
             ConfigError: a setting applies only to the turns of environments.
         """
-        _check_config(generator_cfg)
+        unsupported = {
+            "step_wise_trajectories": generator_cfg.step_wise_trajectories,
+            "inject_context_status": generator_cfg.inject_context_status,
+            "use_conversation_multi_turn=false": not generator_cfg.use_conversation_multi_turn,
+            "max_response_length": generator_cfg.max_response_length is not None,
+        }
+        if named := [f"generator.{name}" for name, is_set in unsupported.items() if is_set]:
+            raise ConfigError(
+                f"{', '.join(named)}: agents control their own turns, so only environments can use this; remove it"
+            )
         self._agent = agent
         self.generator_cfg = generator_cfg
         self._address = (host, port, public_url)
@@ -198,11 +206,7 @@ class AgentGenerator(RolloutGenerator):
                 _apply_result(rollout, returned, self.generator_cfg.reward_weights)
 
     async def _call_agent(self, base_url: str, session_id: str, row: PromptRow) -> Any:
-        """Call the agent and return its result.
-
-        Raises:
-            NoReward: the agent exceeded its time limit.
-        """
+        """Call the agent and return its result, or raise NoReward if it exceeds its time limit."""
         call = partial(
             self._agent,
             base_url=base_url,
@@ -242,11 +246,7 @@ def _boundary(rollout: Rollout, session: AgentSession) -> Iterator[None]:
 
 
 def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float]) -> None:
-    """Set the rewards of the turns from the agent's result, and end the rollout.
-
-    Raises:
-        NoReward: the result is malformed, or does not fit the recorded turns.
-    """
+    """Set the rewards of the turns from the agent's result, and end the rollout. NoReward if they do not fit."""
     result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
     reward = list(result.reward) if isinstance(result.reward, Sequence) else result.reward
     if reward is None:
@@ -272,18 +272,3 @@ def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float])
         turn.reward = float(value)
     rollout.reward_components, rollout.env_metrics = components, dict(result.metrics)
     rollout.stop_reason = turns[-1].stop_reason
-
-
-def _check_config(cfg: GeneratorConfig) -> None:
-    """Raise ConfigError for settings that apply only to the turns of environments."""
-    unsupported = {
-        "step_wise_trajectories": cfg.step_wise_trajectories,
-        "inject_context_status": cfg.inject_context_status,
-        "use_conversation_multi_turn=false": not cfg.use_conversation_multi_turn,
-        "max_response_length": cfg.max_response_length is not None,
-    }
-    named = [f"generator.{name}" for name, is_set in unsupported.items() if is_set]
-    if named:
-        raise ConfigError(
-            f"{', '.join(named)}: agents control their own turns, so only environments can use this; remove it"
-        )

@@ -18,12 +18,11 @@ from skyrl_train.endpoint.session import AgentSession
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.channel import listen, new_local_address
 from skyrl_train.inference_engines.process import ServerProcess
-from skyrl_train.inference_engines.remote import RemoteClient, connect, new_token, serve
+from skyrl_train.inference_engines.remote import RemoteClient, RemoteEngine, new_token, serve
 from skyrl_train.types import Segment, Turn
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 10.0
 
 MakeService = Callable[[InferenceEngine], ModelService]
@@ -66,10 +65,11 @@ class EndpointProcess:
             token = new_token()
             self._listener = listen(address)
             self._serving = asyncio.create_task(serve(self._listener, token, self._engine))
-            self._process = await asyncio.to_thread(ServerProcess, n_threads=1, name="endpoint")
+            process = self._process = await asyncio.to_thread(ServerProcess, n_threads=1, name="endpoint")
             make = partial(_EndpointHost, address, token, self._make_service)
-            sock = await asyncio.to_thread(self._process.open, make, START_TIMEOUT_S)
-            self._client = RemoteClient(sock, self._process.describe_end, self._process.close)
+            self._client = await asyncio.to_thread(
+                RemoteClient, process.address, process.token, make, process.describe_end, process.close
+            )
             self._origin = await self._call("start", host, port, public_url)
         except BaseException:
             await self.close()
@@ -122,7 +122,7 @@ class _EndpointHost(Endpoint):
     """The endpoint in the separate process. `EndpointProcess` calls its methods."""
 
     def __init__(self, address: str, token: bytes, make_service: MakeService) -> None:
-        self._engine = connect(address, token, None, lambda: "the trainer has ended")
+        self._engine = RemoteEngine(address, token, None, lambda: "the trainer has ended")
         super().__init__(make_service(self._engine))
 
     async def open(self, sampling: SamplingParams, seed: int, name: str) -> str:

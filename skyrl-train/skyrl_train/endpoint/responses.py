@@ -1,7 +1,6 @@
 """Responses of the endpoint: the text of replies, and bodies in OpenAI's format, whole or in chunks."""
 
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,18 +90,17 @@ class TextStream:
 # -- bodies
 
 
-class ResponseBuilder(ABC):
-    """Base class of builders for the response bodies of one request."""
+class ResponseBuilder:
+    """The bodies of /v1/completions, and base class for the bodies of chats."""
 
-    kind: str
-    chunk_kind: str
-    id_prefix: str
+    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, request: CompletionOptions, token_text: Callable[[int], str]) -> None:
         self._request = request
         self._token_text = token_text
         self._id = f"{self.id_prefix}-{uuid4().hex}"
         self._created = int(time.time())
+        self._offsets = Counter[int]()  # characters of each choice that its logprobs cover so far
 
     def complete(self, replies: Sequence[FinishedChoice]) -> Json:
         """Return the response as one body."""
@@ -133,21 +131,32 @@ class ResponseBuilder(ABC):
         """Return the final chunk of a stream. It contains only the token counts."""
         return self._body(self.chunk_kind, [], replies)
 
-    @abstractmethod
     def _content(self, text: str) -> Json:
         """Return the fields of a choice that hold the text."""
+        return {"text": text}
 
-    @abstractmethod
     def _delta(self, text: str | None) -> Json:
         """Return the fields of a chunk's choice that hold the text. `text` is None in the first chunk."""
+        return {"text": text or ""}
 
-    @abstractmethod
     def _logprobs(self, index: int, token_ids: list[int], logprobs: list[float], tops: TopLogprobs) -> Json:
         """Return the logprobs of tokens of a choice. `tops` may be empty."""
+        texts = [self._token_text(token_id) for token_id in token_ids]
+        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
+        named_tops = [
+            {self._token_text(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in top.items()} for top in tops
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(logprob, MIN_LOGPROB) for logprob in logprobs],
+            "top_logprobs": named_tops or None,
+            "text_offset": offsets,
+        }
 
-    @abstractmethod
     def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
         """Add the token ids of each choice's prompt."""
+        for choice in body["choices"]:
+            choice["prompt_token_ids"] = prompts[choice["index"]]
 
     def _choice(
         self, index: int, content: Json, tokens: TokenChunk | EngineResult | None, finish_reason: str | None = None
@@ -212,36 +221,3 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
         body["prompt_token_ids"] = prompts[0]
-
-
-class CompletionResponseBuilder(ResponseBuilder):
-    """The bodies of /v1/completions."""
-
-    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
-
-    def __init__(self, request: CompletionOptions, token_text: Callable[[int], str]) -> None:
-        super().__init__(request, token_text)
-        self._offsets = Counter[int]()  # characters of each choice that its logprobs cover so far
-
-    def _content(self, text: str) -> Json:
-        return {"text": text}
-
-    def _delta(self, text: str | None) -> Json:
-        return {"text": text or ""}
-
-    def _logprobs(self, index: int, token_ids: list[int], logprobs: list[float], tops: TopLogprobs) -> Json:
-        texts = [self._token_text(token_id) for token_id in token_ids]
-        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
-        named_tops = [
-            {self._token_text(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in top.items()} for top in tops
-        ]
-        return {
-            "tokens": texts,
-            "token_logprobs": [max(logprob, MIN_LOGPROB) for logprob in logprobs],
-            "top_logprobs": named_tops or None,
-            "text_offset": offsets,
-        }
-
-    def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
-        for choice in body["choices"]:
-            choice["prompt_token_ids"] = prompts[choice["index"]]

@@ -74,8 +74,17 @@ class Endpoint:
         except OSError as error:
             raise ConfigError(f"the endpoint cannot listen on {host}:{port} ({error}); try port 0") from error
         self.origin = (public_url or f"http://{host}:{listening.getsockname()[1]}").rstrip("/")
+        app = FastAPI(title="SkyRL", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+        router = APIRouter()
+        router.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
+        router.add_api_route("/v1/completions", self._complete, methods=["POST"])
+        router.add_api_route("/v1/models", self._models)
+        router.add_api_route("/health", self._health)
+        app.include_router(router)
+        app.include_router(router, prefix="/session/{session_id}")
+        handle_errors(app)
         config = uvicorn.Config(
-            self._make_app(),
+            app,
             lifespan="off",
             ws="none",
             log_config=None,
@@ -138,18 +147,6 @@ class Endpoint:
         await self._active.end(unavailable("the model is being trained; retry"), lambda owners: None in owners)
 
     # -- routes
-
-    def _make_app(self) -> FastAPI:
-        app = FastAPI(title="SkyRL", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-        router = APIRouter()
-        router.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
-        router.add_api_route("/v1/completions", self._complete, methods=["POST"])
-        router.add_api_route("/v1/models", self._models)
-        router.add_api_route("/health", self._health)
-        app.include_router(router)
-        app.include_router(router, prefix="/session/{session_id}")
-        handle_errors(app)
-        return app
 
     async def _chat(self, body: ChatRequest, request: Request) -> Response:
         (session,) = self._sessions_of(body, request, 1)

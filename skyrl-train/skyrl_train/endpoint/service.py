@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.endpoint.recorder import Prompt, Recording
 from skyrl_train.endpoint.responses import (
     ChatResponseBuilder,
-    CompletionResponseBuilder,
     FinishedChoice,
     Json,
     ResponseBuilder,
@@ -120,7 +119,7 @@ class ModelService:
         """
         self._check(request)
         with _encoding("messages"):
-            variables = request.template_variables
+            variables = (request.chat_template_kwargs or {}) | ({"tools": request.tools} if request.tools else {})
             variant = json.dumps(variables) if variables else ""  # unsorted: their order may matter to the template
             messages = [message.to_message() for message in request.messages]
             prompt = self._recording(session).chat_prompt(messages, self._chat_variant(variant), variant)
@@ -146,7 +145,7 @@ class ModelService:
                 self._check_tokens(text_or_ids, "prompt")
                 prompt = recording.token_prompt(text_or_ids)
             choices += self._choices(request, "prompt", prompt, session)
-        return Job(request, choices, CompletionResponseBuilder(request, self._token_text))
+        return Job(request, choices, ResponseBuilder(request, self._token_text))
 
     def _check(self, request: CompletionOptions) -> None:
         if request.model != self.model_name:

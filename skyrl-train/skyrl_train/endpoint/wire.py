@@ -105,15 +105,13 @@ class ChatMessage(WireModel):
         """Convert the message for the chat template. Empty fields are dropped, except the text."""
         names = ("name", "tool_call_id", "reasoning_content", "tool_calls")
         others = {name: value for name in names if (value := getattr(self, name))}
-        return {"role": self.role, "content": self._text(), **others}
-
-    def _text(self) -> str:
-        if isinstance(self.content, str) or self.content is None:
-            return self.content or ""
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                refuse(f"a content part of type {part.type!r}: this model reads text only", param="messages")
-        return "".join(part.text or "" for part in self.content)
+        content = self.content or ""
+        if isinstance(content, list):
+            for part in content:
+                if part.type != "text" or part.text is None:
+                    refuse(f"a content part of type {part.type!r}: this model reads text only", param="messages")
+            content = "".join(part.text or "" for part in content)
+        return {"role": self.role, "content": content, **others}
 
 
 class StreamOptions(WireModel):
@@ -199,11 +197,6 @@ class ChatRequest(CompletionOptions):
     def n_top_logprobs(self) -> int | None:
         """Number of most likely tokens to report at each position."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template besides the messages."""
-        return (self.chat_template_kwargs or {}) | ({"tools": self.tools} if self.tools else {})
 
     def check_offered(self) -> None:
         """Reject unsupported fields that would change the answer, and `top_logprobs` without `logprobs`."""

@@ -14,13 +14,11 @@ from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.inference_engines.base import EngineSetup, InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
-from skyrl_train.inference_engines.setup import EngineSetup
 from skyrl_train.launch.launcher import Launcher
-from skyrl_train.launch.weight_syncs import CheckedSync, PausedSync
+from skyrl_train.launch.weight_syncs import EngineSync
 from skyrl_train.plan import RunPlan
-from skyrl_train.trainer import SyncEngines
 from skyrl_train.weight_sync import SyncOptions
 from skyrl_train.weight_sync.base import Transport
 from skyrl_train.workers.group import WorkerGroup
@@ -120,23 +118,27 @@ def sync_tolerance(
 
 def engine_sync(
     plan: RunPlan, launcher: Launcher, policy: WorkerGroup, engine: InferenceEngine, n_tokens: int
-) -> SyncEngines:
-    """Return the function that sends the policy's weights to the engine, with the check that is configured.
+) -> EngineSync:
+    """Return the weight sync from the policy to the engine, with the check that is configured.
 
     `n_tokens` is the size of the vocabulary.
     """
     cfg, dtype, settings = plan.cfg, engine.info.weight_dtype, plan.cfg.trainer.fully_async
-    sync = launcher.weight_sync(policy, {"the engine": engine}, plan.sync_kind, dtype)
-    paused = PausedSync(sync, engine, policy) if settings.enabled else None
-    if isinstance(engine, EngineClient):
-        if paused is not None and settings.in_flight_weight_updates:
-            engine.follow(sync, paused.is_current)
-        else:  # the next sync waits for the rollouts, so a rollout must not wait for that sync
-            engine.follow(sync)
+    weight_sync = launcher.weight_sync(policy, {"the engine": engine}, plan.sync_kind, dtype)
     is_copied = launcher.policy is None or not plan.needs_engine_model
-    tolerance = sync_tolerance(cfg, launcher.device, dtype, is_copied=is_copied)
-    if tolerance is None:
-        return paused or sync
-    # after the first sync, sampling for the check would wait for rollouts in progress
-    once = settings.continues_rollouts and cfg.generator.weight_sync_check == "auto"
-    return CheckedSync(paused or sync, engine, policy, n_tokens, tolerance, once=once)
+    sync = EngineSync(
+        weight_sync,
+        engine,
+        policy,
+        n_token_ids=n_tokens,
+        pauses=settings.enabled,
+        tolerance=sync_tolerance(cfg, launcher.device, dtype, is_copied=is_copied),
+        # after the first sync, sampling for the check would wait for rollouts in progress
+        checks_once=settings.continues_rollouts and cfg.generator.weight_sync_check == "auto",
+    )
+    if isinstance(engine, EngineClient):
+        if settings.enabled and settings.in_flight_weight_updates:
+            engine.follow(weight_sync, sync.is_current)
+        else:  # the next sync waits for the rollouts, so a rollout must not wait for that sync
+            engine.follow(weight_sync)
+    return sync

@@ -49,16 +49,14 @@ from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.entrypoints.prompts import check_rows, load_policy_tokenizer, open_eval_prompts, open_prompts
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import RolloutGenerator
-from skyrl_train.generators.buffered import BufferedRollouts
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.generators.rewards import functions_of_batches
-from skyrl_train.generators.source import LockstepRollouts, Rollouts
-from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.inference_engines.setup import weight_folder
+from skyrl_train.generators.source import BufferedRollouts, Rollouts
+from skyrl_train.inference_engines.base import InferenceEngine, weight_folder
 from skyrl_train.launch.launcher import Launcher, started
 from skyrl_train.learner import Learner
-from skyrl_train.models.loading import POLICY_PATH, load_value_model
+from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, load_model
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.plan import RunPlan, limit_steps
 from skyrl_train.remote_storage import RemoteStorage
@@ -173,7 +171,8 @@ class RLExperiment(Experiment):
 
     def get_value_model(self, path: str) -> PreTrainedModel:
         """Load the critic's model."""
-        return load_value_model(path, **self.loading_options(self.cfg.trainer.critic.model.dtype))
+        options = self.loading_options(self.cfg.trainer.critic.model.dtype)
+        return load_model(path, "critic", key=CRITIC_PATH, **options)
 
     def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine. `model` is the policy, or None for an engine with its own weights."""
@@ -279,7 +278,7 @@ class RLExperiment(Experiment):
                 cfg, parts.generator, parts.prompts, total_steps=total_steps, with_greedy_rewards=is_greedy
             )
         else:
-            source = LockstepRollouts(cfg, parts.generator, parts.prompts, with_greedy_rewards=is_greedy)
+            source = Rollouts(cfg, parts.generator, parts.prompts, with_greedy_rewards=is_greedy)
         callbacks = self.get_callbacks(parts.eval_dataset, parts.generator, parts.tracker)
         return {
             "source": source,

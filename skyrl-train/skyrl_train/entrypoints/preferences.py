@@ -6,7 +6,7 @@ from skyrl_train.algorithms.objectives import PreferenceObjective, RewardObjecti
 from skyrl_train.config.supervised import DPO, REWARD
 from skyrl_train.dataset.supervised import SegmentReader, build_rewarded_segment
 from skyrl_train.entrypoints.sft import SupervisedExp
-from skyrl_train.models.loading import POLICY_PATH, load_reward_model
+from skyrl_train.models.loading import load_model
 
 
 class DPOExp(SupervisedExp):
@@ -28,7 +28,7 @@ class RewardExp(SupervisedExp):
         """Load the model to train. If it has no reward head, it gets one of zeros."""
         model, pad_token_id = self.cfg.trainer.policy.model, self.tokenizer.pad_token_id
         options = self.loading_options(model.dtype)
-        return load_reward_model(model.path, key=POLICY_PATH, pad_token_id=pad_token_id, **options)
+        return load_model(model.path, "reward", pad_token_id=pad_token_id, **options)
 
     def get_segment_reader(self) -> SegmentReader:
         pad_token_id = self.tokenizer.pad_token_id

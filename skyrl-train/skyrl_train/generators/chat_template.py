@@ -69,12 +69,13 @@ class ChatEncoder:
                 f"the chat template failed to render a user message and a reply: {error}. Correct the tokenizer's "
                 "template, or set a different one in generator.chat_template."
             ) from error
+        self.eos_token_id: int | None = tokenizer.eos_token_id
         vocabulary = tokenizer.get_added_vocab()
         end_ids = [vocabulary[token] for token in TURN_ENDS if token in vocabulary]
         if "<|channel|>" not in vocabulary:  # in gpt-oss, <|end|> also ends a thought, and `strip_thoughts` needs it
             special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
             end_ids += [token for token in tail if token in special_ids][:1]
-        self._hidden_ids = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *end_ids}
+        self._hidden_ids = {tokenizer.bos_token_id, self.eos_token_id, tokenizer.pad_token_id, *end_ids}
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Tokenize a prompt and the assistant's header. If the prompt ends with a partial reply, continue the reply."""
@@ -91,7 +92,7 @@ class ChatEncoder:
         at a stop string get one, to keep the conversation well formed. With `ends_turn=False`, no turn gets one.
         """
         token_ids = self._after_turn(json.dumps(observations))
-        end_of_turn = last_token_id if ends_turn else self.tokenizer.eos_token_id
+        end_of_turn = last_token_id if ends_turn else self.eos_token_id
         n_end = token_ids.index(end_of_turn) + 1 if end_of_turn in token_ids else 0
         is_end = not self.decode_all(token_ids[: max(0, n_end - 1)]).strip()  # some templates put a space before it
         return list(token_ids[n_end:] if is_end else token_ids)
@@ -124,12 +125,6 @@ class ChatEncoder:
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Decode for display, with all special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """Id of the EOS token. It ends the model's turn."""
-        eos: int | None = self.tokenizer.eos_token_id
-        return eos
 
     def _render_after_turn(self, observations: str) -> tuple[int, ...]:
         """Tokenize everything that the template puts after a sampled turn: render `MARK` as the turn, cut after it."""

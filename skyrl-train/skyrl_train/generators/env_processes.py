@@ -125,8 +125,17 @@ class _Worker(Episode):
         return worker
 
     async def make(self, env_class: str, extras: dict[str, Any]) -> None:
+        entry_point = spec(env_class).entry_point
+        if not isinstance(entry_point, str):
+            name, module = getattr(entry_point, "__qualname__", "<"), getattr(entry_point, "__module__", "__main__")
+            if "<" in name or module == "__main__":
+                raise EnvError(
+                    "environment.skyrl_gym.isolation=process imports environments in another process, but "
+                    f"{env_class!r} is registered as {entry_point!r}; register it as 'module:ClassName'"
+                )
+            entry_point = f"{module}:{name}"
         env_config = self._pool.cfg.env_config(env_class)
-        await self.call("make", env_class, _entry_point(env_class), spec(env_class).kwargs, env_config, extras)
+        await self.call("make", env_class, entry_point, spec(env_class).kwargs, env_config, extras)
 
     async def call(self, method: str, *args: Any) -> Any:
         return await self._exchange(method, args, self._pool.cfg.call_timeout_seconds)
@@ -184,21 +193,3 @@ class _Worker(Episode):
         except TimeoutError:
             return "its connection, but still runs"
         return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-
-
-def _entry_point(env_class: str) -> str:
-    """Return the `module:ClassName` that a worker imports for an environment.
-
-    Raises:
-        EnvError: the environment was registered as an object that other processes cannot import.
-    """
-    entry_point = spec(env_class).entry_point
-    if isinstance(entry_point, str):
-        return entry_point
-    name, module = getattr(entry_point, "__qualname__", "<"), getattr(entry_point, "__module__", "__main__")
-    if "<" in name or module == "__main__":
-        raise EnvError(
-            f"environment.skyrl_gym.isolation=process imports environments in another process, but {env_class!r} is "
-            f"registered as {entry_point!r}; register it as 'module:ClassName'"
-        )
-    return f"{module}:{name}"

@@ -33,7 +33,7 @@ from skyrl_train.errors import EngineError, EnvError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import MAX_CHARS_PER_TOKEN, ChatEncoder, cannot_fit, load_chat_template
 from skyrl_train.generators.conversation import TokenConversation, conversation_factory
-from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, Episode, LocalEpisodes
+from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, LocalEpisodes
 from skyrl_train.generators.env_processes import ProcessEpisodes
 from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.generators.rollout import Rollout, play_until_valid
@@ -160,18 +160,18 @@ class GymGenerator(RolloutGenerator):
         with _boundary(rollout, "step"):
             output = validate_step_output(await episode.call("step", text))
             self._apply_step(rollout, conversation, output, text)
-            if rollout.is_over and not output["done"]:
-                await self._grade_unfinished(rollout, episode)
+            if rollout.is_over and not output["done"]:  # the episode was cut off, so grade what there is
+                with _boundary(rollout, "grade_unfinished"):
+                    reward = validate_reward(await episode.call("grade_unfinished"), "grade_unfinished")
+                    if reward is None:
+                        raise UnknownReward("grade_unfinished() returned None: the reward is unknown")
+                    add_final_reward(rollout.turns[-1], reward)
         rollout.env_s += time.perf_counter() - started
 
     async def _sample(
         self, rollout: Rollout, conversation: TokenConversation, sampling: SamplingParams
     ) -> tuple[EngineResult, str]:
-        """Sample a turn within the trajectory's remaining token budget. Return it with its text.
-
-        Raises:
-            EngineError: generation failed.
-        """
+        """Sample a turn within the trajectory's remaining token budget. Return it with its text."""
         if (budget := self.generator_cfg.max_response_length) is not None:
             n_left = budget - conversation.n_response_tokens
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, n_left))
@@ -224,14 +224,6 @@ class GymGenerator(RolloutGenerator):
         if is_spent or len(conversation.next_prompt()) > self._max_input_length:
             rollout.stop_reason = StopReason.LENGTH
 
-    async def _grade_unfinished(self, rollout: Rollout, episode: Episode) -> None:
-        """Add the environment's reward for an episode that was cut off before it was done."""
-        with _boundary(rollout, "grade_unfinished"):
-            reward = validate_reward(await episode.call("grade_unfinished"), "grade_unfinished")
-            if reward is None:
-                raise UnknownReward("grade_unfinished() returned None: the reward is unknown")
-            add_final_reward(rollout.turns[-1], reward)
-
     def _with_status(self, conversation: TokenConversation, observations: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """With `generator.inject_context_status`, append a line with the context and turns used so far."""
         if not self.generator_cfg.inject_context_status or not observations:
@@ -258,12 +250,7 @@ class GymGenerator(RolloutGenerator):
 
 
 def _turn_reward(output: BaseTextEnvStepOutput, n_tokens: int) -> Reward:
-    """Return the reward of a turn, or a list with one reward per token.
-
-    Raises:
-        UnknownReward: the reward is None.
-        EnvError: the list does not have `n_tokens` rewards.
-    """
+    """Return the reward of a turn, or a list with one reward per token."""
     reward: Any = output["reward"]
     if reward is None:
         raise UnknownReward("step() returned reward=None: the reward is unknown")

@@ -74,8 +74,19 @@ class Rollout:
 
         A conversation that cannot be rendered, or has no token for its reward, makes the rollout fail.
         """
+        segments: tuple[Segment, ...] = (Segment.start([]),)
         try:
-            segments = self._finish_segments()
+            if self.conversation is not None:
+                self.conversation.finish()
+                segments, turns = tuple(self.conversation.rows), self.conversation.turns
+                if turns and not segments[-1].response_length:
+                    self.fail(
+                        StopReason.EMPTY_RESPONSE,
+                        "the environment replaced the reply with an empty string, so there is no token to reward",
+                    )
+                place_turn_rewards(segments, turns)
+                for i, segment in enumerate(segments):
+                    segment.turns = tuple(turn for turn in turns if turn.segment == i)
         except Exception as error:  # noqa: BLE001, one bad rollout must not abort the run
             self.fail(StopReason.ENV_ERROR, f"cannot make a trajectory of the rollout: {describe_error(error)}", error)
             segments = (Segment.start([]),)
@@ -93,21 +104,6 @@ class Rollout:
             timing={"generate": self.generate_s, "env": self.env_s},
             n_attempts=self.attempt + 1,
         )
-
-    def _finish_segments(self) -> tuple[Segment, ...]:
-        if self.conversation is None:
-            return (Segment.start([]),)
-        self.conversation.finish()
-        segments, turns = self.conversation.rows, self.conversation.turns
-        if turns and not segments[-1].response_length:
-            self.fail(
-                StopReason.EMPTY_RESPONSE,
-                "the environment replaced the reply with an empty string, so there is no token to reward",
-            )
-        place_turn_rewards(segments, turns)
-        for i, segment in enumerate(segments):
-            segment.turns = tuple(turn for turn in turns if turn.segment == i)
-        return tuple(segments)
 
 
 async def play_until_valid(

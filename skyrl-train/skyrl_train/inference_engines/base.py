@@ -5,17 +5,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
 
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.errors import EngineError
-from skyrl_train.types import Message, StopReason, WeightSpan
+from skyrl_train.types import StopReason, WeightSpan
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
-ConversationType = list[Message]
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from skyrl_train.config import SkyRLConfig
+
 WakeUp = Literal["weights", "all"]
 
 MIN_TEMPERATURE = 1e-4  # dividing logits by less may overflow float32
@@ -138,12 +145,10 @@ class InferenceEngine(Protocol):
     @property
     def info(self) -> EngineInfo:
         """Limits and weights of this engine."""
-        ...
 
     @property
     def n_weight_copies(self) -> int:
         """Number of processes that receive new weights."""
-        ...
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         """Return one result per request, in order. The engine batches the requests of concurrent calls together.
@@ -153,15 +158,12 @@ class InferenceEngine(Protocol):
         Raises:
             EngineError: a request cannot be served, a step failed, or the engine is asleep or closed.
         """
-        ...
 
     def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yield the tokens of one response as they are sampled. Closing the generator aborts the request."""
-        ...
 
     async def abort(self, session_id: str | None = None) -> None:
         """End a session's requests, or all requests. Each returns its tokens so far with stop reason `abort`."""
-        ...
 
     async def pause(self) -> None:
         """Stop after the current step. All requests, including new ones, wait until `resume`.
@@ -171,15 +173,12 @@ class InferenceEngine(Protocol):
         Raises:
             EngineError: the engine is already paused.
         """
-        ...
 
     async def resume(self) -> None:
         """Continue after `pause`. Raise EngineError if the engine is not paused."""
-        ...
 
     async def end_session(self, session_id: str) -> None:
         """Drop a session's cache. Ignores unknown sessions."""
-        ...
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Load new weights as receiver `plan.rank`. Results report `plan.version` from now on.
@@ -190,11 +189,9 @@ class InferenceEngine(Protocol):
         Raises:
             EngineError: requests are unfinished and the engine is not paused.
         """
-        ...
 
     async def sleep(self) -> None:
         """Release memory until `wake_up`. Raise EngineError if requests are running."""
-        ...
 
     async def wake_up(self, what: WakeUp = "all") -> None:
         """Allocate the memory that `sleep` released. Raise EngineError if the engine is closed.
@@ -202,12 +199,30 @@ class InferenceEngine(Protocol):
         `weights` allocates only the weights, so that a sync can run before the cache takes its memory. The engine
         still counts as asleep until `wake_up("all")`.
         """
-        ...
 
     async def check_health(self) -> None:
         """Raise EngineLostError if the engine can no longer answer requests."""
-        ...
 
     async def close(self) -> None:
         """Release memory, threads and processes. Unfinished requests fail with EngineError."""
-        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """Configuration, tokenizer, model and memory budget for an engine."""
+
+    cfg: SkyRLConfig
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel | None = None
+    """The policy, for the embedded engine."""
+    usable_bytes: int = 0
+    """Memory for everything that the engine holds, its own weights included."""
+    total_bytes: int = 1
+    """Memory of the device."""
+    executor: ThreadPoolExecutor | None = None
+    """The thread that computes, or None if the engine has the process to itself."""
+
+
+def weight_folder(cfg: SkyRLConfig) -> Path:
+    """Return the folder through which engines that read files get new weights."""
+    return Path(cfg.trainer.run_dir) / "engine_weights"

@@ -159,7 +159,7 @@ class EngineClient:
 
     async def abort(self, session_id: str | None = None) -> None:
         self._aborted[session_id] += 1
-        await self._on_all(lambda engine: engine.abort(session_id), ignores_lost=True)
+        await self._on_all(lambda engine: engine.abort(session_id))
 
     async def end_session(self, session_id: str) -> None:
         index = self._homes.pop(session_id, None)
@@ -202,7 +202,7 @@ class EngineClient:
             raise EngineError("the engine is paused already; call resume() first")
         self._is_paused = True
         try:
-            await self._on_all(self._pause, ignores_lost=True)  # replacements start paused
+            await self._on_all(self._pause)  # replacements start paused
         except BaseException:
             self._is_paused = False
             for engine in self._engines:
@@ -220,7 +220,7 @@ class EngineClient:
             raise EngineError("the engine is not paused")
         self._is_paused = False
         self._held.clear()
-        await self._on_all(lambda engine: engine.resume(), ignores_lost=True)
+        await self._on_all(lambda engine: engine.resume())
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         if sum(self._n_running) and not self._is_paused:
@@ -248,16 +248,16 @@ class EngineClient:
             async with replacing:
                 pass
         self._is_asleep, self._has_weights = True, False
-        await self._on_all(lambda engine: engine.sleep(), ignores_lost=True)  # lost engines are replaced after wake-up
+        await self._on_all(lambda engine: engine.sleep())  # lost engines are replaced after wake-up
 
     async def wake_up(self, what: WakeUp = "all") -> None:
         if not self._is_asleep:
             return
-        await self._on_all(lambda engine: engine.wake_up(what), ignores_lost=True)
+        await self._on_all(lambda engine: engine.wake_up(what))
         self._is_asleep, self._has_weights = what != "all", True
 
     async def check_health(self) -> None:
-        await self._on_all(lambda engine: engine.check_health())
+        await gather_or_cancel(engine.check_health() for engine in self._engines)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -266,14 +266,14 @@ class EngineClient:
             await asyncio.wait([self._watching])
         await gather_or_cancel(engine.close() for engine in self._engines)
 
-    async def _on_all(
-        self, call: Callable[[InferenceEngine], Coroutine[Any, Any, None]], *, ignores_lost: bool = False
-    ) -> None:
+    async def _on_all(self, call: Callable[[InferenceEngine], Coroutine[Any, Any, None]]) -> None:
+        """Call all engines, except lost ones."""
+
         async def run(index: int, engine: InferenceEngine) -> None:
             try:
                 await call(engine)
             except EngineError as error:
-                if not (ignores_lost and self._is_lost(index, engine, error)):
+                if not self._is_lost(index, engine, error):
                     raise
 
         await gather_or_cancel(run(index, engine) for index, engine in enumerate(self._engines))
@@ -281,11 +281,7 @@ class EngineClient:
     # -- lost engines
 
     async def _replace_lost(self) -> bool:
-        """Replace all engines that do not answer. Return True if an engine does not have the last weights.
-
-        Raises:
-            EngineError: an engine could not be replaced.
-        """
+        """Replace all engines that do not answer, or raise EngineError. Return True if one lacks the last weights."""
         await gather_or_cancel(self._replace_if_lost(index, sends_weights=False) for index in range(len(self._engines)))
         return self._engines != self._synced
 

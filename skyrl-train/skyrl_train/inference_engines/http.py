@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.scheduled import AsyncEngine, Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
-from skyrl_train.inference_engines.stepped import EngineThread
+from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread
 
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
@@ -35,9 +36,9 @@ class HTTPEngine(AsyncEngine):
     HEALTH: ClassVar[str] = "/health"
     """Server path that answers as long as the server's backend is alive."""
 
-    def __init__(self, url: str, **options: Any) -> None:
-        """Create the client of the server at `url`. `options` go to `SteppedEngine`."""
-        super().__init__(thread=EngineThread(None, "http-engine"), **options)
+    def __init__(self, url: str, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Create the client of the server at `url`."""
+        super().__init__(facts, tokenizer, EngineThread(None, "http-engine"))
         self._url = url
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -109,11 +110,7 @@ class HTTPEngine(AsyncEngine):
     async def _request(
         self, method: str, path: str, *, timeout_s: float | None = ANSWER_TIMEOUT_S, **options: Any
     ) -> Any:
-        """Call the server. Return the JSON of its answer, if any.
-
-        Raises:
-            EngineError: the server does not answer in time, or answers with an error.
-        """
+        """Call the server asynchronously, as `call_server` does."""
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         try:
             response = await self._http.request(method, path, timeout=timeout, **options)

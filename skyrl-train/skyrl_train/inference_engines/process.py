@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -19,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from skyrl_gym.runtime.console import guard_console
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.channel import listen, new_local_address
-from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, open_connection, serve
+from skyrl_train.inference_engines.remote import RemoteEngine, new_token, serve
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +33,12 @@ class ServerProcess:
     """
 
     def __init__(self, address: str | None = None, *, n_threads: int | None = None, name: str = "engine") -> None:
-        """Start the process.
+        """Start the process, with `n_threads` torch threads (default: torch's). Error messages call it `name`.
 
-        Args:
-            address: "host:port" to listen on (port 0: any free port). Defaults to a Unix socket.
-            n_threads: number of torch threads. Defaults to torch's default.
-            name: for error messages.
+        `address` is the "host:port" to listen on (port 0: any free port). Defaults to a Unix socket.
         """
         self._name = name
-        self._token = new_token()
+        self.token = new_token()
         self._exit_status: int | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -53,7 +49,7 @@ class ServerProcess:
             with child_end, listen(address) as listener:
                 bound = listener.getsockname()
                 self.address: str = f"{bound[0]}:{bound[1]}" if listener.family == socket.AF_INET else address
-                args = (listener, child_end, self._token, self._folder, n_threads)
+                args = (listener, child_end, self.token, self._folder, n_threads)
                 self._process = context.Process(target=_run, args=args, name=name, daemon=True)
                 self._process.start()
         except BaseException:
@@ -66,21 +62,14 @@ class ServerProcess:
     def connect(
         self, make_engine: Callable[[], InferenceEngine], *, is_owner: bool = False, start_timeout_s: float = 600.0
     ) -> RemoteEngine:
-        """Make a new engine in this process, as `connect` does. Blocks.
+        """Make a new engine in this process. Blocks.
 
         With `is_owner`, closing the engine also closes the process.
         """
         end_process = self.close if is_owner else None
-        return connect(
-            self.address, self._token, make_engine, self.describe_end, end_process, start_timeout_s=start_timeout_s
+        return RemoteEngine(
+            self.address, self.token, make_engine, self.describe_end, end_process, start_timeout_s=start_timeout_s
         )
-
-    def open(self, make: Callable[[], Any], start_timeout_s: float = 600.0) -> socket.socket:
-        """Call `make` in this process and return a connection to the object, for a `RemoteClient`. Blocks."""
-        sock, _ = open_connection(
-            self.address, self._token, make, (), self.describe_end, start_timeout_s=start_timeout_s
-        )
-        return sock
 
     def describe_end(self) -> str:
         """Wait briefly for the process to end, and describe it with its exit status. Blocks."""
@@ -126,7 +115,7 @@ async def start_engine(
     """Start a process and make an engine in it. Closing the engine ends the process.
 
     For example: `await start_engine(partial(load_engine, path, dtype=torch.float32, …))`. For `address` and
-    `n_threads`, see `ServerProcess`. For the other arguments, see `connect`.
+    `n_threads`, see `ServerProcess`. For the other arguments, see `RemoteClient`.
 
     Raises:
         EngineError: the process ended, or the engine was not ready in time.

@@ -1,3 +1,5 @@
-"""Names that SkyRL's scripts import from this module."""
+"""The name under which SkyRL's scripts import engines in Ray actors."""
 
-from skyrl_train.launch.ray.engine import RayWrappedInferenceEngine as RayWrappedInferenceEngine
+from skyrl_train.inference_engines.remote import RemoteEngine
+
+RayWrappedInferenceEngine = RemoteEngine

@@ -19,19 +19,12 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 
 from skyrl_train.errors import EngineError, EngineLostError, picklable_error
-from skyrl_train.inference_engines.base import (
-    EngineInfo,
-    EngineRequest,
-    EngineResult,
-    InferenceEngine,
-    TokenChunk,
-    WakeUp,
-)
+from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk, WakeUp
 from skyrl_train.inference_engines.channel import (
     CLOSE_TIMEOUT_S,
     Channel,
@@ -54,80 +47,6 @@ def new_token() -> bytes:
     return secrets.token_bytes(TOKEN_BYTES)
 
 
-def connect(
-    address: str,
-    token: bytes,
-    make_engine: Callable[[], InferenceEngine] | None,
-    describe_end: Callable[[], str],
-    end_process: Callable[[], None] | None = None,
-    *,
-    start_timeout_s: float = 600.0,
-) -> RemoteEngine:
-    """Connect to `serve`, let it make an engine, and return the engine once it is ready. Blocks.
-
-    Args:
-        make_engine: pickled and called in the other process. Pickled by value if it is defined in `__main__`. None for
-            the engine that the other process shares.
-        describe_end: returns the name and exit status of the other process, for error messages. May block.
-        end_process: called by `RemoteEngine.close`, e.g. to end the other process. May block.
-
-    Raises:
-        EngineError: the token is wrong, the process ended, or the engine was not ready in time.
-        Exception: any error of `make_engine`.
-    """
-    names, advice = ("info", "n_weight_copies"), "; raise generator.engine_start_timeout_seconds"
-    sock, (info, n_weight_copies) = open_connection(
-        address, token, make_engine, names, describe_end, start_timeout_s=start_timeout_s, advice=advice
-    )
-    return RemoteEngine(sock, info, n_weight_copies, describe_end, end_process)
-
-
-def open_connection(
-    address: str,
-    token: bytes,
-    make: Callable[[], Any] | None,
-    names: tuple[str, ...],
-    describe_end: Callable[[], str],
-    *,
-    start_timeout_s: float,
-    advice: str = "",
-) -> tuple[socket.socket, tuple[Any, ...]]:
-    """Have `serve` make an object. Return the connection to it and its attributes listed in `names`. Blocks.
-
-    `advice` completes the error of a start that takes too long.
-
-    Raises:
-        EngineError: the token is wrong, the process ended, or the object was not ready in time.
-        Exception: any error of `make`.
-    """
-    try:
-        pickled = None if make is None else cloudpickle.dumps(make)  # by value, with what it uses from `__main__`
-    except Exception as error:
-        raise EngineError(
-            f"an engine cannot be made in another process: {error}; keep locks, sockets and threads out of the "
-            "attributes of the experiment"
-        ) from error
-    family, target = parse_address(address)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(start_timeout_s)
-        start = encode([(START, "start", (pickled, names))])
-        try:
-            sock.connect(target)
-            sock.sendall(token + start)
-            ((_, kind, value),) = receive_blocking(sock)
-        except TimeoutError as error:
-            raise EngineError(f"the engine was not ready in {start_timeout_s:g} s{advice}") from error
-        except (OSError, EOFError) as error:
-            raise EngineError(f"{describe_end()} before the engine was ready; see its output above") from error
-        if kind == "error":
-            raise value
-        return sock, value
-    except BaseException:
-        sock.close()
-        raise
-
-
 class _PendingCall(NamedTuple):
     """A call that waits for its result. A stream also has a queue of chunks."""
 
@@ -142,11 +61,62 @@ class RemoteClient:
     fail.
     """
 
+    ATTRIBUTES: ClassVar[tuple[str, ...]] = ()
+    """Attributes of the object that are copied to the client."""
+
+    SLOW_START_ADVICE: ClassVar[str] = ""
+    """End of the error message if the object is not ready in time."""
+
     def __init__(
-        self, sock: socket.socket, describe_end: Callable[[], str], end_process: Callable[[], None] | None
+        self,
+        address: str,
+        token: bytes,
+        make: Callable[[], Any] | None,
+        describe_end: Callable[[], str],
+        end_process: Callable[[], None] | None = None,
+        *,
+        start_timeout_s: float = 600.0,
     ) -> None:
-        """`sock` is from `open_connection`. For the other arguments, see `connect`."""
-        self._sock = sock
+        """Connect to `serve`, let it make the object, and wait until it is ready. Blocks.
+
+        Args:
+            make: pickled and called in the other process. Pickled by value if it is defined in `__main__`. None for
+                the object that the other process shares.
+            describe_end: returns the name and exit status of the other process, for error messages. May block.
+            end_process: called by `close`, e.g. to end the other process. May block.
+
+        Raises:
+            EngineError: the token is wrong, the process ended, or the object was not ready in time.
+            Exception: any error of `make`.
+        """
+        try:
+            pickled = None if make is None else cloudpickle.dumps(make)  # by value, with what it uses from `__main__`
+        except Exception as error:
+            raise EngineError(
+                f"an engine cannot be made in another process: {error}; keep locks, sockets and threads out of the "
+                "attributes of the experiment"
+            ) from error
+        family, target = parse_address(address)
+        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._sock.settimeout(start_timeout_s)
+            start = encode([(START, "start", (pickled, self.ATTRIBUTES))])
+            try:
+                self._sock.connect(target)
+                self._sock.sendall(token + start)
+                ((_, kind, value),) = receive_blocking(self._sock)
+            except TimeoutError as error:
+                raise EngineError(
+                    f"the engine was not ready in {start_timeout_s:g} s{self.SLOW_START_ADVICE}"
+                ) from error
+            except (OSError, EOFError) as error:
+                raise EngineError(f"{describe_end()} before the engine was ready; see its output above") from error
+            if kind == "error":
+                raise value
+        except BaseException:
+            self._sock.close()
+            raise
+        vars(self).update(zip(self.ATTRIBUTES, value, strict=True))
         self._describe_end = describe_end
         self._end_process = end_process
         self._numbers = count(START + 1)
@@ -246,18 +216,11 @@ class RemoteClient:
 class RemoteEngine(RemoteClient):
     """An `InferenceEngine` that runs in another process. If the process ends, start a new engine."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        info: EngineInfo,
-        n_weight_copies: int,
-        describe_end: Callable[[], str],
-        end_process: Callable[[], None] | None,
-    ) -> None:
-        """Use `connect` or `skyrl_train.inference_engines.process.start_engine` instead."""
-        super().__init__(sock, describe_end, end_process)
-        self.info = info
-        self.n_weight_copies = n_weight_copies
+    ATTRIBUTES = ("info", "n_weight_copies")
+    SLOW_START_ADVICE = "; raise generator.engine_start_timeout_seconds"
+
+    info: EngineInfo
+    n_weight_copies: int
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         results: list[EngineResult] = await self.call("generate", list(requests))

@@ -2,15 +2,16 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence
-from skyrl_train.inference_engines.stepped import SteppedEngine
+from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread, SteppedEngine
 
 GAVE_UP = "the backend gave up on a request; see its output above"
 
@@ -32,11 +33,10 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
     it needs the space.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
+        super().__init__(facts, tokenizer, thread)
         self._n_submitted = 0  # so far
-        self._waiting: list[ActiveSequence] = []  # not yet submitted to the backend
-        self._running: dict[str, ActiveSequence] = {}
+        self._by_id: dict[str, ActiveSequence] = {}  # the running sequences
 
     @abstractmethod
     async def _exchange(self, new: Mapping[str, ActiveSequence]) -> list[Output]:
@@ -55,31 +55,23 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
     def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
         return ActiveSequence(request, max_tokens)
 
-    def _add(self, sequences: Sequence[ActiveSequence]) -> None:
-        self._waiting.extend(sequences)
-
-    def _active_sequences(self) -> Iterable[ActiveSequence]:
-        return chain(self._running.values(), self._waiting)
-
     def _take_finished(self) -> list[ActiveSequence]:
-        over = {request_id: sequence for request_id, sequence in self._running.items() if sequence.is_over}
-        for request_id in over:
-            del self._running[request_id]
-        if over:
-            self._abort(list(over))
-        never_ran = [sequence for sequence in self._waiting if sequence.is_over]
-        self._waiting = [sequence for sequence in self._waiting if not sequence.is_over]
-        return [*over.values(), *never_ran]
+        if over := [request_id for request_id, sequence in self._by_id.items() if sequence.is_over]:
+            self._abort(over)
+            for request_id in over:
+                del self._by_id[request_id]
+        return super()._take_finished()
 
     async def _step(self) -> None:
-        new = {str(self._n_submitted + i): sequence for i, sequence in enumerate(self._waiting)}
+        new = {str(self._n_submitted + i): sequence for i, sequence in enumerate(self._queue.waiting)}
         self._n_submitted += len(new)
-        self._waiting = []
         for waiting in new.values():
             waiting.n_received = 0
-        self._running |= new
+        self._by_id |= new
+        self._queue.running += new.values()
+        self._queue.waiting.clear()
         for output in await self._exchange(new):
-            sequence = self._running.get(output.request_id)
+            sequence = self._by_id.get(output.request_id)
             if sequence is None:
                 continue
             if sequence.n_reused is None:
@@ -91,8 +83,9 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
                 sequence.done.set_exception(EngineError(output.error or GAVE_UP))
 
     async def _drop_all(self) -> None:
-        self._abort(list(self._running))
-        self._running, self._waiting = {}, []
+        self._abort(list(self._by_id))
+        self._by_id.clear()
+        self._queue.clear()
 
 
 class AsyncEngine(ScheduledEngine):
@@ -103,8 +96,8 @@ class AsyncEngine(ScheduledEngine):
     not change.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
+        super().__init__(facts, tokenizer, thread)
         self._outputs: asyncio.Queue[Output | Exception | None] = asyncio.Queue()
         """Outputs of the backend. None ends a step, and an exception fails it."""
         self._aborts: set[asyncio.Task[None]] = set()
@@ -140,6 +133,6 @@ class AsyncEngine(ScheduledEngine):
     async def _step(self) -> None:
         await super()._step()
         if self._n_holds:
-            self._abort(list(self._running))
-            self._waiting = [*self._running.values(), *self._waiting]
-            self._running = {}
+            self._abort(list(self._by_id))
+            self._by_id.clear()
+            self._queue.restart_all()

@@ -1,7 +1,11 @@
 """State of a request in progress, and the rules that end its response."""
 
 import asyncio
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Generic, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -9,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams, TokenChunk
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.types import StopReason, WeightSpan
+
+S = TypeVar("S", bound="ActiveSequence")
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +93,34 @@ class ActiveSequence:
             n_reused=self.n_reused or 0,
             experts=self.experts,
         )
+
+
+class SequenceQueue(Generic[S]):
+    """The sequences of an engine, waiting or running, each in the order of arrival."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[S] = deque()
+        self.running: list[S] = []
+
+    def __iter__(self) -> Iterator[S]:
+        return chain(self.running, self.waiting)
+
+    def take_finished(self) -> list[S]:
+        """Remove and return the sequences that are over."""
+        over = [sequence for sequence in self if sequence.is_over]
+        if over:
+            self.running = [sequence for sequence in self.running if not sequence.is_over]
+            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_over)
+        return over
+
+    def restart_all(self) -> None:
+        """Make the running sequences wait again, before the sequences that arrived later."""
+        self.waiting.extendleft(reversed(self.running))
+        self.running = []
+
+    def clear(self) -> None:
+        """Remove all sequences."""
+        self.running, self.waiting = [], deque()
 
 
 def all_eos_ids(model_ids: int | list[int] | None, tokenizer_id: int | None) -> frozenset[int]:

@@ -23,10 +23,10 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk, WakeUp
 from skyrl_train.inference_engines.sampling import SampledToken
-from skyrl_train.inference_engines.sequence import ActiveSequence, find_stop_reason
+from skyrl_train.inference_engines.sequence import ActiveSequence, SequenceQueue, find_stop_reason
 from skyrl_train.threads import ComputeThread
 from skyrl_train.types.stop_reasons import StopReason
 from skyrl_train.weight_sync import Receipt, SyncPlan
@@ -45,6 +45,23 @@ MemoryPart = Literal["weights", "kv_cache"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=ActiveSequence)
+
+
+class EngineFacts(NamedTuple):
+    """Facts about an engine and its model, as plain values that can travel over HTTP."""
+
+    context_length: int
+    vocab_size: int
+    eos_ids: list[int]
+    n_workers: int = 1  # processes that receive new weights
+    can_sleep: bool = False  # the backend can release its memory
+    dtype: str | None = None  # of the weights, e.g. "bfloat16", if known
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """Dtype of the weights, if known."""
+        dtype: torch.dtype | None = getattr(torch, self.dtype or "", None)
+        return dtype
 
 
 class EngineThread:
@@ -76,23 +93,13 @@ class EngineThread:
 class SteppedEngine(ABC, Generic[S]):
     """Base class of engines with everything in `InferenceEngine` except running the model."""
 
-    n_weight_copies = 1
-
-    def __init__(
-        self,
-        *,
-        context_length: int,
-        vocab_size: int,
-        eos_ids: frozenset[int],
-        tokenizer: PreTrainedTokenizerBase,
-        thread: EngineThread,
-        weight_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.info = EngineInfo(context_length, context_length, weight_dtype)
-        self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
+    def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
+        self.info = EngineInfo(facts.context_length, facts.context_length, facts.weight_dtype)
+        self._facts = facts
+        self._eos_ids = frozenset(facts.eos_ids)
         self._tokenizer = tokenizer
         self._thread = thread
+        self._queue: SequenceQueue[S] = SequenceQueue()
         self._weight_version = 0
         self._is_paused, self._is_asleep = False, False
         self._has_weights = True  # False while weights are released
@@ -102,6 +109,10 @@ class SteppedEngine(ABC, Generic[S]):
         self._loop_task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._broken_by: Exception | None = None
+
+    @property
+    def n_weight_copies(self) -> int:
+        return self._facts.n_workers
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         return await asyncio.gather(*self._submit(requests))  # cancelling it cancels every request
@@ -127,7 +138,7 @@ class SteppedEngine(ABC, Generic[S]):
         for sequence in sequences:
             sequence.done, sequence.chunks = asyncio.get_running_loop().create_future(), chunks
             results.append(sequence.done)
-        self._add(sequences)
+        self._queue.waiting.extend(sequences)
         self._start_loop()
         return results
 
@@ -214,20 +225,12 @@ class SteppedEngine(ABC, Generic[S]):
         """Return a sequence of at most `max_tokens` with its prompt, or raise EngineError if it cannot be served."""
 
     @abstractmethod
-    def _add(self, sequences: Sequence[S]) -> None:
-        """Queue new sequences for the next step."""
+    async def _step(self) -> None:
+        """Take one step with the sequences of the queue, and `_append` the sampled tokens."""
 
-    @abstractmethod
-    def _active_sequences(self) -> Iterable[S]:
-        """Return the sequences that are waiting or running."""
-
-    @abstractmethod
     def _take_finished(self) -> list[S]:
         """Remove the sequences that are over, and return them."""
-
-    @abstractmethod
-    async def _step(self) -> None:
-        """Take one step with the active sequences, and `_append` the sampled tokens."""
+        return self._queue.take_finished()
 
     @abstractmethod
     async def _drop_all(self) -> None:
@@ -281,7 +284,7 @@ class SteppedEngine(ABC, Generic[S]):
     async def _run(self) -> None:
         """Take steps until no sequence is left or the engine is held."""
         self._deliver_finished()
-        while not self._n_holds and any(True for _ in self._active_sequences()):
+        while not self._n_holds and (self._queue.running or self._queue.waiting):
             self._between_steps.clear()
             try:
                 await self._step()
@@ -349,13 +352,13 @@ class SteppedEngine(ABC, Generic[S]):
                 "generator.max_input_length or shorten the prompt"
             )
         lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
-        if lowest < 0 or highest >= self._vocab_size:
+        if lowest < 0 or highest >= self._facts.vocab_size:
             raise EngineError(
                 f"a prompt with token {lowest if lowest < 0 else highest}: valid tokens are 0 to "
-                f"{self._vocab_size - 1}; use the tokenizer of its folder"
+                f"{self._facts.vocab_size - 1}; use the tokenizer of its folder"
             )
-        if unknown := [i for i in request.sampling.stop_token_ids if not 0 <= i < self._vocab_size]:
-            raise EngineError(f"stop_token_ids={unknown}: valid tokens are 0 to {self._vocab_size - 1}")
+        if unknown := [i for i in request.sampling.stop_token_ids if not 0 <= i < self._facts.vocab_size]:
+            raise EngineError(f"stop_token_ids={unknown}: valid tokens are 0 to {self._facts.vocab_size - 1}")
         return self._new_sequence(request, min(n_prompt + request.sampling.max_new_tokens, self.info.context_length))
 
     def _check_usable(self) -> None:
@@ -372,7 +375,7 @@ class SteppedEngine(ABC, Generic[S]):
             raise EngineError("the engine is asleep; call wake_up() first")
 
     def _unfinished(self) -> list[S]:
-        return [sequence for sequence in self._active_sequences() if not sequence.is_over]
+        return [sequence for sequence in self._queue if not sequence.is_over]
 
     def _fail_waiting(self, message: str, cause: Exception | None = None) -> None:
         """Fail every waiting request, each with its own error object."""

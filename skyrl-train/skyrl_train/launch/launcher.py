@@ -36,15 +36,12 @@ class ModelLauncher(Protocol):
 
     async def start(self) -> None:
         """Start the processes."""
-        ...
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
         """Load a model on its ranks. Raise ConfigError if there is no model at its path."""
-        ...
 
     async def close(self) -> None:
         """End the processes."""
-        ...
 
 
 class Launcher(ModelLauncher, Protocol):
@@ -61,14 +58,12 @@ class Launcher(ModelLauncher, Protocol):
         Raises:
             EngineError: the engine's process ended, or the engine was not ready within `start_timeout_s`.
         """
-        ...
 
     def bytes_beside_engine(self, n_bytes: int) -> int:
         """Return how much of `n_bytes` the models will take from the engine's device.
 
         `n_bytes` is what all ranks together have yet to allocate.
         """
-        ...
 
     def weight_sync(
         self,
@@ -79,13 +74,8 @@ class Launcher(ModelLauncher, Protocol):
     ) -> WeightSync:
         """Create a weight sync from a model that this launcher has loaded.
 
-        Args:
-            source: the model.
-            sinks: the receivers, by name. Names appear in error messages.
-            kind: all weights, or only the adapter.
-            dtype: dtype of the receivers' weights. Defaults to the source's.
+        The names of `sinks` appear in error messages. `dtype` is the dtype of their weights, by default the source's.
         """
-        ...
 
 
 def with_transport(options: SyncOptions, device: torch.device, *, shares_devices: bool) -> SyncOptions:

@@ -22,10 +22,8 @@ def bind_to_gpu() -> None:
 def bind_to_device(address: str) -> None:
     """Pin the calling thread and the threads it starts to the cores of a PCI device's NUMA node.
 
-    Does nothing if the kernel assigns no node to the device, or if this process may not use any core of the node.
-
-    Args:
-        address: PCI address of the device, e.g. "0000:3b:00.0".
+    Does nothing if the kernel assigns no node to the device (e.g. "0000:3b:00.0"), or if this process may not use any
+    core of the node.
     """
     try:
         node = int((SYSFS / "bus/pci/devices" / address / "numa_node").read_text())

@@ -24,8 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.errors import ConfigError, WorkerError
-from skyrl_train.launch.process import ConnectedRank
-from skyrl_train.launch.rank_host import RankHost
+from skyrl_train.launch.process import ConnectedRank, RankHost
 from skyrl_train.models.loading import default_device
 from skyrl_train.threads import threads_per_process
 from skyrl_train.types.specs import ModelSpec, Role, World

@@ -1,6 +1,5 @@
-"""Weight syncs with a check that the engines compute with the policy's weights, and syncs that pause the engines."""
+"""The weight sync from the policy to the engines of a run: pause, send, check."""
 
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import torch
@@ -17,29 +16,36 @@ N_TOKENS = 32
 PROMPT_LENGTH = 16
 
 
-class CheckedSync:
-    """A weight sync with a check: the policy scores tokens that the engines sample afterwards."""
+class EngineSync:
+    """A weight sync from the policy to the engine.
+
+    The sync may pause the engine, whose requests then continue with the new weights. It may also check the engine: the
+    policy scores tokens that the engine samples afterwards.
+    """
 
     def __init__(
         self,
-        sync: Callable[[int], Awaitable[Metrics]],
+        sync: WeightSync,
         engine: InferenceEngine,
         policy: WorkerGroup,
-        n_token_ids: int,
-        tolerance: float,
         *,
-        once: bool = False,
+        n_token_ids: int,
+        pauses: bool,
+        tolerance: float | None,
+        checks_once: bool,
     ) -> None:
-        """Check each sync, or with `once` only the first, and allow a mean difference of `tolerance` nats.
+        """Check each sync, or only the first, and allow a mean difference of `tolerance` nats. None means no checks.
 
-        Prompts consist of the first `n_token_ids` token ids.
+        Prompts of the check consist of the first `n_token_ids` token ids.
         """
         self._sync = sync
-        self._once = once
-        self._is_checked = False
         self._engine = engine
         self._policy = policy
+        self._pauses = pauses
+        self._n_steps = policy.n_optimizer_steps  # at the last sync
         self._tolerance = tolerance
+        self._checks_once = checks_once
+        self._is_checked = False
         self._n_tokens = max(N_TOKENS, 4 * engine.n_weight_copies)  # every copy samples some
         length = min(PROMPT_LENGTH, engine.info.longest_sequence - 1)
         generator = torch.Generator().manual_seed(0)
@@ -47,15 +53,30 @@ class CheckedSync:
             n_token_ids, (self._n_tokens, length), generator=generator
         ).tolist()
 
+    def is_current(self) -> bool:
+        """Return True if the policy has not been updated since the last sync."""
+        return self._policy.n_optimizer_steps == self._n_steps
+
     async def __call__(self, version: int) -> Metrics:
         """Send the weights as `version`.
 
         Raises:
-            SyncError: an engine's weights differ from the policy's.
+            SyncError: an engine's weights differ from the policy's, or it did not receive them.
             EngineError: the new weights are NaN or infinite, or an engine failed.
         """
-        metrics = await self._sync(version)
-        if self._once and self._is_checked:
+        if self._pauses:
+            await self._engine.pause()
+        try:
+            metrics = await self._sync(version)
+        except BaseException:
+            if self._pauses:
+                with suppress(EngineError):  # the first error explains it
+                    await self._engine.resume()
+            raise
+        self._n_steps = self._policy.n_optimizer_steps
+        if self._pauses:
+            await self._engine.resume()
+        if self._tolerance is None or (self._checks_once and self._is_checked):
             return metrics
         self._is_checked = True
         sampling = SamplingParams(1, temperature=self._policy.temperature)
@@ -86,30 +107,3 @@ class CheckedSync:
         expected = (await self._policy.score(batch, beside_others=True))["logprobs"]  # (N, 1)
         found = pad_right([result.logprobs or [] for result in results])
         return float((found - expected).abs().mean())
-
-
-class PausedSync:
-    """A weight sync that pauses the engine, whose requests continue with the new weights."""
-
-    def __init__(self, sync: WeightSync, engine: InferenceEngine, policy: WorkerGroup) -> None:
-        self._sync = sync
-        self._engine = engine
-        self._policy = policy
-        self._n_steps = policy.n_optimizer_steps  # at the last sync
-
-    async def __call__(self, version: int) -> Metrics:
-        """Send the weights as `version`. Raises the errors of `WeightSync`."""
-        await self._engine.pause()
-        try:
-            metrics = await self._sync(version)
-        except BaseException:
-            with suppress(EngineError):  # the first error explains it
-                await self._engine.resume()
-            raise
-        self._n_steps = self._policy.n_optimizer_steps
-        await self._engine.resume()
-        return metrics
-
-    def is_current(self) -> bool:
-        """Return True if the policy has not been updated since the last sync."""
-        return self._policy.n_optimizer_steps == self._n_steps

@@ -57,7 +57,7 @@ _deferred: ContextVar[DeferredWeights | None] = ContextVar("deferred", default=N
 
 @contextmanager
 def deferring(is_on: bool = True) -> Iterator[DeferredWeights]:
-    """Make `load_model` and `load_value_model` create models empty, and yield the weights to read later."""
+    """Make `load_model` create models empty, and yield the weights to read later."""
     weights = DeferredWeights()
     token = _deferred.set(weights if is_on else None)
     try:
@@ -71,16 +71,8 @@ def create_without_weights(
 ) -> PreTrainedModel | None:
     """Create the model at `path` without its weights, within `deferring`, if its files have all its tensors.
 
-    Args:
-        auto_class: a class such as AutoModelForCausalLM.
-        source: the configuration key and the path, for messages.
-        path: a folder or a Hub name.
-        dtype: dtype of the weights.
-        optional: prefix of tensors that may be missing in the files.
-        settings: overrides of the model's configuration.
-
-    Returns:
-        None if the model must be loaded as a whole.
+    Return None if the model must be loaded as a whole. `source` is the configuration key and the path, for messages.
+    Tensors with the prefix `optional` may be missing in the files. `settings` override the model's configuration.
     """
     weights = _deferred.get()
     if weights is None:
@@ -94,7 +86,13 @@ def create_without_weights(
         with no_init_weights():  # the OS backs memory with pages only when it is written
             model: PreTrainedModel = auto_class.from_config(config, dtype=dtype)
         model.tie_weights()  # `no_init_weights` also skips this
-        files, shapes = _list_tensors(folder)
+        files: dict[str, Path] = {}  # of each tensor
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in list_weight_files(folder):
+            with safe_open(file, framework="pt") as tensors:
+                for tensor in tensors.keys():  # noqa: SIM118, not a mapping
+                    files[tensor] = file
+                    shapes[tensor] = tuple(tensors.get_slice(tensor).get_shape())
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:  # the full load reports the fault
         logger.debug("%s cannot be created without its weights: %r", source, error)
         return None
@@ -111,14 +109,3 @@ def create_without_weights(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     weights.source, weights.files = source, files
     return model
-
-
-def _list_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
-    """Return the file and the shape of each tensor in a model folder."""
-    files, shapes = {}, {}
-    for file in list_weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            for tensor in tensors.keys():  # noqa: SIM118, not a mapping
-                files[tensor] = file
-                shapes[tensor] = tuple(tensors.get_slice(tensor).get_shape())
-    return files, shapes

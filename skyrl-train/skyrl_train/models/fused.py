@@ -7,7 +7,7 @@ their original operations.
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -39,8 +39,7 @@ def fuse_operations(model: PreTrainedModel) -> None:
             if kind not in norms:
                 norms[kind] = _is_rms_norm(module)
             if norms[kind]:
-                forward = _last_norm_forward if module is last_norm else _rms_norm_forward
-                module.forward = MethodType(forward, module)
+                module.forward = MethodType(partial(_rms_norm_forward, is_last=module is last_norm), module)
         source = sys.modules[cls.__module__]
         rotary = getattr(source, ROTARY, None)
         if cls.__name__.endswith("Attention") and rotary is not None and _is_half_rotary(rotary):
@@ -86,36 +85,28 @@ def _scalar(value: float) -> torch.Tensor:
         return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-def _rms_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Compute the norm. Under autocast on a GPU, return autocast's dtype: the result goes into matrix products."""
+def _rms_norm_forward(
+    self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, is_last: bool, **kwargs: Any
+) -> torch.Tensor:
+    """Compute the norm. Under autocast on a GPU, return autocast's dtype: the result goes into matrix products.
+
+    The model's last norm keeps the dtype of the weights, because a value head needs float32.
+    """
     weight = self.weight
     assert isinstance(weight, torch.Tensor)
     if hidden_states.is_cuda and not (args or kwargs):
-        is_autocast = torch.is_autocast_enabled("cuda")
-        dtype = torch.get_autocast_dtype("cuda") if is_autocast else None
-        return _norm_on_gpu(hidden_states, weight, _epsilon(self), dtype)
+        dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
+        if torch.is_autocast_enabled("cuda") and not is_last:
+            dtype = torch.get_autocast_dtype("cuda")
+        with torch.autocast("cuda", enabled=False):  # autocast would copy all states to float32
+            same = weight.to(hidden_states.dtype)  # PyTorch's kernel takes a weight of the dtype of the states
+            return torch.nn.functional.rms_norm(hidden_states, weight.shape, same, _epsilon(self)).to(dtype)
     if args or kwargs or not (_is_fusible(hidden_states) and _is_fusible(weight)):
         result: torch.Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
         return result
     if not torch.is_grad_enabled():  # for a few tokens, `apply` alone takes a quarter of the time
         return torch.mul(hidden_states, _inverse_rms(hidden_states, _epsilon(self))).mul_(weight)
     return _RMSNorm.apply(hidden_states, weight, _epsilon(self))
-
-
-def _last_norm_forward(self: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Compute the last norm. Under autocast it keeps the dtype of the weights, because a value head needs float32."""
-    if hidden_states.is_cuda:
-        weight = self.weight
-        assert isinstance(weight, torch.Tensor)
-        return _norm_on_gpu(hidden_states, weight, _epsilon(self), None)
-    return _rms_norm_forward(self, hidden_states)
-
-
-def _norm_on_gpu(states: torch.Tensor, weight: torch.Tensor, epsilon: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Compute the norm in PyTorch's kernel. States and weight must have the same dtype, so the weight is converted."""
-    dtype = dtype or torch.promote_types(states.dtype, weight.dtype)
-    with torch.autocast("cuda", enabled=False):  # autocast would copy all states to float32
-        return torch.nn.functional.rms_norm(states, weight.shape, weight.to(states.dtype), epsilon).to(dtype)
 
 
 def _is_fusible(tensor: torch.Tensor) -> bool:

@@ -145,73 +145,31 @@ def create_empty(path: str, role: Role, **options: Any) -> PreTrainedModel:
 
 
 def load_model(
-    path: str, *, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool = False, key: str = POLICY_PATH
-) -> PreTrainedModel:
-    """Load the causal language model at `path`, in evaluation mode because dropout would make log-probs random.
-
-    `key` is the configuration key of `path`, for error messages.
-
-    Raises:
-        ConfigError: no model at `path`, or an architecture whose log-probs would be wrong.
-    """
-    return _load("policy", "model", path, key, dtype, device, gradient_checkpointing)
-
-
-def load_value_model(
-    path: str, *, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool = False
-) -> PreTrainedModel:
-    """Load the critic at `path`, a token classification model with one label, in evaluation mode.
-
-    A causal language model has no value head, so it gets one of zeros, and every value starts at 0.
-
-    Raises:
-        ConfigError: no model at `path`, or an architecture without token classification.
-    """
-    return _load("critic", "critic", path, CRITIC_PATH, dtype, device, gradient_checkpointing, adds_head=True)
-
-
-def load_reward_model(
     path: str,
+    role: Role = "policy",
     *,
     dtype: torch.dtype,
     device: torch.device,
     gradient_checkpointing: bool = False,
-    key: str,
+    key: str = POLICY_PATH,
     pad_token_id: int | None = None,
 ) -> PreTrainedModel:
-    """Load the reward model at `path`, a sequence classification model with one label, in evaluation mode.
+    """Load the model at `path` for a role, in evaluation mode because dropout would make log-probs random.
 
-    `key` is the configuration key of `path`, for error messages. `pad_token_id` is for training: the model ignores
-    this token at the end of a row, and a causal language model gets a reward head of zeros. Without `pad_token_id`, a
-    model without a reward head is rejected.
+    A critic is a token classification model, and a reward model a sequence classification model. Both have a head
+    `score` with one output. A causal language model has none, so a critic gets one of zeros, and every value starts
+    at 0. A reward model gets one only for training, i.e. with `pad_token_id`: the token that it ignores at the end of
+    a row. Without `pad_token_id`, a model without a reward head is rejected.
+
+    `key` is the configuration key of `path`, for error messages.
 
     Raises:
-        ConfigError: no reward model at `path`, or an architecture without sequence classification.
-    """
-    adds_head = pad_token_id is not None
-    model = _load("reward", "reward model", path, key, dtype, device, gradient_checkpointing, adds_head=adds_head)
-    if pad_token_id is not None:
-        model.config.pad_token_id = pad_token_id
-    return model
-
-
-def _load(
-    role: Role,
-    kind: str,
-    path: str,
-    key: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    gradient_checkpointing: bool,
-    *,
-    adds_head: bool = False,
-) -> PreTrainedModel:
-    """Load the model of a role, called `kind` in messages.
-
-    A critic or reward model has a head `score` of one output. `adds_head` adds one of zeros if there is none.
+        ConfigError: no model at `path`, an architecture without this head, or one whose log-probs would be wrong.
     """
     auto_class, source = AUTO_CLASSES[role], f"{key}={path}"
+    kind = {"critic": "critic", "reward": "reward model"}.get(role, "model")
     has_head = role in ("critic", "reward")
+    adds_head = role == "critic" or pad_token_id is not None
     settings, head = {"num_labels": 1} if has_head else {}, "score." if adds_head else ""
     model: Any = create_without_weights(auto_class, source, path, dtype, optional=head, **settings)
     is_deferred = model is not None
@@ -237,6 +195,8 @@ def _load(
     _prepare(model, key, path, device, gradient_checkpointing, is_deferred=is_deferred)
     if not (has_head or is_deferred):
         check_head(model, source)
+    if pad_token_id is not None:
+        model.config.pad_token_id = pad_token_id
     loaded: PreTrainedModel = model
     return loaded
 
@@ -274,7 +234,12 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
     try:
         is_local = Path(path).exists() or constants.HF_HUB_OFFLINE
         if not is_local and try_to_load_from_cache(path, "config.json") is None:
-            _look_up(path)
+            try:
+                HfApi(constants.ENDPOINT).model_info(path, timeout=HUB_TIMEOUT_S)
+            except HfHubHTTPError as error:  # transformers says whether the model is missing, private or gated
+                logger.debug("The Hub answered for %s: %s", path, error)
+            except Exception as error:
+                raise OSError(f"{constants.ENDPOINT} cannot be reached: {error}") from error
         yield
     except Exception as error:  # a malformed file makes transformers raise anything
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -283,16 +248,6 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
             "config.json, model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows."
             f"{suggest_folder(path)}"
         ) from error
-
-
-def _look_up(path: str) -> None:
-    """Raise OSError if the Hub cannot be reached."""
-    try:
-        HfApi(constants.ENDPOINT).model_info(path, timeout=HUB_TIMEOUT_S)
-    except HfHubHTTPError as error:  # transformers says whether the model is missing, private or gated
-        logger.debug("The Hub answered for %s: %s", path, error)
-    except Exception as error:
-        raise OSError(f"{constants.ENDPOINT} cannot be reached: {error}") from error
 
 
 def _prepare(
@@ -304,13 +259,16 @@ def _prepare(
     *,
     is_deferred: bool,
 ) -> None:
-    """Prepare a loaded model for training and scoring on `device`. Deferred weights are moved later.
-
-    Raises:
-        ConfigError: an architecture whose log-probs would be wrong.
-    """
-    if (fault := _find_fault(model.config.get_text_config())) is not None:
-        raise ConfigError(f"{key}={path}: a {type(model).__name__} {fault}; use another model")
+    """Prepare a loaded model for training and scoring on `device`. Deferred weights are moved later."""
+    # `check_head` and `find_sharing_fault` compute only short rows, so features that depend on the length are rejected
+    # by name. Longrope (Phi-3.5) and dynamic NTK choose the frequencies of all rows by the longest row.
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per layer type
+        if (rope_type := part.get("rope_type")) in LENGTH_DEPENDENT_ROPE:
+            raise ConfigError(
+                f"{key}={path}: a {type(model).__name__} has position embeddings of rope_type {rope_type}, which "
+                "depend on the longest row of a batch; use another model"
+            )
     module: torch.nn.Module = model.eval()
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # PyTorch's attention would ignore it
@@ -331,19 +289,6 @@ def _prepare(
     n_parameters = f"{model.num_parameters():,}"
     place = "sharded" if is_deferred else f"on {device}"
     logger.info("Loaded the %s from %s: %s parameters, %s %s", role, path, n_parameters, model.dtype, place)
-
-
-def _find_fault(config: PretrainedConfig) -> str | None:
-    """Return why a model's log-probs would be wrong or depend on the other rows of the batch, or None.
-
-    `check_head` and `find_sharing_fault` compute only short rows, so features that depend on the length are rejected by
-    name. Longrope (Phi-3.5) and dynamic NTK choose the frequencies of all rows by the longest row.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per layer type
-        if (kind := part.get("rope_type")) in LENGTH_DEPENDENT_ROPE:
-            return f"has position embeddings of rope_type {kind}, which depend on the longest row of a batch"
-    return None
 
 
 def checkpointed_layers(model: PreTrainedModel) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.attributes import with_attribute
 from skyrl_train.models.loading import create_empty
-from skyrl_train.models.low_rank import MatrixChange
+from skyrl_train.models.low_rank import LEFT, RIGHT, MatrixChange
 from skyrl_train.models.weight_files import suggest_folder
 from skyrl_train.types.specs import LoraSpec, Role, SyncKind
 
@@ -178,7 +178,8 @@ def sync_tensors(model: PreTrainedModel, kind: SyncKind, gather: Gather) -> Iter
             yield name, gather(parameter)
     else:
         for path, layer in adapter_layers(model).items():
-            yield from _matrix_change(layer, *map(gather, _factors(layer))).name_factors(f"{path}.weight")
+            change = _matrix_change(layer, *map(gather, _factors(layer)))
+            yield from ((f"{path}.weight{LEFT}", change.left), (f"{path}.weight{RIGHT}", change.right))
         if kind == "base_and_factors":
             yield from frozen_tensors(model, gather)
 

@@ -19,10 +19,6 @@ class MatrixChange(NamedTuple):
         left, right = (factor.to(weight.device) for factor in self)
         return (weight.float() + left @ right).to(weight.dtype)
 
-    def name_factors(self, name: str) -> list[tuple[str, torch.Tensor]]:
-        """Return the (name, tensor) pairs of the factors that change the tensor `name`."""
-        return [(name + LEFT, self.left), (name + RIGHT, self.right)]
-
 
 def is_factor(name: str) -> bool:
     """Return True for the name of a factor."""

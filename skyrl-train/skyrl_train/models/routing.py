@@ -77,12 +77,6 @@ class Routers:
         assert isinstance(routers, Routers)
         return routers
 
-    @staticmethod
-    def stop_replay(model: PreTrainedModel) -> None:
-        """Stop replaying."""
-        if (routers := vars(model).get(ATTRIBUTE)) is not None:
-            routers.replay(None)
-
     @contextmanager
     def recording(self, record: Record) -> Iterator[None]:
         """Pass the experts that the routers choose to `record`.

@@ -77,9 +77,16 @@ class ScoringModule(Scorer):
     def forward(self, rows: TrainingBatch) -> Scores:
         """Score a micro-batch: values for a critic, else log-probs and entropies, (B, R) and 0 outside the mask."""
         tokens = (rows.sequences, rows.attention_mask, rows.loss_mask)
-        Routers.stop_replay(self.model)  # clear the previous micro-batch's experts
+        if self._replays_experts:
+            Routers.of(self.model).replay(None)  # clear the previous micro-batch's experts
         if self.scores_type is ValueScores:
-            return ValueScores(response_values(self.model, *tokens, self.shares_prefixes, self._sequence_group))
+            # A token's value is the value of the state before it, i.e. of its prefix without the token itself.
+            hidden, mask = hidden_before(self.model, *tokens, self.shares_prefixes, self._sequence_group)  # (N, H)
+            head = cast(torch.nn.Linear, self.model.score)
+            with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for values
+                bias = None if head.bias is None else head.bias.float()
+                values = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)  # (N, 1)
+            return ValueScores(on_mask(values[:, 0], mask, self._sequence_group))
         return response_logprobs(
             self.model,
             *tokens,
@@ -108,23 +115,3 @@ class ScoringModule(Scorer):
             logger.info("A %s computes every row separately, because %s", name, fault)
         if source is not None and self.scores_type is TokenScores:
             check_head(self.model, source)
-
-
-def response_values(
-    model: PreTrainedModel,
-    sequences: torch.Tensor,
-    attention_mask: torch.Tensor,
-    loss_mask: torch.Tensor,
-    shares_prefixes: bool = False,
-    group: SequenceGroup | None = None,
-) -> torch.Tensor:
-    """Return values (B, R) at the tokens with `loss_mask` 1, exactly 0 elsewhere.
-
-    A token's value is the value of the state before it, i.e. of its prefix without the token itself.
-    """
-    hidden, mask = hidden_before(model, sequences, attention_mask, loss_mask, shares_prefixes, group)  # (N, H)
-    value_head = cast(torch.nn.Linear, model.score)
-    with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for values
-        bias = None if value_head.bias is None else value_head.bias.float()
-        values = torch.nn.functional.linear(hidden.float(), value_head.weight.float(), bias)  # (N, 1)
-    return on_mask(values[:, 0], mask, group)

@@ -2,4 +2,5 @@
 
 from skyrl_train.weight_sync.base import Receipt, SyncPlan
 from skyrl_train.weight_sync.mirror import MirroredReceiver, WeightMirror
-from skyrl_train.weight_sync.sync import Receiver, SyncOptions, WeightSink, WeightSource, WeightSync, send
+from skyrl_train.weight_sync.sync import SyncOptions, WeightSink, WeightSource, WeightSync
+from skyrl_train.weight_sync.transfer import Receiver, send

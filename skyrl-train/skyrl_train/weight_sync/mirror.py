@@ -13,9 +13,9 @@ from skyrl_train.errors import SyncError
 from skyrl_train.models.low_rank import LEFT, RIGHT, MatrixChange, is_factor
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.base import SyncPlan
-from skyrl_train.weight_sync.shared_memory import SharedMemory, can_share_memory, open_memory
+from skyrl_train.weight_sync.memory import SharedMemory, can_share_memory, open_memory
 from skyrl_train.weight_sync.stream import pad_size
-from skyrl_train.weight_sync.sync import Receiver
+from skyrl_train.weight_sync.transfer import Receiver
 
 
 class Peers(Protocol):
@@ -26,11 +26,9 @@ class Peers(Protocol):
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
         """Return the object of the process `src`, in every process."""
-        ...
 
     def barrier(self) -> None:
         """Wait until every process has called this."""
-        ...
 
 
 class WeightMirror:
@@ -44,7 +42,7 @@ class WeightMirror:
         self.device = device or torch.device("cpu")
         self._peers = peers
         self._specs: list[TensorSpec] = []
-        self._version: int | None = None  # version of all tensors, None while they are incomplete
+        self.version: int | None = None  # version of all tensors, None while they are incomplete
         self.tensors: dict[str, torch.Tensor] = {}
 
     def prepare(self, plan: SyncPlan) -> dict[str, torch.Tensor]:
@@ -53,7 +51,7 @@ class WeightMirror:
         Raises:
             SyncError: the plan continues from weights that were not received.
         """
-        held, self._version = self._version, None
+        held, self.version = self.version, None
         if plan.kind == "factors" or plan.base_version is not None:
             is_held = held is not None and plan.base_version in (None, held)
             if not is_held or not set(plan.specs) <= set(self._specs):
@@ -71,10 +69,6 @@ class WeightMirror:
                 self.tensors[spec.name] = memory[start : start + spec.n_bytes].view(spec.dtype).view(spec.shape)
                 start += pad_size(spec.n_bytes)
         return self.tensors
-
-    def complete(self, version: int) -> None:
-        """Mark the tensors as complete, with this version."""
-        self._version = version
 
 
 class MirroredReceiver(Receiver):
@@ -100,7 +94,7 @@ class MirroredReceiver(Receiver):
             for name, tensor in self._mirror.tensors.items():
                 if not is_factor(name):
                     yield name, self._merge(name, tensor, factors)
-        self._mirror.complete(self._plan.version)
+        self._mirror.version = self._plan.version
 
     def _merge(self, name: str, tensor: torch.Tensor, factors: dict[str, torch.Tensor]) -> torch.Tensor:
         if name + LEFT not in factors:

@@ -73,11 +73,9 @@ class SenderEndpoint:
         self._failed: set[int] = set()  # ranks of receivers that reported a failure
 
     def gather(self, stage: str, deadline: float | None = None) -> dict[int, Any]:
-        """Return the next message of every receiver, by rank.
+        """Return the next message of every receiver, by rank. `stage` completes "did not …" in error messages.
 
-        Args:
-            stage: completes "did not …" in error messages.
-            deadline: `time.monotonic()` value to give up at. Defaults to the plan's timeout from now.
+        `deadline` is the `time.monotonic()` value to give up at. Defaults to the plan's timeout from now.
 
         Raises:
             SyncError: an end has failed, or a receiver sent nothing in time.
@@ -132,26 +130,24 @@ class SenderEndpoint:
                 connection = _Connection(self._listener.accept()[0])
                 self._connections.append(connection)
                 self._selector.register(connection.sock, selectors.EVENT_READ, connection)
-            else:
-                self._read(key.data)
-
-    def _read(self, connection: _Connection) -> None:
-        lines = connection.read()
-        if not connection.is_open:
-            self._selector.unregister(connection.sock)
-        for line in lines:
-            try:
-                kind, value = json.loads(line)
-            except (ValueError, TypeError):  # not one of our receivers, e.g. a port scan
                 continue
-            if kind == FAILED:
-                reason, ranks = value
-                self._failed.update(ranks)
-                raise SyncError(f"weight sync {self._plan.version} was called off: {reason}")
-            if kind == HELLO:
-                connection.rank = value
-            else:
-                connection.messages.append(value)
+            connection = key.data
+            lines = connection.read()
+            if not connection.is_open:
+                self._selector.unregister(connection.sock)
+            for line in lines:
+                try:
+                    kind, value = json.loads(line)
+                except (ValueError, TypeError):  # not one of our receivers, e.g. a port scan
+                    continue
+                if kind == FAILED:
+                    reason, ranks = value
+                    self._failed.update(ranks)
+                    raise SyncError(f"weight sync {self._plan.version} was called off: {reason}")
+                if kind == HELLO:
+                    connection.rank = value
+                else:
+                    connection.messages.append(value)
 
 
 class ReceiverEndpoint:
@@ -161,11 +157,12 @@ class ReceiverEndpoint:
         """Connect to the sender. Retry until it listens."""
         self._plan = plan
         self._connection = _Connection(_connect(plan, plan.timeout_s), plan.rank)
-        self._send(HELLO, plan.rank)
+        self.send(plan.rank, HELLO)
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Any, kind: str = MESSAGE) -> None:
         """Send a message to the sender."""
-        self._send(MESSAGE, message)
+        self._connection.sock.settimeout(self._plan.timeout_s)
+        self._connection.send(kind, message)
 
     def receive(self, stage: str) -> Any:
         """Return the next message of the sender.
@@ -177,15 +174,15 @@ class ReceiverEndpoint:
         while not self._connection.messages:
             if (left_s := deadline - time.monotonic()) <= 0:
                 raise SyncError(_describe_silence(self._plan, self._plan.name(0), stage))
-            self._read(left_s, stage)
+            self.check(stage, left_s)
         return self._connection.messages.popleft()
 
-    def check(self, stage: str) -> None:
-        """Raise SyncError if the sender has failed or ended. `stage` completes "ended before it could …"."""
-        self._read(0, stage)
+    def check(self, stage: str, timeout_s: float = 0) -> None:
+        """Wait up to `timeout_s` for data and split it into messages.
 
-    def _read(self, timeout_s: float, stage: str) -> None:
-        """Wait for data, at most `timeout_s`, and split it into messages."""
+        Raises:
+            SyncError: the sender has failed or ended. `stage` completes "ended before it could …".
+        """
         self._connection.sock.settimeout(timeout_s)
         for line in self._connection.read():
             kind, value = json.loads(line)
@@ -199,15 +196,11 @@ class ReceiverEndpoint:
 
     def fail(self, error: BaseException) -> None:
         """Inform the sender, and through it all other receivers, that this receiver has failed."""
-        self._send(FAILED, [str(error), [self._plan.rank]])
+        self.send([str(error), [self._plan.rank]], FAILED)
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.sock.close()
-
-    def _send(self, kind: str, value: Any) -> None:
-        self._connection.sock.settimeout(self._plan.timeout_s)
-        self._connection.send(kind, value)
 
 
 def call_off(plan: SyncPlan, reason: BaseException, failed: Sequence[int] = ()) -> bool:

@@ -35,9 +35,8 @@ import torch.distributed as dist
 
 from skyrl_train.errors import SyncError
 from skyrl_train.weight_sync.base import SyncPlan
-from skyrl_train.weight_sync.cuda_ipc import CudaMemory, open_cuda_memory
+from skyrl_train.weight_sync.memory import SharedMemory, can_share_memory, open_memory
 from skyrl_train.weight_sync.rendezvous import GRACE_S, ReceiverEndpoint, SenderEndpoint, group_errors, open_store
-from skyrl_train.weight_sync.shared_memory import SharedMemory, can_share_memory, open_memory
 
 N_SLOTS = 4
 ALIGNMENT = 64  # every record starts at a multiple of this many bytes
@@ -107,11 +106,10 @@ class StreamWriter:
         sender     "start"
         """
         size = N_SLOTS * self._size
-        memory: SharedMemory | CudaMemory | None = None
-        if self._device.type == "cuda" and self._plan.transport == "cuda_ipc":
-            memory = CudaMemory.create(size, self._device)
-        elif self._plan.transport in ("shared_memory", "auto", "cuda_ipc") and can_share_memory():
-            memory = SharedMemory.create(size)
+        memory: SharedMemory | None = None
+        can_share = self._device.type == "cuda" or can_share_memory()
+        if self._plan.transport in ("shared_memory", "auto", "cuda_ipc") and can_share:
+            memory = SharedMemory.create(size, self._device)
         self._buffer = memory.buffer if memory else torch.empty(size, dtype=torch.uint8, device=self._device)
         addresses = {memory_location(self._device): memory.address} if memory else {}
         if self._n_ranks > 1:
@@ -130,14 +128,9 @@ class StreamWriter:
                 self._group = process_group(self._plan, store, self._remote, self._device)
         else:
             self._on_first_rank(lambda: self._send([]))
-        self._on_first_rank(self._start)
-
-    def _start(self) -> None:
-        """Start the transfer once every receiver has connected. Without this, a fast receiver could be done and close
-        its connections while a slow one is still connecting.
-        """
-        self._gather("connect", self._connect_deadline)
-        self._send("start")
+        # Without "start", a fast receiver could be done and close its connections while a slow one is still connecting.
+        self._on_first_rank(lambda: self._gather("connect", self._connect_deadline))
+        self._on_first_rank(lambda: self._send("start"))
 
     def _introduce(self, addresses: dict[str, str]) -> None:
         """Listen, send the addresses of the slots, and record the receivers that cannot open them as remote."""
@@ -189,7 +182,8 @@ class StreamWriter:
         """Close the connections."""
         if self._endpoint is not None:
             self._endpoint.close()
-        close_group(self._group, self._device)
+        if self._group is not None and self._device.type == "cuda":
+            self._group.abort()  # also broadcasts that still wait for an end
 
     def _slot(self) -> torch.Tensor:
         """Return the slot of the current piece, once it is free."""
@@ -273,7 +267,7 @@ class StreamReader:
     def _connect(self) -> None:
         self._endpoint.send("here")
         address = self._endpoint.receive("connect").get(memory_location(self.device))
-        memory = None if address is None else open_device_memory(address, self.device)
+        memory = None if address is None else open_memory(address, self.device)
         self._endpoint.send(memory is not None)
         remote = self._endpoint.receive("connect")
         if memory is not None:
@@ -316,7 +310,8 @@ class StreamReader:
     def close(self) -> None:
         """Close the connection."""
         self._endpoint.close()
-        close_group(self._group, self.device)
+        if self._group is not None and self.device.type == "cuda":
+            self._group.abort()  # also broadcasts that still wait for an end
 
     def _next_piece(self) -> None:
         self._free_piece()
@@ -326,37 +321,22 @@ class StreamReader:
         if self._group is not None:
             with group_errors(self._plan, [0]):
                 self._group.broadcast([self._piece], dist.BroadcastOptions()).wait()
-            self._wait_for_device()
+            if self.device.type == "cuda":  # poll: a blocking wait would never return if the sender has ended
+                received = torch.cuda.Event()
+                received.record()
+                deadline = time.monotonic() + self._plan.timeout_s
+                while not received.query():
+                    self._endpoint.check("send the weights")
+                    if time.monotonic() > deadline:
+                        raise SyncError(describe_stall(self._plan, [0]))
+                    time.sleep(POLL_S)
         self._n_pieces += 1
         self.n_received += n_bytes
-
-    def _wait_for_device(self) -> None:
-        """Poll until the GPU has received the piece. A blocking wait would never return if the sender has ended."""
-        if self.device.type == "cpu":
-            return
-        received = torch.cuda.Event()
-        received.record()
-        deadline = time.monotonic() + self._plan.timeout_s
-        while not received.query():
-            self._endpoint.check("send the weights")
-            if time.monotonic() > deadline:
-                raise SyncError(describe_stall(self._plan, [0]))
-            time.sleep(POLL_S)
 
     def _free_piece(self) -> None:
         if self._n_pieces:
             synchronize(self.device)
             self._endpoint.send("read")
-
-
-def open_device_memory(address: str, device: torch.device) -> SharedMemory | CudaMemory | None:
-    """Return the memory of a device at an address, or None if this process cannot open it."""
-    if device.type == "cpu":
-        return open_memory(address)
-    try:
-        return open_cuda_memory(address, device)
-    except RuntimeError:  # CUDA's error for memory of another GPU or container
-        return None
 
 
 def synchronize(device: torch.device) -> None:
@@ -391,12 +371,6 @@ def process_group(plan: SyncPlan, store: dist.TCPStore, remote: Sequence[int], d
         group.abort()
         raise
     return group
-
-
-def close_group(group: Any, device: torch.device) -> None:
-    """End the communication of a process group, and abort broadcasts that are still waiting for an end."""
-    if group is not None and device.type == "cuda":
-        group.abort()
 
 
 def run_within(timeout_s: float, function: Callable[[], None], message: str) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,55 +16,9 @@ from skyrl_train.types.specs import SyncKind, TensorSpec
 from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport, split_into_chunks
 from skyrl_train.weight_sync.rendezvous import LINGER_S, MAX_POLL_S, call_off
 from skyrl_train.weight_sync.stream import N_SLOTS
-from skyrl_train.weight_sync.transfer import SentWeights, receive_stream, send_stream
-
-_SHARED: dict[str, list[tuple[str, torch.Tensor]]] = {}
-"""Tensors of syncs within this process, passed by reference, by the address of their plan."""
+from skyrl_train.weight_sync.transfer import SHARED
 
 ADVICE = "Training on its samples would be wrong; rerun the command to resume from the last checkpoint"
-
-
-def send(
-    plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None = None
-) -> Receipt:
-    """Send tensors in the order of the plan. Call it on every rank of the model, because gathering is collective.
-
-    A plan that `tracks_changes` needs the `sent_weights` of the previous call, and updates them.
-    """
-    if plan.transport != "shared":
-        return send_stream(plan, tensors, sent_weights)
-    _SHARED[plan.address] = list(tensors)
-    return _shared_receipt(plan)
-
-
-def _shared_receipt(plan: SyncPlan) -> Receipt:
-    return Receipt(plan.version, sum(tensor.nbytes for _, tensor in _SHARED[plan.address]))
-
-
-class Receiver:
-    """The receiving end of a plan, in a process that holds a copy of the weights. Iterate over it to receive tensors.
-
-    Each tensor is valid until the next one.
-    """
-
-    receipt: Receipt
-    """Set after the last tensor."""
-
-    def __init__(self, plan: SyncPlan, into: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write tensors straight `into` the receiver's tensors of the same name, shape and dtype, and yield these.
-
-        The receipt's checksum then covers what the receiver holds, not only what it received. A plan with a
-        `base_version` needs `into`.
-        """
-        self._plan = plan
-        self._into = into or {}
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._plan.transport == "shared":
-            yield from _SHARED[self._plan.address]
-            self.receipt = _shared_receipt(self._plan)
-        else:
-            self.receipt = yield from receive_stream(self._plan, self._into)
 
 
 class WeightSource(Protocol):
@@ -72,11 +26,9 @@ class WeightSource(Protocol):
 
     async def tensor_specs(self, kind: SyncKind) -> list[TensorSpec]:
         """Return the tensors that a sync of this kind sends."""
-        ...
 
     async def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the weights according to `plan`."""
-        ...
 
 
 class WeightSink(Protocol):
@@ -85,11 +37,9 @@ class WeightSink(Protocol):
     @property
     def n_weight_copies(self) -> int:
         """Number of processes that receive weights, each as a separate receiver."""
-        ...
 
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Receive weights, as the receivers with ranks from `plan.rank` on."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +145,7 @@ class WeightSync:
             try:
                 received = {name: await sink.receive_weights(plans[name]) for name, sink in sinks.items()}
             finally:
-                _SHARED.pop(plan.address, None)
+                SHARED.pop(plan.address, None)
         else:
             sending = asyncio.ensure_future(self._source.send_weights(plan))
             receiving = {name: asyncio.ensure_future(sink.receive_weights(plans[name])) for name, sink in sinks.items()}

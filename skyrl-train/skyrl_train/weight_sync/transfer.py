@@ -1,6 +1,6 @@
-"""Write the tensors of a plan to a stream, and read them back as whole tensors."""
+"""The two ends of a transfer: `send` writes the tensors of a plan to a stream, and a `Receiver` reads them."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -62,17 +62,17 @@ class SentWeights:
     """A copy of the weights that the last sync sent, so that the next sync can send only changes."""
 
     def __init__(self) -> None:
-        self._version: int | None = None
+        self.version: int | None = None  # of the whole copy, None while it is incomplete
         self._bits: dict[str, torch.Tensor] = {}
 
     def check(self, plan: SyncPlan) -> None:
         """Raise SyncError if a plan sends changes since a version other than this copy's."""
-        if plan.base_version is not None and plan.base_version != self._version:
+        if plan.base_version is not None and plan.base_version != self.version:
             raise SyncError(
                 f"weight sync {plan.version} sends the changes since version {plan.base_version}, but the sender has "
-                f"kept version {self._version}; send all weights first"
+                f"kept version {self.version}; send all weights first"
             )
-        self._version = None  # until the new one is complete
+        self.version = None
 
     def replace(self, name: str, tensor: torch.Tensor) -> Changes | None:
         """Replace the copy of a tensor, and return its changes since the previous copy, or None without one."""
@@ -84,22 +84,26 @@ class SentWeights:
         old.copy_(new)
         return changes
 
-    def complete(self, version: int) -> None:
-        """Mark the copy as complete, with this version."""
-        self._version = version
+
+SHARED: dict[str, list[tuple[str, torch.Tensor]]] = {}
+"""Tensors of syncs within this process, passed by reference, by the address of their plan."""
 
 
-def send_stream(
-    plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None
+def send(
+    plan: SyncPlan, tensors: Iterator[tuple[str, torch.Tensor]], sent_weights: SentWeights | None = None
 ) -> Receipt:
-    """Send the tensors in the order of the plan from rank 0.
+    """Send tensors in the order of the plan. Call it on every rank of the model.
 
-    Iterating over `tensors` gathers them from all ranks, so every rank must iterate to the end, even after an error.
-    With `cuda_ipc`, all ranks also write the stream, each into memory of its GPU.
+    Iterating over `tensors` gathers them from all ranks, so every rank iterates to the end, even after an error. Only
+    rank 0 sends. With `cuda_ipc`, all ranks write the stream, each into memory of its GPU. A plan that `tracks_changes`
+    needs the `sent_weights` of the previous call, and updates them.
 
     Raises:
         SyncError: the model's tensors differ from the plan, or a receiver failed or did not answer in time.
     """
+    if plan.transport == "shared":
+        SHARED[plan.address] = list(tensors)
+        return _shared_receipt(plan)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     try:
         if not is_first and plan.transport != "cuda_ipc":
@@ -108,6 +112,10 @@ def send_stream(
     finally:
         for _ in tensors:  # other ranks may still be gathering
             pass
+
+
+def _shared_receipt(plan: SyncPlan) -> Receipt:
+    return Receipt(plan.version, sum(tensor.nbytes for _, tensor in SHARED[plan.address]))
 
 
 def _send(
@@ -148,49 +156,62 @@ def _send(
     finally:
         writer.close()
     if sent_weights is not None:
-        sent_weights.complete(plan.version)
+        sent_weights.version = plan.version
     return Receipt(plan.version, n_bytes, checksum % 2**64, writer.n_sent)
 
 
-def receive_stream(
-    plan: SyncPlan, parameters: Mapping[str, torch.Tensor]
-) -> Generator[tuple[str, torch.Tensor], None, Receipt]:
-    """Yield the tensors of the plan.
+class Receiver:
+    """The receiving end of a plan, in a process that holds a copy of the weights. Iterate over it to receive tensors.
 
-    A tensor with the same name, shape and dtype as one of `parameters` is written straight into it. Any other tensor is
-    yielded from a buffer, and valid until the next one.
-
-    Raises:
-        SyncError: the sender failed, or did not answer in time.
+    Each tensor is valid until the next one.
     """
-    reader = StreamReader(plan)
-    checksum, n_bytes = 0, 0
-    try:
-        for spec in plan.specs:
-            found = Checksum(spec.name) if plan.has_checksum else None
-            with half_of_cores():
-                tensor = _read(reader, plan, spec, find_destination(parameters, spec), found)
-            yield spec.name, tensor
-            n_bytes += spec.n_bytes
-            if found is not None:
+
+    receipt: Receipt
+    """Set after the last tensor."""
+
+    def __init__(self, plan: SyncPlan, into: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write tensors straight `into` the receiver's tensors of the same name, shape and dtype, and yield these.
+
+        The receipt's checksum then covers what the receiver holds, not only what it received. A plan with a
+        `base_version` needs `into`.
+        """
+        self._plan = plan
+        self._into = into or {}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of the plan.
+
+        Raises:
+            SyncError: the sender failed, or did not answer in time.
+        """
+        plan = self._plan
+        if plan.transport == "shared":
+            yield from SHARED[plan.address]
+            self.receipt = _shared_receipt(plan)
+            return
+        reader = StreamReader(plan)
+        checksum, n_bytes = 0, 0
+        try:
+            for spec in plan.specs:
+                destination = self._into.get(spec.name)
+                if destination is not None:
+                    matches = destination.dtype == spec.dtype and tuple(destination.shape) == spec.shape
+                    destination = destination.detach() if matches and destination.is_contiguous() else None
+                found = Checksum(spec.name) if plan.has_checksum else None
                 with half_of_cores():
-                    checksum += found.value if found.n_words else tensor_checksum(spec.name, tensor)
-        reader.finish()
-    except BaseException as error:
-        reason = "it could not load them" if isinstance(error, GeneratorExit) else str(error)
-        reader.fail(SyncError(f"{plan.name(plan.rank)} stopped receiving: {reason}"))
-        reader.close()
-        raise
-    return Receipt(plan.version, n_bytes, checksum % 2**64, reader.n_received)
-
-
-def find_destination(parameters: Mapping[str, torch.Tensor], spec: TensorSpec) -> torch.Tensor | None:
-    """Return the receiver's tensor if the stream can be written straight into it."""
-    destination = parameters.get(spec.name)
-    if destination is None or not destination.is_contiguous():
-        return None
-    matches = destination.dtype == spec.dtype and tuple(destination.shape) == spec.shape
-    return destination.detach() if matches else None
+                    tensor = _read(reader, plan, spec, destination, found)
+                yield spec.name, tensor
+                n_bytes += spec.n_bytes
+                if found is not None:
+                    with half_of_cores():
+                        checksum += found.value if found.n_words else tensor_checksum(spec.name, tensor)
+            reader.finish()
+        except BaseException as error:
+            reason = "it could not load them" if isinstance(error, GeneratorExit) else str(error)
+            reader.fail(SyncError(f"{plan.name(plan.rank)} stopped receiving: {reason}"))
+            reader.close()
+            raise
+        self.receipt = Receipt(plan.version, n_bytes, checksum % 2**64, reader.n_received)
 
 
 def _read(

@@ -39,11 +39,9 @@ class Rank(Protocol):
 
         The method "load" takes a spec and an objective. It loads a model and replaces an earlier one of the role.
         """
-        ...
 
     async def close(self) -> None:
         """End the rank."""
-        ...
 
 
 class LocalRank:
@@ -83,7 +81,9 @@ class WorkerGroup:
         """
         self._objective = objective
         self._spec = spec
+        self.role, self.temperature = spec.role, spec.temperature  # of the scored distribution
         self._ranks = list(ranks)
+        self.n_weight_copies = len(ranks)  # each rank receives weights separately
         self._layout = spec.layout(len(ranks))
         self._shares_prefixes = False  # this and the maximum of tokens are known once the model is loaded
         self._max_tokens = self._layout.context_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
@@ -93,16 +93,6 @@ class WorkerGroup:
         """Number of optimizer steps started."""
         self.hold_devices: Callable[[WorkerGroup, ModelPart], AbstractAsyncContextManager[None]] | None = None
         """Waits for the devices that the model shares, e.g. `Lease.holding`. None if it has them to itself."""
-
-    @property
-    def role(self) -> Role:
-        """Role of the model in a run."""
-        return self._spec.role
-
-    @property
-    def temperature(self) -> float:
-        """Temperature of the scored distribution."""
-        return self._spec.temperature
 
     async def load(self) -> None:
         """Load the model on every rank, or raise ConfigError if there is no model at its path."""
@@ -132,7 +122,7 @@ class WorkerGroup:
         `scores` is None.
         """
         objective, max_rows = self._objective, self._spec.max_rows_train
-        assert objective is not None, f"the {self._spec.role} has no objective"
+        assert objective is not None, f"the {self.role} has no objective"
         mini_batch, metrics = objective.weigh(mini_batch), Metrics()
         keeps_draws = isinstance(objective, PairObjective) and draws_fit(mini_batch, self._max_tokens, max_rows)
         if isinstance(objective, PolicyObjective | PairObjective) and objective.scope != "token" and not keeps_draws:
@@ -198,11 +188,6 @@ class WorkerGroup:
         """Return the tensors that a sync of this kind sends."""
         return (await self._call("tensor_specs", kind))[0]
 
-    @property
-    def n_weight_copies(self) -> int:
-        """Number of ranks. Each receives weights separately."""
-        return len(self._ranks)
-
     async def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the weights. All ranks gather them, and the first rank sends."""
         return (await self._call("send_weights", plan, beside_others=True))[0]
@@ -211,7 +196,7 @@ class WorkerGroup:
         """Load weights of a model of the same architecture, or raise SyncError if ranks received different weights."""
         receipts: list[Receipt] = await self._call("receive_weights", plan, beside_others=True)
         if len(set(receipts)) > 1:
-            raise SyncError(f"the ranks of the {self._spec.role} received different weights: {receipts}")
+            raise SyncError(f"the ranks of the {self.role} received different weights: {receipts}")
         return receipts[0]
 
     async def move(self, to: Literal["cpu", "device"], part: ModelPart = "all") -> int:
@@ -260,7 +245,7 @@ class WorkerGroup:
         async with holding, self._lock:
             if self._broken_by is not None:
                 raise WorkerError(
-                    f"the {self._spec.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
+                    f"the {self.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
                 ) from self._broken_by
             return await self._gather(
                 rank.call(self.role, method, *first, *args)
@@ -279,7 +264,12 @@ class WorkerGroup:
                 done, pending = await asyncio.wait(calls, timeout=FINISH_TIMEOUT_S)
                 if not pending and all(isinstance(call.exception(), SyncError | None) for call in done):
                     raise  # a receiver failed, but no rank waits for another rank, so the group is still usable
-            self._broken_by = cause = await _find_cause(error, calls)
+            # When a rank is killed, the ranks that wait for it fail in a collective, often before the launcher notices
+            # the killed rank. So wait a little for the WorkerError of a rank whose process ended.
+            done, _ = await asyncio.wait(calls, timeout=CAUSE_TIMEOUT_S)
+            failures = [call.exception() for call in done if not call.cancelled()]
+            cause = next((failure for failure in failures if isinstance(failure, WorkerError)), error)
+            self._broken_by = cause
             if cause is error:
                 raise
             raise cause from cause.__cause__
@@ -289,14 +279,3 @@ def _raise_first(failures: Iterable[OSError | None]) -> None:
     for failure in failures:
         if failure is not None:
             raise failure
-
-
-async def _find_cause(error: Exception, calls: Sequence[asyncio.Future[Any]]) -> Exception:
-    """Return the failure behind `error`, the first to arrive: a rank's process that ended, if there is one.
-
-    When a rank is killed, the ranks that wait for it fail in a collective, often before the launcher notices the
-    killed rank. So this waits a little for a WorkerError.
-    """
-    done, _ = await asyncio.wait(calls, timeout=CAUSE_TIMEOUT_S)
-    failures = [call.exception() for call in done if not call.cancelled()]
-    return next((failure for failure in failures if isinstance(failure, WorkerError)), error)

@@ -7,6 +7,7 @@ from train_kit.trajectories import make_segment, make_trajectory
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.compat.skyrl.generator import GeneratorInput, GeneratorInterface, GeneratorOutput
+from skyrl_train.compat.skyrl.sampling_params import to_sampling_params
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.files import read_rows, write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
@@ -14,7 +15,6 @@ from skyrl_train.evaluate import dump_evaluation, eval_metrics, evaluate, trajec
 from skyrl_train.generators.base import BatchMetadata
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.inference_engines.params import to_sampling_params
 from skyrl_train.types import Message, TrajectoryID, Turn
 
 SOURCES = ["maths/easy", "games", None, "maths/easy", "games"]

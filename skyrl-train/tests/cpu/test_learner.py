@@ -16,7 +16,7 @@ from skyrl_train.algorithms.objectives import ValueObjective
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import DivergenceError
 from skyrl_train.learner import Learner, _select_probe
-from skyrl_train.models.loading import load_value_model
+from skyrl_train.models.loading import load_model
 from skyrl_train.types import TrainingBatch, Trajectory
 
 COEFFICIENT = 0.5
@@ -131,7 +131,7 @@ async def test_a_critic_of_large_negative_returns_has_not_diverged(
 ) -> None:
     """Values have the scale of rewards. Only the mean log-prob has a limit."""
     cfg = config().trainer
-    value_model = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
+    value_model = load_model(str(tiny_model_path), "critic", dtype=torch.float32, device=torch.device("cpu"))
     critic = SingleRankGroup("critic", value_model, cfg, ValueObjective(None))
     policy = SingleRankGroup("policy", copy.deepcopy(tiny_model), cfg, policy_objective(cfg))
     trained = Learner(cfg, advantage_estimator("gae"), policy=policy.group, critic=critic.group)

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.errors import EngineLostError
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.hf import load_engine
-from skyrl_train.inference_engines.remote import connect, new_token
+from skyrl_train.inference_engines.remote import RemoteEngine, new_token
 from skyrl_train.launch.ray.cluster import connect as connect_to_cluster
-from skyrl_train.launch.ray.engine import RayWrappedInferenceEngine, connect_engine, start_engine_actor
+from skyrl_train.launch.ray.engine import connect_engine, start_engine_actor
 
 LIMITS = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28}
 START_TIMEOUT_S = 120.0
@@ -37,13 +37,13 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def place(cluster: None) -> Iterator[Callable[[Callable[[], InferenceEngine]], RayWrappedInferenceEngine]]:
+def place(cluster: None) -> Iterator[Callable[[Callable[[], InferenceEngine]], RemoteEngine]]:
     """Make engines in one actor, which serves its connections one after the other."""
     actor, token = start_engine_actor({"num_cpus": 1}), new_token()
-    address, name = ray.get(actor.serve.remote(None, token, 1, ""), timeout=START_TIMEOUT_S)
+    address, name = ray.get(actor.serve.remote(token, 1, ""), timeout=START_TIMEOUT_S)
 
-    def new(make_engine: Callable[[], InferenceEngine]) -> RayWrappedInferenceEngine:
-        return connect(address, token, make_engine, lambda: f"{name} ended", start_timeout_s=START_TIMEOUT_S)
+    def new(make_engine: Callable[[], InferenceEngine]) -> RemoteEngine:
+        return RemoteEngine(address, token, make_engine, lambda: f"{name} ended", start_timeout_s=START_TIMEOUT_S)
 
     yield new
     ray.kill(actor)
@@ -51,15 +51,15 @@ def place(cluster: None) -> Iterator[Callable[[Callable[[], InferenceEngine]], R
 
 @pytest.fixture
 async def engine_kit(
-    place: Callable[..., RayWrappedInferenceEngine],
+    place: Callable[..., RemoteEngine],
     tiny_model_path: Path,
     tiny_model: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
 ) -> AsyncIterator[EngineKit]:
     """An engine in the actor, with its own copy of the policy."""
-    engines: list[RayWrappedInferenceEngine] = []
+    engines: list[RemoteEngine] = []
 
-    def new(**options: Any) -> RayWrappedInferenceEngine:
+    def new(**options: Any) -> RemoteEngine:
         engines.append(place(partial(load_engine, str(tiny_model_path), dtype=torch.float32, **LIMITS | options)))
         return engines[-1]
 
@@ -77,7 +77,7 @@ async def test_an_actor_that_is_killed_fails_its_requests(cluster: None, tiny_mo
     actor = start_engine_actor({"num_cpus": 1})
     make_engine = partial(load_engine, str(tiny_model_path), dtype=torch.float32, **LIMITS)
     engine = await connect_engine(actor, make_engine, START_TIMEOUT_S, n_processes=1)
-    assert isinstance(engine, RayWrappedInferenceEngine)
+    assert isinstance(engine, RemoteEngine)
     listener = Listener(engine, EngineRequest([5, 6, 7], SamplingParams(400, ignore_eos=True), seed=0))
     await listener.wait_for(1)
     ray.kill(actor)

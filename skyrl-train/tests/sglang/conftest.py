@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from train_kit.sglang_cpu import COMMAND, OPTIONS, START_TIMEOUT_S, StartServer
 
-from skyrl_train.inference_engines.sglang.launch import launch_server
+from skyrl_train.inference_engines.sglang.engine import launch_server
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from train_kit.sglang_cpu import COMMAND, OPTIONS, StartServer
 
 from skyrl_train.config.rules import engine as rules
 from skyrl_train.entrypoints.main_base import main
-from skyrl_train.inference_engines.sglang import launch
+from skyrl_train.inference_engines.sglang import engine
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -46,7 +46,7 @@ def test_training_starts_a_server_and_ends_it(
     offload_idle: str, run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "find_spec", lambda name: name)  # it is installed in the environment of the server
-    monkeypatch.setattr(launch, "launch_server", partial(launch.launch_server, command=COMMAND))
+    monkeypatch.setattr(engine, "launch_server", partial(engine.launch_server, command=COMMAND))
     children = psutil.Process().children()
     options = [f"+generator.engine_init_kwargs.{name}={value}" for name, value in OPTIONS.items()]
     main([*run, *options, f"trainer.placement.offload_idle={offload_idle}"])

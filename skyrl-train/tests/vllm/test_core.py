@@ -100,7 +100,7 @@ async def test_a_closed_engine_leaves_environment_random_state_and_threads_uncha
 
 async def test_a_closed_engine_holds_no_weights(new_engine: NewEngine) -> None:
     engine = new_engine()
-    runner = engine._core._client.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = engine._client.engine_core.model_executor.driver_worker.worker.model_runner
     weight = weakref.ref(runner.get_model().model.embed_tokens.weight)
     cache = weakref.ref(runner.kv_caches[0])
     del runner

@@ -26,7 +26,7 @@ def kit(new_engine: NewEngine, policy: PreTrainedModel, tiny_tokenizer: PreTrain
 
 def model_of(engine: VLLMEngine) -> torch.nn.Module:
     """Return the model of vLLM."""
-    worker = engine._core._client.engine_core.model_executor.driver_worker.worker
+    worker = engine._client.engine_core.model_executor.driver_worker.worker
     model: torch.nn.Module = worker.model_runner.get_model()
     return model
 
@@ -94,7 +94,7 @@ async def test_preempted_requests_read_their_tokens_again(kit: EngineKit) -> Non
 @pytest.mark.parametrize("how", ["cancelled", "aborted", "aborted while paused", "stop string"])
 async def test_vllm_drops_finished_requests(kit: EngineKit, how: str) -> None:
     engine = kit.new()
-    scheduler = engine._core._client.engine_core.scheduler
+    scheduler = engine._client.engine_core.scheduler
     options = {"stop": tuple("aeiou \n")} if how == "stop string" else {}
     listener = Listener(engine, kit.request(10, 400, ignore_eos=True, **options))
     await listener.wait_for(1)

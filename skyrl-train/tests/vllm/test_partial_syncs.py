@@ -19,7 +19,7 @@ from skyrl_train.models.loading import load_model
 from skyrl_train.models.lora import trained_parameters
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.weight_sync.base import Transport
-from skyrl_train.weight_sync.shared_memory import NAME
+from skyrl_train.weight_sync.memory import NAME
 
 pytestmark = pytest.mark.timeout(600)
 

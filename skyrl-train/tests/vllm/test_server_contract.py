@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.entrypoints import main_base
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.http import call_server
-from skyrl_train.inference_engines.sglang.launch import list_arguments
+from skyrl_train.inference_engines.sglang.engine import list_arguments
 from skyrl_train.inference_engines.vllm.server import VLLMServerEngine
 from skyrl_train.inference_engines.vllm.wire import EXTENSION
 from skyrl_train.weight_sync.base import Transport

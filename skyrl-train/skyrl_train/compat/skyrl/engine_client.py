@@ -7,10 +7,10 @@ from typing import Any, TypedDict, overload
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.compat.skyrl.absent import CLIENT_METHODS, describe_missing
+from skyrl_train.compat.skyrl.sampling_params import to_sampling, to_sampling_params
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams, hash_seed
-from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
 from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import Message, all_or_none
 

@@ -10,18 +10,19 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_train.algorithms.reward_pipeline import EMPTY_RESPONSE, Reward
+from skyrl_train.compat.skyrl.sampling_params import to_sampling, to_sampling_params
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest, sanitize
 from skyrl_train.generators.gym_generator import GymGenerator
-from skyrl_train.inference_engines.base import ConversationType, InferenceEngine, SamplingParams
-from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
-from skyrl_train.types import PromptRow, Segment, Trajectory, TrajectoryID, Turn, all_or_none, last_sampled
+from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
+from skyrl_train.types import Message, PromptRow, Segment, Trajectory, TrajectoryID, Turn, all_or_none, last_sampled
 from skyrl_train.types.tokens import Phase
 
 T = TypeVar("T")
 TrainingPhase = Phase
+ConversationType = list[Message]
 
 
 class GeneratorInput(TypedDict):

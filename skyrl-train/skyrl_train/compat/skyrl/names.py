@@ -25,13 +25,14 @@ HOMES = {
     "entrypoints.main_generate": {"EvalOnlyEntrypoint": "compat.skyrl.experiment"},
     "entrypoints.main_sft": {"SFTExp": "entrypoints.sft"},
     "generators.base": {
-        "ConversationType": "inference_engines.base",
+        "ConversationType": "compat.skyrl.generator",
         "GeneratorInput": "compat.skyrl.generator",
         "GeneratorInterface": "compat.skyrl.generator",
         "GeneratorOutput": "compat.skyrl.generator",
         "TrainingPhase": "compat.skyrl.generator",
     },
     "inference_engines.base": {
+        "ConversationType": "compat.skyrl.generator",
         "InferenceEngineInput": "compat.skyrl.engine_client",
         "InferenceEngineOutput": "compat.skyrl.engine_client",
     },

@@ -32,10 +32,8 @@ class JointAdapter(torch.nn.Module):
     def __init__(self, base: ColumnParallelLinear | RowParallelLinear, adapted: Mapping[str, tuple[Any, Part]]) -> None:
         """Create factors of zero.
 
-        Args:
-            base: the linear layer.
-            adapted: for each matrix, e.g. "gate_proj", peft's module and this rank's part of the matrix. The module's
-                scaling, dropout and switch are used. Its factors are ignored.
+        `adapted` has, for each matrix, e.g. "gate_proj", peft's module and this rank's part of the matrix. The module's
+        scaling, dropout and switch are used. Its factors are ignored.
         """
         super().__init__()
         self._group = base.tp_group
@@ -50,11 +48,6 @@ class JointAdapter(torch.nn.Module):
             rank = layer.r[NAME]
             self.lora_A[name] = torch.zeros(rank, n_columns)
             self.lora_B[name] = torch.zeros(part.select(base.weight[:, 0]).numel(), rank)
-
-    @property
-    def is_disabled(self) -> bool:
-        """True while the model computes without its adapter."""
-        return any(layer.disable_adapters for layer in self._layers.values())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the change of the layer's output for its `inputs` (L, B, columns)."""
@@ -73,6 +66,15 @@ class JointAdapter(torch.nn.Module):
             joint.append(b.new_zeros(self._n_rows, b.shape[1]))
             self._parts[name].write(joint[-1], b * self._layers[name].scaling[NAME])
         return linear(hidden, torch.cat(joint, dim=1))
+
+    def add_change(
+        self, _: Any, args: tuple[torch.Tensor], output: tuple[torch.Tensor, Any]
+    ) -> tuple[torch.Tensor, Any]:
+        """Add the change to the (output, bias) that the linear layer returns, unless the adapter is disabled."""
+        result, bias = output
+        if any(layer.disable_adapters for layer in self._layers.values()):
+            return output
+        return (result + self(args[0])).to(result.dtype), bias
 
     def _drop(self, name: str, inputs: torch.Tensor) -> torch.Tensor:
         """Apply a matrix's adapter dropout to its inputs.
@@ -136,12 +138,4 @@ def attach_adapter(stage: torch.nn.Module, model: PreTrainedModel, parts: Mappin
     for name, matrices in adapted.items():
         base: Any = stage.get_submodule(name)
         base.adapter = JointAdapter(base, matrices)
-        base.register_forward_hook(_add_change)
-
-
-def _add_change(base: Any, args: tuple[torch.Tensor], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Add the adapter's change to the (output, bias) that a linear layer returns."""
-    result, bias = output
-    if base.adapter.is_disabled:
-        return output
-    return (result + base.adapter(args[0])).to(result.dtype), bias
+        base.register_forward_hook(base.adapter.add_change)

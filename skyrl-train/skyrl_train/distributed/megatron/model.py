@@ -150,14 +150,9 @@ def transformer_config(model: PreTrainedModel, parallel: MegatronConfig) -> Tran
 def new_stage(
     config: TransformerConfig, groups: ProcessGroupCollection, n_tokens: int, *, is_tied: bool, recomputes: bool
 ) -> GPT:
-    """Return this rank's part of a model, with uninitialized weights.
+    """Return this rank's part of a model, with uninitialized weights. `recomputes` turns on gradient checkpointing.
 
-    Args:
-        config: configuration of the whole model.
-        groups: process groups of this rank.
-        n_tokens: size of the vocabulary, padded to a multiple of the tensor-parallel size.
-        is_tied: True if the head is the embeddings.
-        recomputes: True for gradient checkpointing.
+    `n_tokens` is the size of the vocabulary, padded to a multiple of the tensor-parallel size.
     """
     norm_of_heads = RMSNorm if config.qk_layernorm else IdentityOp
     layer = ModuleSpec(
@@ -212,15 +207,9 @@ class MegatronScorer(Scorer):
         temperature: float,
         entropy_grad: bool,
     ) -> None:
-        """Create this rank's part of a model, with weights of zero.
+        """Create this rank's part of a model, with weights of zero. `hf_model` may have an adapter.
 
-        Args:
-            hf_model: the Hugging Face model, with or without an adapter. Its weights are ignored.
-            config: configuration of the whole model.
-            groups: process groups of this rank.
-            n_tokens: number of real tokens in the rank's slice of embeddings and head. Padding rows follow.
-            temperature: divides the logits.
-            entropy_grad: make entropies differentiable.
+        `n_tokens` is the number of real tokens in the rank's slice of embeddings and head. Padding rows follow.
         """
         super().__init__()
         n_padded = hf_model.config.vocab_size + -hf_model.config.vocab_size % groups.tp.size()
@@ -228,13 +217,14 @@ class MegatronScorer(Scorer):
         self.stage = new_stage(config, groups, n_padded, is_tied=is_tied, recomputes=hf_model.is_gradient_checkpointing)
         self._hf_models = [hf_model]  # a list hides it from torch, because it is no submodule
         base_parts = find_parts(config, n_tokens, is_tied=is_tied)
-        self._parts_of_stages = [parts | find_adapter_parts(hf_model, parts) for parts in base_parts]
-        self.parts = self._parts_of_stages[groups.pp.rank()]
+        self.parts_of_stages = [parts | find_adapter_parts(hf_model, parts) for parts in base_parts]
+        self.parts = self.parts_of_stages[groups.pp.rank()]
         self.saved_parts = self.parts
         if adapter_config(hf_model) is not None:
             attach_adapter(self.stage, hf_model, self.parts)
             self.saved_parts = find_adapter_parts(hf_model, self.parts)
-        self._whole = {part.parameter: part for part in self.parts.values() if part.dim is None}
+        self.replicated = {part.parameter for part in self.parts.values() if part.dim is None}
+        """Parameters that each tensor-parallel rank holds as a whole."""
         self._n_tokens = n_tokens
         self._temperature = temperature
         self._entropy_grad = entropy_grad
@@ -257,26 +247,18 @@ class MegatronScorer(Scorer):
         """Return the parameter that holds a part of this rank."""
         return self.stage.get_parameter(part.parameter)
 
-    def find_stage(self, name: str) -> int:
-        """Return the first pipeline stage that has a tensor of the Hugging Face model."""
-        return next(stage for stage, parts in enumerate(self._parts_of_stages) if name in parts)
-
-    def is_replicated(self, parameter: str) -> bool:
-        """Return True if each tensor-parallel rank holds the whole parameter."""
-        return parameter in self._whole
-
     def has_partial_gradient(self, parameter: str) -> bool:
         """Return True for a replicated parameter that each tensor-parallel rank applies to its own heads or tokens.
 
         Its gradient is then the sum over these ranks.
         """
-        part = self._whole.get(parameter)
-        return part is not None and (self.stage.config.sequence_parallel or part.is_norm_of_heads)
+        is_norm_of_heads = parameter.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+        return parameter in self.replicated and (self.stage.config.sequence_parallel or is_norm_of_heads)
 
     def has_copy(self, parameter: str) -> bool:
         """Return True for tied embeddings that are copied to the first and the last pipeline stage."""
         is_end = parameter in (EMBEDDINGS_PARAMETER, HEAD_PARAMETER)
-        return is_end and self.hf_model.config.tie_word_embeddings and len(self._parts_of_stages) > 1
+        return is_end and self.hf_model.config.tie_word_embeddings and len(self.parts_of_stages) > 1
 
     def requires_grad_(self, requires_grad: bool = True) -> MegatronScorer:
         """Freeze or unfreeze the parameters."""

@@ -31,11 +31,6 @@ class Part:
     select: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     """Function from the parameter, or any tensor of its shape, to a view of the part's elements in their order."""
 
-    @property
-    def is_norm_of_heads(self) -> bool:
-        """True for the weights of a norm that each rank applies to its own heads."""
-        return self.parameter.endswith(("q_layernorm.weight", "k_layernorm.weight"))
-
     def read(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return the part with shape `shape` from values of the parameter's shape. It is a view if possible."""
         return self.select(values).reshape(tuple(shape))
@@ -49,10 +44,8 @@ class Part:
 def find_parts(config: TransformerConfig, n_tokens: int, *, is_tied: bool) -> list[dict[str, Part]]:
     """Return the parts of a tensor-parallel rank for each pipeline stage.
 
-    Args:
-        config: configuration of the model.
-        n_tokens: number of real tokens in the rank's slice of embeddings and head. Padding rows follow.
-        is_tied: True if the head is the embeddings. If they are in different stages, both stages have a copy.
+    `n_tokens` is the number of real tokens in the rank's slice of embeddings and head. Padding rows follow. If the head
+    is the embeddings (`is_tied`) and they are in different stages, both stages have a copy.
     """
     n_stages = config.pipeline_model_parallel_size
     n_layers = config.num_layers // n_stages

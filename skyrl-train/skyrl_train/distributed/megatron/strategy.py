@@ -55,14 +55,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def configure(
     model: PreTrainedModel, source: str, parallel: MegatronConfig, section: str, lora: LoraSpec | None
 ) -> TransformerConfig:
-    """Add the adapter to a model and return the model's Megatron-Core configuration.
+    """Add the adapter to a model, with or without weights, and return the model's Megatron-Core configuration.
 
-    Args:
-        model: the model, with or without weights.
-        source: its name in error messages.
-        parallel: the parallel sizes.
-        section: the key of its settings, e.g. trainer.policy.
-        lora: the specification of its adapter, if any.
+    Error messages call the model `source`. `section` is the key of its settings, e.g. trainer.policy.
 
     Raises:
         ConfigError: Megatron-Core cannot compute the model or its adapter, or the sizes do not divide them.
@@ -181,11 +176,15 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
 
     def clip_gradients(self, module: MegatronScorer, max_norm: float) -> float:
         self._sum_gradients(module)
-        gradients = [
-            parameter.grad
-            for name, parameter in module.stage.named_parameters()
-            if parameter.grad is not None and self._is_counted(module, name)
-        ]
+        gradients = []
+        for name, parameter in module.stage.named_parameters():
+            # Count a parameter on exactly one of the ranks that have it.
+            if name in module.replicated:
+                is_counted = self._groups.tp.rank() == 0
+            else:
+                is_counted = not (module.has_copy(name) and name == HEAD_PARAMETER)
+            if parameter.grad is not None and is_counted:
+                gradients.append(parameter.grad)
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
         dist.all_reduce(square, group=self._groups.mp)
@@ -211,12 +210,6 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
                 dist.all_reduce(total, group=self._embedding_group)
             parameter.grad.copy_(total)
 
-    def _is_counted(self, module: MegatronScorer, name: str) -> bool:
-        """Return True on exactly one of the ranks that have the same parameter, so that the norm counts it once."""
-        if module.is_replicated(name):
-            return bool(self._groups.tp.rank() == 0)
-        return not (module.has_copy(name) and name == HEAD_PARAMETER)
-
     def full_tensors(
         self, module: MegatronScorer, kind: SyncKind = "full", *, as_exported: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -233,7 +226,8 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         def gather_part(described: torch.Tensor) -> torch.Tensor:
             assert isinstance(described, torch.nn.Parameter)
             name, shape = names[described], described.shape
-            dtype, owner = module.export_dtypes.get(name, described.dtype), module.find_stage(name)
+            dtype = module.export_dtypes.get(name, described.dtype)
+            owner = next(stage for stage, parts in enumerate(module.parts_of_stages) if name in parts)
             if owner == pipeline.rank():
                 part = module.parts[name]
                 tensor = gather(self._as_slice(part, module.parameter_of(part).detach(), shape)).to(dtype)

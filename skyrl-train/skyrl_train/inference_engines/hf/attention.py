@@ -141,7 +141,7 @@ class PackedCache:
         self._last_runs: list[RowRun] = []
         if narrows:
             self.last_tokens = torch.from_numpy(ends - 1).to(device)
-            last_rows = [row.last_token for row in rows]
+            last_rows = [Row(row.sequence, 1, row.n_skipped + row.n_new - 1) for row in rows]
             self._last_runs = list(_runs(last_rows, self.position_ids[self.last_tokens], memory, is_isolated=False))
 
     def update(

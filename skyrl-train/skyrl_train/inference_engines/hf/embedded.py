@@ -1,12 +1,10 @@
 """Base class of the embedded engine: a Hugging Face model that may share the policy's tensors."""
 
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,7 +13,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
 from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
-from skyrl_train.inference_engines.stepped import EngineThread, MemoryPart, SteppedEngine
+from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread, MemoryPart, SteppedEngine
 from skyrl_train.models.logprobs import lm_head_logits, scaled_logits
 from skyrl_train.models.lora import trained_parameters
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
@@ -34,29 +32,6 @@ class DrawnSequence(ActiveSequence):
 S = TypeVar("S", bound=DrawnSequence)
 
 
-class SequenceQueue(Generic[S]):
-    """The sequences of an engine, waiting or running, each in the order of arrival."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[S] = deque()
-        self.running: list[S] = []
-
-    def __iter__(self) -> Iterator[S]:
-        return chain(self.running, self.waiting)
-
-    def take_finished(self) -> list[S]:
-        """Remove and return the sequences that are over."""
-        over = [sequence for sequence in self if sequence.is_over]
-        if over:
-            self.running = [sequence for sequence in self.running if not sequence.is_over]
-            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_over)
-        return over
-
-    def clear(self) -> None:
-        """Remove all sequences."""
-        self.running, self.waiting = [], deque()
-
-
 class EmbeddedEngine(SteppedEngine[S]):
     """An engine that generates with the tensors of `model`. If a trainer updates them, a sync only sets the version.
 
@@ -64,7 +39,6 @@ class EmbeddedEngine(SteppedEngine[S]):
     """
 
     sequence_type: type[S]
-    _queue: SequenceQueue[S]
     unit = 1
     """Tokens by which the memory of a sequence grows."""
 
@@ -92,13 +66,9 @@ class EmbeddedEngine(SteppedEngine[S]):
             EngineError: the engine cannot run the model.
         """
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-        super().__init__(
-            context_length=int(model.config.get_text_config().max_position_embeddings),
-            vocab_size=int(model.config.get_text_config().vocab_size),
-            eos_ids=all_eos_ids(ids, tokenizer.eos_token_id),
-            tokenizer=tokenizer,
-            thread=EngineThread(executor, "hf-engine"),
-        )
+        config, eos_ids = model.config.get_text_config(), all_eos_ids(ids, tokenizer.eos_token_id)
+        facts = EngineFacts(int(config.max_position_embeddings), int(config.vocab_size), sorted(eos_ids))
+        super().__init__(facts, tokenizer, EngineThread(executor, "hf-engine"))
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_cache_bytes = max_cache_bytes
@@ -117,19 +87,18 @@ class EmbeddedEngine(SteppedEngine[S]):
 
     @abstractmethod
     def _probe(self) -> tuple[int, int]:
-        """Run a few tokens, and return the bytes of cache for each sequence and for each of its tokens.
+        """Return the bytes of cache for each sequence and for each of its tokens.
 
-        Raises:
-            EngineError: the hidden states are wrong.
+        Run a few tokens first, and raise EngineError if their hidden states are wrong.
         """
 
     @abstractmethod
     def _create_cache(self, n_tokens: int) -> None:
-        """Create the cache of at most `n_tokens`, and the `_queue`."""
+        """Create the cache of at most `n_tokens`."""
 
-    @abstractmethod
     def _restart_all(self) -> None:
         """Drop everything that the model remembers of the sequences. They wait, and are prefilled again."""
+        self._queue.restart_all()
 
     def _n_bytes(self, n_rows: int, n_tokens: int) -> int:
         """Return the bytes of cache for sequences of `n_tokens`."""
@@ -145,15 +114,6 @@ class EmbeddedEngine(SteppedEngine[S]):
         sequence = self.sequence_type(request, max_tokens)
         sequence.draw = Draw(request.sampling, request.seed, sequence.token_ids, sequence.n_prompt, self._eos_ids)
         return sequence
-
-    def _add(self, sequences: Sequence[S]) -> None:
-        self._queue.waiting.extend(sequences)
-
-    def _active_sequences(self) -> Iterable[S]:
-        return self._queue
-
-    def _take_finished(self) -> list[S]:
-        return self._queue.take_finished()
 
     async def _drop_all(self) -> None:
         self._queue.clear()

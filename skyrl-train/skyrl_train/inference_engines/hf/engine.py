@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.inference_engines.base import EngineSetup
 from skyrl_train.inference_engines.hf.embedded import EmbeddedEngine
 from skyrl_train.inference_engines.hf.general import GeneralEngine
 from skyrl_train.inference_engines.hf.packed import PackedEngine
-from skyrl_train.inference_engines.setup import EngineSetup
 from skyrl_train.models.loading import default_device, load_model, load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.hf.embedded import DrawnSequence, EmbeddedEngine, SequenceQueue
+from skyrl_train.inference_engines.hf.embedded import DrawnSequence, EmbeddedEngine
 from skyrl_train.inference_engines.hf.padded_cache import PaddedCache
-from skyrl_train.inference_engines.hf.support import check_cache, measure_cache
+from skyrl_train.inference_engines.hf.support import check_cache
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.models.loading import autocast
 
@@ -47,10 +47,15 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
             check_cache(self._model, self._bf16, is_padded=False)
             logger.warning("Only sequences of equal length share a batch, which is slow, because %s", error)
             self._is_padded = False
-        return measure_cache(self._model, self._bf16)
+        sizes = []  # bytes of the cache for 1 and 2 tokens
+        for n_tokens in (1, 2):
+            cache = PaddedCache(self._model)
+            with torch.inference_mode(), autocast(self._model.device, self._bf16):
+                cache.read([[2] * n_tokens])
+            sizes.append(cache.n_bytes)
+        return 2 * sizes[0] - sizes[1], sizes[1] - sizes[0]
 
     def _create_cache(self, n_tokens: int) -> None:
-        self._queue = SequenceQueue()
         self._batches: deque[Batch] = deque()  # of the running sequences, changed only in the thread or between steps
 
     async def end_session(self, session_id: str) -> None:
@@ -97,8 +102,7 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
         return new
 
     def _restart_all(self) -> None:
-        self._queue.waiting.extendleft(reversed(self._queue.running))
-        self._queue.running = []
+        super()._restart_all()
         self._batches.clear()
 
     @torch.inference_mode()

@@ -67,9 +67,6 @@ class PackedEngine(EmbeddedEngine[CachedSequence]):
                 sequence.experts = experts.to("cpu", copy=True).numpy()
         return finished
 
-    def _restart_all(self) -> None:
-        self._queue.restart_all()
-
     def _drop_caches(self) -> None:
         super()._drop_caches()
         self._memory.release()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from skyrl_train.inference_engines.hf.embedded import DrawnSequence, SequenceQueue
+from skyrl_train.inference_engines.hf.embedded import DrawnSequence
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy
 from skyrl_train.inference_engines.hf.region_table import Deferral, Region, RegionTable, prefix_keys
+from skyrl_train.inference_engines.sequence import SequenceQueue
 
 
 @dataclass(slots=True, eq=False)
@@ -64,11 +65,6 @@ class Row:
     def is_complete(self) -> bool:
         """True if the step reads the sequence's last token, so that the next token can be sampled."""
         return self.n_before + self.n_new == len(self.sequence.token_ids)
-
-    @property
-    def last_token(self) -> Row:
-        """Row of the last new token alone."""
-        return Row(self.sequence, 1, self.n_skipped + self.n_new - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +133,9 @@ class Scheduler(SequenceQueue[CachedSequence]):
 
     def restart_all(self) -> None:
         """Drop all regions. Every sequence waits and is read again."""
-        for sequence in reversed(self.running):
+        for sequence in self.running:
             sequence.region = None
-            self.waiting.appendleft(sequence)
-        self.running = []
+        super().restart_all()
         self._table.clear()
 
     def _admit(self) -> None:

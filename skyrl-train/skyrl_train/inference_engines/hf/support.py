@@ -113,17 +113,6 @@ def check_cache(model: PreTrainedModel, bf16: bool, *, is_padded: bool) -> None:
         _compare(torch.stack(states[name]), expected[name][positions[name]], model, bf16, failure)
 
 
-def measure_cache(model: PreTrainedModel, bf16: bool) -> tuple[int, int]:
-    """Return the bytes of a model's own cache for each sequence, and for each token of it."""
-    sizes = []
-    for n_tokens in (1, 2):
-        cache = PaddedCache(model)
-        with torch.inference_mode(), autocast(model.device, bf16):
-            cache.read([[2] * n_tokens])
-        sizes.append(cache.n_bytes)
-    return 2 * sizes[0] - sizes[1], sizes[1] - sizes[0]
-
-
 @contextmanager
 def _failing_as(failure: str) -> Iterator[None]:
     """Turn any exception but a lack of memory into an EngineError. A model may raise anything."""

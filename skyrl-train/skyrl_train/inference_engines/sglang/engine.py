@@ -1,12 +1,19 @@
 """SGLang behind its native server API (version 0.5.23): `/generate`, weights from a folder, memory control.
 
+A run starts the server on this machine, or connects to a running one.
+
 `make test-sglang` runs it against SGLang's server on a CPU, but it has not been run on a GPU yet. All other tests use a
 server that imitates SGLang's API and samples with the embedded engine.
 """
 
 import asyncio
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,17 +25,27 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
-from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.base import (
+    EngineRequest,
+    EngineSetup,
+    InferenceEngine,
+    SamplingParams,
+    weight_folder,
+)
 from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
-from skyrl_train.inference_engines.stepped import MemoryPart
+from skyrl_train.inference_engines.stepped import EngineFacts, MemoryPart
 from skyrl_train.weight_sync import MirroredReceiver, Receipt, Receiver, SyncPlan, WeightMirror
+from skyrl_train.weight_sync.sync import free_port
 
 SHARD_BYTES = 1 << 30
 MAX_FLUSH_S = 30.0
 ABORT_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 20.0
+POLL_S = 0.5
+OWN_OPTIONS = {"host": "127.0.0.1", "skip_tokenizer_init": True, "enable_memory_saver": True}
 
 
 class SGLangEngine(HTTPEngine):
@@ -65,31 +82,30 @@ class SGLangEngine(HTTPEngine):
             EngineError: the server does not answer, or has an unsupported version.
         """
         url = server_url(address)
-        facts = call_server(url, "GET", "/server_info")
+        info = call_server(url, "GET", "/server_info")
         config = AutoConfig.from_pretrained(model_path).get_text_config()
-        if "max_req_input_len" not in facts:
+        if "max_req_input_len" not in info:
             raise EngineError(
                 f"{url} is not an SGLang 0.5.23 server: its /server_info reports no max_req_input_len; install that "
                 "version"
             )
-        n_context = int(facts["max_req_input_len"])  # a prompt must be shorter, even one that resumes a response
+        n_context = int(info["max_req_input_len"])  # a prompt must be shorter, even one that resumes a response
         try:
             model_eos = GenerationConfig.from_pretrained(model_path).eos_token_id
         except OSError:  # the model has no generation config
             model_eos = config.eos_token_id
-        super().__init__(
-            url,
-            context_length=n_context,
-            vocab_size=int(config.vocab_size),
-            eos_ids=all_eos_ids(model_eos, tokenizer.eos_token_id),
-            tokenizer=tokenizer,
-            weight_dtype=getattr(torch, str(facts.get("dtype")), None),  # None for "auto"
+        facts = EngineFacts(
+            n_context,
+            int(config.vocab_size),
+            sorted(all_eos_ids(model_eos, tokenizer.eos_token_id)),
+            can_sleep=bool(info.get("enable_memory_saver")),
+            dtype=info.get("dtype"),  # may be "auto"
         )
+        super().__init__(url, facts, tokenizer)
         self._model_path = model_path
         self._weight_folder = weight_folder
         self._weight_mirror = WeightMirror()
         self._end_server = end_server
-        self._can_sleep = bool(facts.get("enable_memory_saver"))
         self._name = uuid4().hex  # other clients of the server also number their requests
 
     def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
@@ -137,10 +153,12 @@ class SGLangEngine(HTTPEngine):
             raise EngineError(f"the SGLang server at {self._url} aborted a request: {message}")
         # completion_tokens is cumulative, although with --incremental-streaming-output events carry only new tokens
         n_new = meta["completion_tokens"] - sequence.n_received
+        if not n_new:
+            return Output(request_id, [], meta.get("cached_tokens"))
         sequence.n_received += n_new
-        tops = _last(meta.get("output_top_logprobs") or [], n_new) or [None] * n_new
+        tops = (meta.get("output_top_logprobs") or [])[-n_new:] or [None] * n_new
         choices = []
-        for (logprob, token_id, _), top in zip(_last(meta["output_token_logprobs"], n_new), tops, strict=True):
+        for (logprob, token_id, _), top in zip(meta["output_token_logprobs"][-n_new:], tops, strict=True):
             logprob = math.nan if logprob is None else logprob  # JSON has no NaN
             choices.append(
                 SampledToken(
@@ -197,11 +215,11 @@ class SGLangEngine(HTTPEngine):
 
     async def _release_memory(self) -> None:
         await self._flush_cache()
-        if self._can_sleep:
+        if self._facts.can_sleep:
             await self._request("POST", "/release_memory_occupation", json={"tags": ["kv_cache", "weights"]})
 
     async def _restore_memory(self, part: MemoryPart) -> None:
-        if self._can_sleep:
+        if self._facts.can_sleep:
             await self._request("POST", "/resume_memory_occupation", json={"tags": [part]})
 
     async def _shut_down(self) -> None:
@@ -209,11 +227,6 @@ class SGLangEngine(HTTPEngine):
         await super()._shut_down()
         if self._end_server is not None:
             await self._thread.run(self._end_server)
-
-
-def _last(values: Sequence[Any], n: int) -> Sequence[Any]:
-    """Return the last n values, where n may be 0."""
-    return values[max(0, len(values) - n) :]
 
 
 def write_model(folder: Path, model_path: str, weights: Receiver) -> None:
@@ -230,3 +243,98 @@ def write_model(folder: Path, model_path: str, weights: Receiver) -> None:
     if shard:
         save_file(shard, folder / f"model-{n_shards:05}.safetensors")
     AutoConfig.from_pretrained(model_path).save_pretrained(folder)
+
+
+def start(setup: EngineSetup) -> InferenceEngine:
+    """Start a server on this machine, and connect to it."""
+    generator, path = setup.cfg.generator, setup.cfg.trainer.policy.model.path
+    options = {
+        "model_path": path,
+        "dtype": setup.cfg.engine_dtype(has_gpu=torch.cuda.is_available()),
+        "tp_size": generator.inference_engine_tensor_parallel_size,
+        "pp_size": generator.inference_engine_pipeline_parallel_size,
+        "dp_size": generator.inference_engine_data_parallel_size,
+        "mem_fraction_static": setup.usable_bytes / setup.total_bytes,
+        "max_running_requests": generator.max_num_seqs,
+        "chunked_prefill_size": generator.max_num_batched_tokens if generator.enable_chunked_prefill else -1,
+        "disable_radix_cache": not generator.enable_prefix_caching,
+        "disable_cuda_graph": generator.enforce_eager,
+        **generator.engine_options,
+    }
+    address, end_server = launch_server(options, generator.engine_start_timeout_seconds)
+    try:
+        return SGLangEngine(address, path, setup.tokenizer, weight_folder(setup.cfg), end_server)
+    except BaseException:
+        end_server()
+        raise
+
+
+def connect(url: str, setup: EngineSetup) -> InferenceEngine:
+    """Connect to a running server."""
+    return SGLangEngine(url, setup.cfg.trainer.policy.model.path, setup.tokenizer, weight_folder(setup.cfg))
+
+
+def launch_server(
+    options: Mapping[str, Any],
+    start_timeout_s: float,
+    command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server"),
+) -> tuple[str, Callable[[], None]]:
+    """Start a server on this machine and wait until it is healthy. Blocks.
+
+    `options` are fields of SGLang's `ServerArgs`, such as `model_path`.
+
+    Returns:
+        The server's address, and a function that ends the server.
+
+    Raises:
+        EngineError: the server ended or was not healthy in time, or `options` has an option that we set ourselves.
+    """
+    if clashes := sorted((OWN_OPTIONS.keys() | {"port"}) & options.keys()):
+        raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
+    address = f"127.0.0.1:{free_port()}"
+    arguments = list_arguments({**OWN_OPTIONS, "port": int(address.rpartition(":")[2]), **options})
+    process = subprocess.Popen([*command, *arguments], start_new_session=True)  # so `end` can also kill its workers
+
+    def end() -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_TIMEOUT_S)
+                return
+
+    deadline = time.monotonic() + start_timeout_s
+    try:
+        while True:
+            if process.poll() is not None:
+                raise EngineError(
+                    f"SGLang ended with exit status {process.returncode} before it was ready, started with "
+                    f"{' '.join(arguments)}; see its output above"
+                )
+            with suppress(EngineError):
+                call_server(f"http://{address}", "GET", "/health")
+                return address, end
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"SGLang was not ready in {start_timeout_s:g} s; see its output above. If it is still "
+                    "loading, raise generator.engine_start_timeout_seconds"
+                )
+            time.sleep(POLL_S)
+    except BaseException:
+        end()
+        raise
+
+
+def list_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Convert options to command-line arguments. None and False are left out.
+
+    `{"tp_size": 2, "trust_remote_code": True}` becomes `--tp-size 2 --trust-remote-code`.
+    """
+    arguments = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        arguments.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            arguments += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+    return arguments

@@ -50,9 +50,7 @@ class AsyncVLLMEngine(AsyncEngine):
     def __init__(self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
         """Start the processes and load a model. This takes seconds to minutes.
 
-        Args:
-            options: fields of vLLM's `EngineArgs`.
-            tokenizer: the policy's tokenizer, used to detect stop strings.
+        `options` are fields of vLLM's `EngineArgs`. The `tokenizer` detects stop strings.
 
         Raises:
             EngineError: this machine has too few GPUs, or vLLM cannot start with these options.
@@ -79,34 +77,22 @@ class AsyncVLLMEngine(AsyncEngine):
                 )
             except Exception as error:
                 raise cannot_start(options, error) from error
-        self._facts = read_facts(config, tokenizer.eos_token_id)
-        super().__init__(
-            context_length=self._facts.context_length,
-            vocab_size=self._facts.vocab_size,
-            eos_ids=frozenset(self._facts.eos_ids),
-            tokenizer=tokenizer,
-            thread=EngineThread(None, "vllm-engine"),
-            weight_dtype=self._facts.weight_dtype,
-        )
-        self.n_weight_copies = self._facts.n_workers
+        facts = read_facts(config, tokenizer.eos_token_id)
+        super().__init__(facts, tokenizer, EngineThread(None, "vllm-engine"))
         self._eos_token_id = tokenizer.eos_token_id
         self._reading: asyncio.Task[None] | None = None
 
     async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
-        if self._reading is None:
-            await self._prepare()
+        if self._reading is None:  # install the sampler, and run a trial step
+            check_results(await self._call_workers("skyrl_prepare", self._eos_token_id, os.getpid()))
+            try:
+                await self._client.add_request_async(trial_request(self._facts))
+                await self._client.get_output_async()
+            except Exception as error:
+                raise cannot_run(error) from error
+            self._reading = asyncio.create_task(self._read())
         for request_id, sequence in new.items():
             await self._ask(self._client.add_request_async(core_request(request_id, sequence, self._facts)))
-
-    async def _prepare(self) -> None:
-        """Install the sampler and run a trial step. Some models load but fail in their first step."""
-        check_results(await self._call_workers("skyrl_prepare", self._eos_token_id, os.getpid()))
-        try:
-            await self._client.add_request_async(trial_request(self._facts))
-            await self._client.get_output_async()
-        except Exception as error:
-            raise cannot_run(error) from error
-        self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         """Put the engine core's outputs into the queue until the core ends."""
@@ -142,10 +128,9 @@ class AsyncVLLMEngine(AsyncEngine):
         return decode_receipts(await self._call_workers("skyrl_receive_weights", encode_plan(plan)))
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all workers. Return the results in rank order.
+        """Call a method of all workers and return the results in rank order.
 
-        Raises:
-            EngineLostError: a worker has ended. vLLM then ends all workers.
+        Raise EngineLostError if a worker has ended. vLLM then ends all workers.
         """
         try:
             results = await self._ask(self._client.call_utility_all_async("collective_rpc", method, None, args, None))
@@ -157,11 +142,7 @@ class AsyncVLLMEngine(AsyncEngine):
         return [result for replica in results for result in replica]
 
     async def _ask(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call to the engine core. vLLM itself would wait forever if the core ends, so poll its health.
-
-        Raises:
-            EngineLostError: the core has ended.
-        """
+        """Await a call to the engine core, or raise EngineLostError if the core ends. vLLM would wait forever."""
         answer = asyncio.ensure_future(call)
         try:
             while not answer.done():

@@ -1,4 +1,4 @@
-"""vLLM's engine core in this process, and the options, requests and outputs of all vLLM engines."""
+"""Options, requests and outputs of vLLM's engine core, in this process or in another."""
 
 from __future__ import annotations
 
@@ -12,30 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory, model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine.core_client import EngineCoreClient
-from vllm.v1.executor import Executor
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
 from skyrl_train.inference_engines.base import SamplingParams as OurParams
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
-from skyrl_train.inference_engines.stepped import MemoryPart
+from skyrl_train.inference_engines.stepped import EngineFacts
 from skyrl_train.inference_engines.vllm.sampler import from_columns
-from skyrl_train.inference_engines.vllm.wire import (
-    EXTENSION,
-    Facts,
-    check_results,
-    decode_receipts,
-    encode_plan,
-    encode_request,
-)
-from skyrl_train.inference_engines.vllm.worker import read_facts
-from skyrl_train.weight_sync import Receipt, SyncPlan
+from skyrl_train.inference_engines.vllm.wire import EXTENSION, encode_request
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,78 +40,6 @@ OWN_OPTIONS = {
     "use_tqdm_on_load": False,
     "worker_extension_cls": EXTENSION,
 }
-
-
-class Core:
-    """The one vLLM engine core of this process. Use it from a single thread."""
-
-    def __init__(self, options: Mapping[str, Any], eos_token_id: int | None) -> None:
-        """Start the core. `options` are fields of vLLM's `EngineArgs`, and `eos_token_id` is the tokenizer's.
-
-        Raises:
-            EngineError: vLLM cannot start with these options.
-        """
-        if model_parallel_is_initialized():
-            raise EngineError("this process already has a vLLM engine; call close() on it first")
-        with starting({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
-            try:
-                config = create_config({**OWN_OPTIONS, "tensor_parallel_size": 1}, options)
-                self._client = EngineCoreClient.make_client(
-                    multiprocess_mode=False,
-                    asyncio_mode=False,
-                    vllm_config=config,
-                    executor_class=Executor.get_class(config),
-                    log_stats=False,
-                )
-            except Exception as error:
-                cleanup_dist_env_and_memory()
-                raise cannot_start(options, error) from error
-        self.facts = read_facts(config, eos_token_id)
-        try:
-            check_results(self._client.collective_rpc("skyrl_prepare", args=(eos_token_id,)))
-            self._client.add_request(trial_request(self.facts))
-            self._client.get_output()
-            self.reset_cache([])
-        except Exception as error:
-            self.shutdown()
-            raise cannot_run(error) from error
-
-    def step(self, new: Mapping[str, ActiveSequence], aborted: list[str]) -> list[Output]:
-        """Remove the `aborted` requests, add the `new` requests, and run one step."""
-        self._client.abort_requests(aborted)
-        for request_id, sequence in new.items():
-            self._client.add_request(core_request(request_id, sequence, self.facts))
-        return [read_output(output) for output in self._client.get_output().outputs]
-
-    def load_weights(self, plan: SyncPlan, aborted: list[str]) -> Receipt:
-        """Receive new weights. The tokens of remaining requests are prefilled again.
-
-        Raises:
-            EngineError: the tensor names do not fit the model.
-            SyncError: the sender did not answer in time.
-        """
-        self.reset_cache(aborted)
-        return decode_receipts(self._client.collective_rpc("skyrl_receive_weights", args=(encode_plan(plan),)))
-
-    def reset_cache(self, aborted: list[str]) -> None:
-        """Drop all keys and values and the `aborted` requests. The remaining requests are prefilled again."""
-        self._client.abort_requests(aborted)
-        self._client.reset_prefix_cache(reset_running_requests=True)
-
-    def sleep(self, aborted: list[str]) -> None:
-        """Release the device's memory if vLLM supports it. On CPUs, it does not."""
-        self.reset_cache(aborted)
-        if self.facts.can_sleep:
-            self._client.sleep(level=1)
-
-    def wake_up(self, part: MemoryPart) -> None:
-        """Undo `sleep` for one part, first for the weights and then for the cache."""
-        if self.facts.can_sleep:
-            self._client.wake_up([part])
-
-    def shutdown(self) -> None:
-        """Release everything."""
-        self._client.shutdown()
 
 
 def create_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmConfig:
@@ -149,7 +65,7 @@ def cannot_run(error: Exception) -> EngineError:
     return EngineError(f"vLLM cannot run this model here; use generator.backend=hf: {error}")
 
 
-def core_request(request_id: str, sequence: ActiveSequence, facts: Facts) -> EngineCoreRequest:
+def core_request(request_id: str, sequence: ActiveSequence, facts: EngineFacts) -> EngineCoreRequest:
     """Return the vLLM request that continues a sequence after its tokens so far."""
     sampling = sequence.sampling
     params = SamplingParams(
@@ -172,7 +88,7 @@ def core_request(request_id: str, sequence: ActiveSequence, facts: Facts) -> Eng
     )
 
 
-def trial_request(facts: Facts) -> EngineCoreRequest:
+def trial_request(facts: EngineFacts) -> EngineCoreRequest:
     """Return a request for one token. Some models load but fail in their first step."""
     return core_request("trial", ActiveSequence(EngineRequest([0], OurParams(max_new_tokens=1), seed=0), 2), facts)
 

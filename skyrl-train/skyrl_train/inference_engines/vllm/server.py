@@ -16,11 +16,10 @@ from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_u
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
-from skyrl_train.inference_engines.stepped import MemoryPart
+from skyrl_train.inference_engines.stepped import EngineFacts, MemoryPart
 from skyrl_train.inference_engines.vllm.wire import (
     EXTENSION,
     N_LEADING,
-    Facts,
     check_results,
     decode_receipts,
     encode_plan,
@@ -42,11 +41,9 @@ class VLLMServerEngine(HTTPEngine):
     GENERATE = "/inference/v1/generate"
 
     def __init__(self, address: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Connect to the server and install our sampler there.
+        """Connect to the server at `address` ("host:port" or a URL) and install our sampler there.
 
-        Args:
-            address: "host:port" or a URL.
-            tokenizer: the policy's tokenizer, used to detect stop strings.
+        The `tokenizer` detects stop strings.
 
         Raises:
             EngineError: the server does not answer, or was not started with `START_COMMAND`.
@@ -59,16 +56,7 @@ class VLLMServerEngine(HTTPEngine):
         except EngineError as error:
             raise EngineError(f"cannot control the server at {url}; start it with `{START_COMMAND}`") from error
         check_results(results)
-        self._facts = Facts(**results[0])
-        super().__init__(
-            url,
-            context_length=self._facts.context_length,
-            vocab_size=self._facts.vocab_size,
-            eos_ids=frozenset(self._facts.eos_ids),
-            tokenizer=tokenizer,
-            weight_dtype=self._facts.weight_dtype,
-        )
-        self.n_weight_copies = self._facts.n_workers
+        super().__init__(url, EngineFacts(**results[0]), tokenizer)
         self._last_tokens: dict[str, list[SampledToken]] = {}  # of finished responses that still lack their usage
 
     def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:

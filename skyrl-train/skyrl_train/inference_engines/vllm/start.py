@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.inference_engines.setup import EngineSetup
+from skyrl_train.inference_engines.base import EngineSetup, InferenceEngine
 from skyrl_train.models.memory import config_cache_bytes_per_token
 
 

@@ -20,23 +20,6 @@ MISSING, SAMPLING, RAW = -1, -2, -3  # token ids of columns, all different becau
 NAN = 2.0  # stands for NaN, because JSON has none: no log-prob is that large
 
 
-class Facts(NamedTuple):
-    """Facts about an engine and its model."""
-
-    context_length: int
-    vocab_size: int
-    eos_ids: list[int]
-    n_workers: int
-    can_sleep: bool
-    dtype: str  # of the weights, e.g. "bfloat16"
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-
 class SamplerRequest(NamedTuple):
     """The part of an `EngineRequest` that the sampler needs."""
 

@@ -26,8 +26,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.inference_engines.sequence import all_eos_ids
+from skyrl_train.inference_engines.stepped import EngineFacts
 from skyrl_train.inference_engines.vllm.sampler import PositionSampler
-from skyrl_train.inference_engines.vllm.wire import Facts, decode_plan
+from skyrl_train.inference_engines.vllm.wire import decode_plan
 from skyrl_train.weight_sync import MirroredReceiver, WeightMirror
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class WorkerExtension:
     vllm_config: VllmConfig
 
     def skyrl_prepare(self, eos_token_id: int | None, owner_pid: int | None = None) -> dict[str, Any]:
-        """Install our sampler. Return the `Facts` as a dict, or {"error": …}.
+        """Install our sampler. Return the `EngineFacts` as a dict, or {"error": …}.
 
         `eos_token_id` is the tokenizer's. If the process `owner_pid` ends, this worker also ends, and vLLM with it.
         """
@@ -56,22 +57,17 @@ class WorkerExtension:
         if not isinstance(self.model_runner, GPUModelRunner):  # the CPU runner is a subclass
             return {"error": "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"}
         facts = read_facts(self.vllm_config, eos_token_id)
-        self._allocate_received_states()
-        if owner_pid is not None:
-            threading.Thread(target=_end_with, args=(owner_pid,), daemon=True).start()
-        self.model_runner.sampler = PositionSampler(self.model_runner, frozenset(facts.eos_ids))
-        return facts._asdict()
-
-    def _allocate_received_states(self) -> None:
-        """Allocate memory for the hidden states of the previous pipeline stage.
-
-        vLLM does this in a trial pass, but skips the pass on a CPU if the cache size is set.
-        """
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            # Allocate the hidden states of the previous pipeline stage. vLLM does this in a trial pass, but skips the
+            # pass on a CPU if the cache size is set.
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=self.vllm_config.model_config.dtype, device=runner.device
             )
+        if owner_pid is not None:
+            threading.Thread(target=_end_with, args=(owner_pid,), daemon=True).start()
+        runner.sampler = PositionSampler(runner, frozenset(facts.eos_ids))
+        return facts._asdict()
 
     @cached_property
     def _weight_mirror(self) -> WeightMirror:
@@ -150,11 +146,11 @@ def _packing_experts(model: Any) -> Iterator[None]:
             method.moe_kernel = method.moe_kernel or kernel  # a failed sync may not have reached the layer
 
 
-def read_facts(config: VllmConfig, eos_token_id: int | None) -> Facts:
+def read_facts(config: VllmConfig, eos_token_id: int | None) -> EngineFacts:
     """Read the facts from vLLM's configuration. `eos_token_id` is the tokenizer's."""
     model = config.model_config
     ids = model.try_get_generation_config().get("eos_token_id")
-    return Facts(
+    return EngineFacts(
         int(model.max_model_len),
         int(model.get_vocab_size()),
         sorted(all_eos_ids(ids, eos_token_id)),

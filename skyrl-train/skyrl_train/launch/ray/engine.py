@@ -15,17 +15,11 @@ from transformers.utils.logging import disable_progress_bar
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.channel import listen
-from skyrl_train.inference_engines.remote import RemoteEngine, connect, new_token, serve
+from skyrl_train.inference_engines.remote import RemoteEngine, new_token, serve
 from skyrl_train.threads import threads_per_process
 
 ANSWER_TIMEOUT_S = 5.0
 PLACE_TIMEOUT_S = 300.0
-
-RayWrappedInferenceEngine = RemoteEngine
-"""The driver's client for an engine in an actor, as returned by `connect_engine`."""
-
-_make_engine: Callable[[], InferenceEngine] | None = None
-"""In an `EngineActor` process: the function that makes its engine."""
 
 
 class EngineActor:
@@ -36,19 +30,12 @@ class EngineActor:
         disable_progress_bar()
         self._listener = listen(f"{ray.util.get_node_ip_address()}:0")
 
-    def serve(
-        self, make_engine: Callable[[], InferenceEngine], token: bytes, n_processes: int, visible_devices: str
-    ) -> tuple[str, str]:
-        """Serve engines made by `make_engine`. Return their address and the name of this process.
+    def serve(self, token: bytes, n_processes: int, visible_devices: str) -> tuple[str, str]:
+        """Serve engines to connections that send the secret `token`. Return their address and this process's name.
 
-        Args:
-            make_engine: may be defined in the driver's `__main__`.
-            token: the secret that connections must send.
-            n_processes: number of processes that compute concurrently on the node.
-            visible_devices: `CUDA_VISIBLE_DEVICES` of the engine. Ray knows only its first GPU. "" without GPUs.
+        `n_processes` compute concurrently on the node. `visible_devices` becomes `CUDA_VISIBLE_DEVICES`, because Ray
+        knows only the engine's first GPU. It is "" without GPUs.
         """
-        global _make_engine
-        _make_engine = make_engine
         if visible_devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices  # CUDA reads it when it is first used
         torch.set_num_threads(threads_per_process(n_processes))
@@ -73,7 +60,7 @@ async def connect_engine(
     *,
     n_processes: int,
     visible_devices: Awaitable[str] | None = None,
-) -> RayWrappedInferenceEngine:
+) -> RemoteEngine:
     """Make an engine in an actor. Closing the engine ends the actor. For the arguments, see `EngineActor.serve`.
 
     Raises:
@@ -84,7 +71,7 @@ async def connect_engine(
     try:
         async with asyncio.timeout(PLACE_TIMEOUT_S):
             devices = "" if visible_devices is None else await visible_devices
-            address, name = await actor.serve.remote(make_engine, token, n_processes, devices)
+            address, name = await actor.serve.remote(token, n_processes, devices)
 
         def describe_end() -> str:
             try:
@@ -94,7 +81,9 @@ async def connect_engine(
             return f"{name} closed the connection"
 
         return await asyncio.to_thread(
-            connect, *(address, token, _make, describe_end, lambda: ray.kill(actor)), start_timeout_s=start_timeout_s
+            RemoteEngine,
+            *(address, token, make_engine, describe_end, lambda: ray.kill(actor)),
+            start_timeout_s=start_timeout_s,
         )
     except RayError as error:
         raise EngineError(f"the engine's process could not start: {error}") from error
@@ -107,13 +96,3 @@ async def connect_engine(
     except BaseException:
         ray.kill(actor)
         raise
-
-
-def _make() -> InferenceEngine:
-    """Make an engine in this actor.
-
-    The socket pickles this function by name. Ray has already delivered the driver's `make_engine`, because Ray can also
-    pickle functions defined in the driver's `__main__`.
-    """
-    assert _make_engine is not None
-    return _make_engine()

@@ -50,12 +50,8 @@ class RayLauncher:
     ) -> None:
         """Connect to the cluster. Call `start` next.
 
-        Args:
-            placement: number of devices for each model.
-            roles: the models to load.
-            sync: how to send weights between models and engines. None if no weights are sent.
-            n_engines: number of engines.
-            engine_size: number of devices per engine.
+        `placement` has the number of devices of each model in `roles`, and `engine_size` is that of each engine. `sync`
+        is None if no weights are sent between models and engines.
 
         Raises:
             ConfigError: the cluster does not answer or is too small.
@@ -91,11 +87,8 @@ class RayLauncher:
             devices = list(enumerate(self._reservation.devices(role)))
             worlds = [World(rank, len(devices), str(self.device)) for rank, _ in devices]
             self._ranks[role] = [RayRank(role, worlds[rank], device) for rank, device in devices]
-        self._engines = [self._start_engine_actor(index) for index in range(self._n_engines)]
-
-    def _start_engine_actor(self, index: int) -> Any:
-        first, *_ = self._engine_devices(index)
-        return start_engine_actor(first.options())
+        first_devices = [self._engine_devices(index)[0] for index in range(self._n_engines)]
+        self._engines = [start_engine_actor(device.options()) for device in first_devices]
 
     def _engine_devices(self, index: int) -> list[Device]:
         """Return an engine's devices, all on one node. They are part of the policy's devices or separate ones."""
@@ -135,7 +128,7 @@ class RayLauncher:
             )
 
         async def restart(index: int) -> InferenceEngine:
-            self._engines[index] = self._start_engine_actor(index)
+            self._engines[index] = start_engine_actor(self._engine_devices(index)[0].options())
             return await connect(index)
 
         engines = await asyncio.gather(*map(connect, range(self._n_engines)))

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from transformers.utils.logging import disable_progress_bar
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.launch.rank_host import RankHost
+from skyrl_train.launch.process import RankHost
 from skyrl_train.launch.ray.placement import Device
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT
 from skyrl_train.threads import threads_per_process
@@ -72,11 +72,7 @@ class RayRank:
         self._actor: Any = ray.remote(RankActor).options(**device.options()).remote(world.rank == 0)
 
     async def join(self, address: str, n_processes: int) -> timedelta:
-        """Join the model's process group at `address`. `n_processes` compute concurrently on the rank's node.
-
-        Returns:
-            Maximum time that this rank waits for other ranks in a collective.
-        """
+        """Join the model's process group, as `RankActor.join` does."""
         self._name += f" ({await self._ask('describe')})"
         return await self._ask("join", self._world, address, n_processes)
 

@@ -12,7 +12,7 @@ from transformers.trainer_utils import SchedulerType
 from skyrl_train.config import AlgorithmConfig, OptimizerConfig, load_config
 from skyrl_train.config.base import describe_field
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.launch.specs import optimizer_spec
+from skyrl_train.entrypoints.load_learner import optimizer_spec
 from skyrl_train.workers.worker import make_scheduler
 
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from skyrl_train.distributed import FSDP2Strategy, fsdp2
+from skyrl_train.distributed import FSDP2Strategy, hugging_face
 from skyrl_train.types.specs import World
 
 N_RANKS = 32
@@ -17,8 +17,8 @@ N_RANKS = 32
 @pytest.fixture
 def strategy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FSDP2Strategy]:
     """Rank 0 of 32 ranks that exchange nothing, and so have neither a group for files nor time limits."""
-    monkeypatch.setattr(fsdp2, "new_save_group", lambda: None)
-    monkeypatch.setattr(fsdp2, "set_timeout", lambda mesh, timeout: None)
+    monkeypatch.setattr(hugging_face, "new_save_group", lambda: None)
+    monkeypatch.setattr(hugging_face, "set_timeout", lambda mesh, timeout: None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_RANKS)
     try:
         yield FSDP2Strategy(World(0, N_RANKS), timedelta(seconds=60))

@@ -12,8 +12,7 @@ from train_kit.rollouts import Numbers, ScriptedGenerator
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.errors import DataError, EnvError
-from skyrl_train.generators.buffered import BufferedRollouts
-from skyrl_train.generators.source import LockstepRollouts, StepData
+from skyrl_train.generators.source import BufferedRollouts, Rollouts, StepData
 
 N_SAMPLES = 2
 
@@ -133,7 +132,7 @@ def test_a_kill_repeats_or_skips_no_draw(staleness: int, seed: int, n_before: in
         await killed.source.close()
         prompts = ShuffledPrompts(Numbers(12), 2, seed=0)
         if becomes_lockstep:
-            source = LockstepRollouts(cfg, ScriptedGenerator(), prompts)
+            source = Rollouts(cfg, ScriptedGenerator(), prompts)
             source.load_state_dict(state)
             after = [await source.take(step) for step in range(n_before + 1, n_before + 6)]
         else:

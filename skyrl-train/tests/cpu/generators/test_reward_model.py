@@ -11,8 +11,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from skyrl_train.config.generator import RewardModelConfig
 from skyrl_train.entrypoints.cli import main
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.reward_model import RewardModel
-from skyrl_train.generators.rewards import RewardSample, register_reward_function
+from skyrl_train.generators.rewards import RewardModel, RewardSample, register_reward_function
 from skyrl_train.types import Segment, Trajectory, TrajectoryID
 
 

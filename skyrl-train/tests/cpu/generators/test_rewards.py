@@ -30,7 +30,7 @@ from skyrl_train.generators.rewards import (
     judge,
     register_reward_function,
 )
-from skyrl_train.generators.source import LockstepRollouts
+from skyrl_train.generators.source import Rollouts
 from skyrl_train.learner import Learner
 from skyrl_train.types import PromptRow, Trajectory
 
@@ -105,7 +105,7 @@ async def test_the_stages_of_the_reward_pipeline_run_in_the_documented_order(
     )
     rollouts = {"n_samples_per_prompt": 8, "sampling_params": SamplingConfig(max_generate_length=4)}
     cfg = cfg.model_copy(update={"generator": cfg.generator.model_copy(update=rollouts)})
-    step = await LockstepRollouts(cfg, stage.generator, ShuffledPrompts(Stories(2), 2, seed=0)).take(1)
+    step = await Rollouts(cfg, stage.generator, ShuffledPrompts(Stories(2), 2, seed=0)).take(1)
     for t in step.played:
         is_stopped = t.last_stop_reason == "stop"
         assert t.is_valid != (is_stopped and t.id.instance_id == "1"), "rewards are set to 0 before they are rejected"

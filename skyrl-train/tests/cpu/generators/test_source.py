@@ -10,7 +10,7 @@ from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.errors import EnvError
-from skyrl_train.generators.source import LockstepRollouts, StepData
+from skyrl_train.generators.source import Rollouts, StepData
 from skyrl_train.types import PromptRow, Trajectory, TrajectoryID
 from skyrl_train.types.tokens import Phase
 
@@ -48,7 +48,7 @@ def config(n_prompts: int, **algorithm: Any) -> SkyRLConfig:
 async def sample(
     cfg: SkyRLConfig, generator: ScriptedGenerator, prompts: SequentialPrompts, *, greedy: bool = False
 ) -> StepData:
-    return await LockstepRollouts(cfg, generator, prompts, with_greedy_rewards=greedy).take(1)
+    return await Rollouts(cfg, generator, prompts, with_greedy_rewards=greedy).take(1)
 
 
 def uids(trajectories: Sequence[Trajectory]) -> list[str]:

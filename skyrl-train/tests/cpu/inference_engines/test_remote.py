@@ -28,7 +28,7 @@ from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, S
 from skyrl_train.inference_engines.channel import Channel, listen
 from skyrl_train.inference_engines.hf import load_engine
 from skyrl_train.inference_engines.process import ServerProcess, start_engine
-from skyrl_train.inference_engines.remote import TOKEN_BYTES, RemoteEngine, connect, new_token, serve
+from skyrl_train.inference_engines.remote import TOKEN_BYTES, RemoteEngine, new_token, serve
 from skyrl_train.weight_sync import SyncPlan
 
 MakeEngine = Callable[[], InferenceEngine]
@@ -78,7 +78,7 @@ class EngineServer:
             return "this process closed the connection"
 
         return await asyncio.to_thread(
-            connect, self.address, self.token, make_engine, describe_end, start_timeout_s=30.0
+            RemoteEngine, self.address, self.token, make_engine, describe_end, start_timeout_s=30.0
         )
 
     def open(self) -> socket.socket:

@@ -13,9 +13,9 @@ from skyrl_train.config.base import iter_fields
 from skyrl_train.config.loading import load_config
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.entrypoints.engine import sync_options, sync_tolerance
+from skyrl_train.entrypoints.load_learner import model_spec
 from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.ray.launcher import list_requests
-from skyrl_train.launch.specs import model_spec
 from skyrl_train.plan import RunPlan
 from skyrl_train.types.specs import World
 from skyrl_train.workers.group import LocalRank, WorkerGroup

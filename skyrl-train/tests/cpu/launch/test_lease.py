@@ -20,7 +20,7 @@ from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.launch.launcher import holding_devices
 from skyrl_train.launch.lease import Lease
-from skyrl_train.models.loading import load_value_model
+from skyrl_train.models.loading import load_model
 from skyrl_train.types import TrainingBatch
 from skyrl_train.types.specs import Role
 from skyrl_train.weight_sync import Receipt, SyncPlan, WeightSink, WeightSync
@@ -93,7 +93,7 @@ async def run(
     tiny_model: PreTrainedModel, tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> AsyncIterator[Run]:
     cpu = torch.device("cpu")
-    value_model = copy.deepcopy(load_value_model(str(tiny_model_path), dtype=torch.float32, device=cpu))
+    value_model = copy.deepcopy(load_model(str(tiny_model_path), "critic", dtype=torch.float32, device=cpu))
     policy = as_group("policy", copy.deepcopy(tiny_model), policy_objective(config().trainer))
     critic = as_group("critic", value_model, ValueObjective(0.2))
     ref = as_group("ref", copy.deepcopy(tiny_model), None)

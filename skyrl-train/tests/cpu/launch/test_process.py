@@ -29,7 +29,7 @@ async def test_a_rank_that_aborts_prints_its_stack(tiny_model_path: Path, capfd:
             await load_group(ranks, aborting)
     stack = capfd.readouterr().err
     assert "Fatal Python error: Aborted" in stack
-    assert "rank_host.py" in stack
+    assert "launch/process.py" in stack
 
 
 async def test_shared_ranks_that_have_ended_are_replaced(tiny_model_path: Path) -> None:

@@ -13,7 +13,7 @@ from train_kit.workers import config
 
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed import FSDP2Strategy
-from skyrl_train.launch.rank_host import COLLECTIVE_TIMEOUT, RankHost
+from skyrl_train.launch.process import COLLECTIVE_TIMEOUT, RankHost
 from skyrl_train.types.specs import World
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

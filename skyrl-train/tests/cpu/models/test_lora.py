@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from skyrl_train.config.policy import LoraConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.loading import load_value_model
+from skyrl_train.models.loading import load_model
 from skyrl_train.models.lora import (
     adapter_disabled,
     adapter_layers,
@@ -182,7 +182,7 @@ def test_a_saved_adapter_has_the_same_logits_in_peft_and_here(
 
 def test_a_bfloat16_model_has_a_float32_adapter_and_value_head(tiny_model_path: Path) -> None:
     policy = load_on_cpu(tiny_model_path, dtype=torch.bfloat16)
-    critic = load_value_model(str(tiny_model_path), dtype=torch.bfloat16, device=CPU)
+    critic = load_model(str(tiny_model_path), "critic", dtype=torch.bfloat16, device=CPU)
     for model in (policy, critic):
         add_adapter(model, spec(rank=4))
         assert {p.dtype for p in trained_parameters(model).values()} == {torch.float32}
@@ -191,7 +191,7 @@ def test_a_bfloat16_model_has_a_float32_adapter_and_value_head(tiny_model_path: 
 
 
 def test_a_critic_trains_its_value_head_too(tiny_model_path: Path, tmp_path: Path) -> None:
-    critic = load_value_model(str(tiny_model_path), dtype=torch.float32, device=CPU)
+    critic = load_model(str(tiny_model_path), "critic", dtype=torch.float32, device=CPU)
     model = randomized(critic, spec(rank=2))
     assert [name for name in trained_parameters(model) if ".lora_" not in name] == ["score.weight", "score.bias"]
     ours = adapted(critic, spec(lora_path=str(save(model, tmp_path))))

@@ -14,8 +14,8 @@ from skyrl_train.errors import SyncError
 from skyrl_train.models.lora import sync_tensors, trained_parameters
 from skyrl_train.weight_sync import SyncOptions, WeightMirror, WeightSync
 from skyrl_train.weight_sync.base import Transport
+from skyrl_train.weight_sync.memory import NAME
 from skyrl_train.weight_sync.mirror import allocate_host_memory
-from skyrl_train.weight_sync.shared_memory import NAME
 from skyrl_train.weight_sync.sync import free_port
 
 pytestmark = pytest.mark.usefixtures("frozen_objects")
@@ -100,7 +100,7 @@ async def test_changes_since_another_version_are_rejected_and_whole_weights_leav
     sync = WeightSync(source, {"engine 0": engine}, options)
     await sync(0)
     await WeightSync(source, {"engine 0": engine}, options)(7)
-    source.sent_weights.complete(0)
+    source.sent_weights.version = 0
     message = "weight sync 1 does not send all weights, but engine 0 does not hold the others"
     with pytest.raises(SyncError, match=message):
         await sync(1)

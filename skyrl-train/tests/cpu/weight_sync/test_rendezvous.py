@@ -89,7 +89,7 @@ def test_a_sender_learns_why_its_sync_was_called_off(tensors: Tensors) -> None:
 
 
 def test_shared_memory_between_machines_is_an_error_by_name(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "open_memory", lambda address: None)
+    monkeypatch.setattr(stream_module, "open_memory", lambda *_: None)
     plan = plan_for(tensors, "shared_memory")
     message = r"engine 0 cannot open the memory of rank 0 .*generator.weight_sync_backend=auto"
     receiver = partial(receive, replace(plan, rank=1))

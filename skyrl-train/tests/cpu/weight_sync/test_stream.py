@@ -19,7 +19,7 @@ from skyrl_train.errors import SyncError
 from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, rendezvous, send
 from skyrl_train.weight_sync import stream as stream_module
 from skyrl_train.weight_sync.base import Transport
-from skyrl_train.weight_sync.shared_memory import NAME, SharedMemory, open_memory
+from skyrl_train.weight_sync.memory import NAME, SharedMemory, open_memory
 
 pytestmark = pytest.mark.usefixtures("frozen_objects", "gpus_are_cpus")
 
@@ -70,7 +70,7 @@ def test_receivers_get_every_bit(
 def test_the_stream_takes_less_memory_than_its_tensors(tensors: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     create = SharedMemory.create
-    monkeypatch.setattr(SharedMemory, "create", lambda size: sizes.append(size) or create(size))
+    monkeypatch.setattr(SharedMemory, "create", lambda size, device: sizes.append(size) or create(size, device))
     transfer(plan_for(tensors, chunk_bytes=1000), tensors)
     assert sizes == [stream_module.N_SLOTS * 1024]
 
@@ -80,8 +80,8 @@ def test_receivers_on_other_machines_use_gloo_in_the_same_sync(
 ) -> None:
     is_first = threading.Lock()
 
-    def open_once(address: str) -> SharedMemory | None:
-        return open_memory(address) if is_first.acquire(blocking=False) else None
+    def open_once(address: str, device: torch.device) -> SharedMemory | None:
+        return open_memory(address, device) if is_first.acquire(blocking=False) else None
 
     monkeypatch.setattr(stream_module, "open_memory", open_once)
     sent, received = transfer(plan_for(tensors, "auto", n_receivers=3), tensors)
@@ -181,7 +181,7 @@ def test_each_rank_serves_the_receivers_on_its_gpu(
         return open_memory(address)
 
     monkeypatch.setattr(stream_module, "memory_location", lambda device: threading.current_thread().name)
-    monkeypatch.setattr(stream_module, "open_device_memory", open_recorded)
+    monkeypatch.setattr(stream_module, "open_memory", open_recorded)
     plan = plan_for(tensors, "cuda_ipc", n_receivers=len(places), timeout_s=100.0)
     results: list[tuple[Tensors, Receipt] | SyncError] = []
 

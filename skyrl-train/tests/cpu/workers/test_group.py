@@ -19,8 +19,7 @@ from train_kit.workers import config, policy_objective
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import EngineLostError, SyncError, WorkerError
-from skyrl_train.launch.process import ProcessRank
-from skyrl_train.launch.rank_host import RankHost
+from skyrl_train.launch.process import ProcessRank, RankHost
 from skyrl_train.models import scoring_module
 from skyrl_train.types.specs import World
 from skyrl_train.weight_sync import Receipt, Receiver, SyncOptions, SyncPlan, WeightSync, rendezvous

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import ValueObjective
 from skyrl_train.errors import CheckpointError
-from skyrl_train.models.loading import load_value_model
+from skyrl_train.models.loading import load_model
 from skyrl_train.types import TrainingBatch
 
 VALUE_CLIP = 0.3
@@ -21,7 +21,7 @@ VALUE_CLIP = 0.3
 @pytest.fixture
 def value_model(tiny_model_path: Path) -> PreTrainedModel:
     """The tiny model with a nonzero value head."""
-    model = load_value_model(str(tiny_model_path), dtype=torch.float32, device=torch.device("cpu"))
+    model = load_model(str(tiny_model_path), "critic", dtype=torch.float32, device=torch.device("cpu"))
     torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     return model
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
 
 from skyrl_train.algorithms.objectives import RewardObjective, ValueObjective
-from skyrl_train.models.loading import load_reward_model, load_value_model
+from skyrl_train.models.loading import load_model
 from skyrl_train.types.specs import Role
 from train_kit.batches import random_batch
 from train_kit.models import CPU, SMALL, create_model, load_on_cpu
@@ -65,9 +65,8 @@ def train_and_save(
 
 def load_head(base: Path, role: Role, pad_token_id: int | None = 0) -> PreTrainedModel:
     """Load a base as a critic or a reward model."""
-    if role == "critic":
-        return load_value_model(str(base), dtype=torch.float32, device=CPU)
-    return load_reward_model(str(base), dtype=torch.float32, device=CPU, key="path", pad_token_id=pad_token_id)
+    pad_token_id = pad_token_id if role == "reward" else None
+    return load_model(str(base), role, dtype=torch.float32, device=CPU, key="path", pad_token_id=pad_token_id)
 
 
 def save_head_adapter(

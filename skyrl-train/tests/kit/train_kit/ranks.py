@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.distributed import SingleStrategy
+from skyrl_train.entrypoints.load_learner import model_spec, optimizer_spec
 from skyrl_train.launch import process
 from skyrl_train.launch.process import ProcessRank
-from skyrl_train.launch.specs import model_spec, optimizer_spec
-from skyrl_train.models.loading import load_model, load_reward_model, load_value_model
+from skyrl_train.models.loading import load_model
 from skyrl_train.types import TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, World, lora_spec
 from skyrl_train.workers.group import LocalRank, Rank, WorkerGroup
@@ -92,12 +92,11 @@ def _is_usable(rank: ProcessRank) -> bool:
 
 def spec(role: Role, path: Path, cfg: TrainerConfig, *, max_grad_norm: float = 1e9, **loading: Any) -> ModelSpec:
     """Return the spec of a model in float32; its gradient is not clipped by default."""
-    load = {"critic": load_value_model, "reward": load_reward_model}.get(role, load_model)
     section = cfg.critic if role == "critic" else cfg.policy
     optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", 10)
     return model_spec(
         role,
-        partial(load, str(path), **{"dtype": torch.float32, "device": CPU} | loading),
+        partial(load_model, str(path), role, **{"dtype": torch.float32, "device": CPU} | loading),
         save_no_tokenizer,
         cfg,
         cfg.algorithm.temperature,

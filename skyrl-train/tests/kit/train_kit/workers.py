@@ -17,7 +17,7 @@ from skyrl_train.algorithms.registry import POLICY_LOSSES, PolicyLoss
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.distributed import SingleStrategy
-from skyrl_train.launch.specs import model_spec, optimizer_spec
+from skyrl_train.entrypoints.load_learner import model_spec, optimizer_spec
 from skyrl_train.types import TokenScores, TrainingBatch
 from skyrl_train.types.specs import Role, World, lora_spec
 from skyrl_train.workers.group import LocalRank, WorkerGroup

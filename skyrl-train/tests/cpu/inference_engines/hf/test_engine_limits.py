@@ -253,7 +253,7 @@ async def test_a_cancelled_close_continues(new_engine: NewEngine, gate: threadin
     gate.set()
     await engine.close()
     assert set(threading.enumerate()) <= threads
-    assert not list(engine._active_sequences())
+    assert not list(engine._queue)
     with pytest.raises(EngineError, match="the engine is closed"):
         await engine.pause()
 

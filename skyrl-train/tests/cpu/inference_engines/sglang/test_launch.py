@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
-from skyrl_train.inference_engines.sglang.engine import SGLangEngine
-from skyrl_train.inference_engines.sglang.launch import launch_server, list_arguments
+from skyrl_train.inference_engines.sglang.engine import SGLangEngine, launch_server, list_arguments
 
 
 @pytest.fixture

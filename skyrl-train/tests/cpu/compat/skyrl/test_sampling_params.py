@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from skyrl_train.compat.skyrl.sampling_params import to_sampling, to_sampling_params
 from skyrl_train.config import load_config
 from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.inference_engines.params import to_sampling, to_sampling_params
 from skyrl_train.inference_engines.utils import get_sampling_params_for_backend
 
 

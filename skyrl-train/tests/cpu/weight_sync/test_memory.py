@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.weight_sync.cuda_ipc import decode_handle, encode_handle
+from skyrl_train.weight_sync.memory import decode_handle, encode_handle
 
 
 @given(st.lists(st.binary(max_size=70) | st.integers(0, 2**63) | st.booleans(), max_size=9))
