@@ -169,9 +169,9 @@ class SingleStrategy(HuggingFaceStrategy):
 class FSDP2Strategy(HuggingFaceStrategy):
     """Fully sharded data parallelism: every rank holds a slice of each parameter, and gathers one block at a time.
 
-    A block is a transformer block. The rest (embeddings, final norm, head) is the root.
-    The process group must exist. Gradients are summed over ranks, not averaged, because the loss weights of each rank
-    are already divided by the counts of the whole mini-batch.
+    The blocks are the transformer blocks and the root: embeddings, final norm and head. The process group must exist.
+    Gradients are summed over ranks, not averaged, because the loss weights of each rank are already divided by the
+    counts of the whole mini-batch.
     """
 
     def __init__(self, world: World, timeout: timedelta) -> None:

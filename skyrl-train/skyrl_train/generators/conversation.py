@@ -9,7 +9,9 @@
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import takewhile
+
+import numpy as np
 
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.errors import ConfigError
@@ -197,8 +199,9 @@ class RetokenizedConversation(StepwiseConversation):
             self._messages.pop()
         token_ids, is_assistant = self._chat.conversation_ids(self._messages) if self._messages else ([], [])
         indices = [i for m, i in zip(self._messages, self._turn_indices, strict=False) if m["role"] == "assistant"]
+        runs = np.flatnonzero(np.diff([0, *is_assistant, 0])).reshape(-1, 2).tolist()  # start and end of each run of 1
         # match from the end: a template may render no tokens for an empty message
-        pairs = zip(reversed(indices), reversed(_runs_of_ones(is_assistant)), strict=False)
+        pairs = zip(reversed(indices), reversed(runs), strict=False)
         spans = {index: span for index, span in pairs if index is not None}
         if not spans:
             super().finish()
@@ -252,14 +255,3 @@ def _n_common_tokens(decode: Callable[[list[int]], str], token_ids: list[int], t
     while not text.startswith(decode(token_ids[:n_tokens])):  # an incomplete character decodes to "�"
         n_tokens -= 1
     return n_tokens
-
-
-def _runs_of_ones(mask: list[int]) -> list[tuple[int, int]]:
-    """Return (start, end) of each run of ones."""
-    runs, position = [], 0
-    for is_one, group in groupby(mask):
-        n = len(list(group))
-        if is_one:
-            runs.append((position, position + n))
-        position += n
-    return runs

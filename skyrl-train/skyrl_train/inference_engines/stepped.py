@@ -95,7 +95,6 @@ class SteppedEngine(ABC, Generic[S]):
 
     def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
         self.info = EngineInfo(facts.context_length, facts.context_length, facts.weight_dtype)
-        self.n_weight_copies = facts.n_workers
         self._facts = facts
         self._eos_ids = frozenset(facts.eos_ids)
         self._tokenizer = tokenizer
@@ -110,6 +109,10 @@ class SteppedEngine(ABC, Generic[S]):
         self._loop_task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._broken_by: Exception | None = None
+
+    @property
+    def n_weight_copies(self) -> int:
+        return self._facts.n_workers
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         return await asyncio.gather(*self._submit(requests))  # cancelling it cancels every request

@@ -1,4 +1,4 @@
-"""Ranks in other processes, with both ends of the connection, and process groups on this machine."""
+"""Ranks in other processes: the driver's end (`ConnectedRank`) and the end in the rank's process (`RankHost`)."""
 
 from __future__ import annotations
 

@@ -153,10 +153,12 @@ class SGLangEngine(HTTPEngine):
             raise EngineError(f"the SGLang server at {self._url} aborted a request: {message}")
         # completion_tokens is cumulative, although with --incremental-streaming-output events carry only new tokens
         n_new = meta["completion_tokens"] - sequence.n_received
+        if not n_new:
+            return Output(request_id, [], meta.get("cached_tokens"))
         sequence.n_received += n_new
-        tops = _last(meta.get("output_top_logprobs") or [], n_new) or [None] * n_new
+        tops = (meta.get("output_top_logprobs") or [])[-n_new:] or [None] * n_new
         choices = []
-        for (logprob, token_id, _), top in zip(_last(meta["output_token_logprobs"], n_new), tops, strict=True):
+        for (logprob, token_id, _), top in zip(meta["output_token_logprobs"][-n_new:], tops, strict=True):
             logprob = math.nan if logprob is None else logprob  # JSON has no NaN
             choices.append(
                 SampledToken(
@@ -225,11 +227,6 @@ class SGLangEngine(HTTPEngine):
         await super()._shut_down()
         if self._end_server is not None:
             await self._thread.run(self._end_server)
-
-
-def _last(values: Sequence[Any], n: int) -> Sequence[Any]:
-    """Return the last n values, where n may be 0."""
-    return values[max(0, len(values) - n) :]
 
 
 def write_model(folder: Path, model_path: str, weights: Receiver) -> None:
