@@ -158,7 +158,7 @@ def table(results: list[dict[str, Any]], setup: str) -> str:
         "The model has four layers of width 256 and a vocabulary of 8,192. In the last row, it has two layers "
         "of width 128.",
         "",
-        "The padded engine runs models that cannot be packed, and reads each turn's whole conversation.",
+        "The padded engine runs models that cannot be packed.",
         "",
         "| workload | `generate` | embedded engine | embedded / generate | goal | padded engine | embedded / padded "
         "| vLLM (CPU) | embedded / vLLM |",

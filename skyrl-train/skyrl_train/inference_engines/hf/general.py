@@ -4,10 +4,14 @@ A step either reads the prompts of new sequences or one token of every running s
 start in the same step read it once, and then each gets a copy of its cache. New sequences join the batch of the running
 ones (`padded_cache`). If a model's hidden states change with padding, only sequences of equal length share a batch, and
 the batches take turns.
+
+After a turn, its session keeps a copy of the row, so that the next turn reads only the tokens that follow. A recurrent
+state cannot go back: if the next prompt does not start with all tokens that the row has read, it is read as a whole.
 """
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +22,16 @@ from skyrl_train.inference_engines.hf.padded_cache import PaddedCache
 from skyrl_train.inference_engines.hf.support import check_cache
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.models.loading import autocast
+from skyrl_train.types.stop_reasons import StopReason
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class PaddedSequence(DrawnSequence):
+    """A sequence that may start with the cache of its session's last turn."""
+
+    kept: PaddedCache | None = None
 
 
 @dataclass(slots=True)
@@ -27,24 +39,29 @@ class Batch:
     """Running sequences, and the cache that has each as a row."""
 
     cache: PaddedCache
-    sequences: list[DrawnSequence]
+    sequences: list[PaddedSequence]
 
 
-class GeneralEngine(EmbeddedEngine[DrawnSequence]):
-    """An engine for any causal model. It uses the model's own cache.
+@dataclass(frozen=True, slots=True)
+class KeptTurn:
+    """The cache of a session's last turn, with one row that has read `token_ids`."""
 
-    It keeps no cache after a sequence ends, so every turn of a session reads its whole prompt, in a single step.
-    """
+    cache: PaddedCache
+    token_ids: list[int]
 
-    sequence_type = DrawnSequence
+
+class GeneralEngine(EmbeddedEngine[PaddedSequence]):
+    """An engine for any causal model. It uses the model's own cache."""
+
+    sequence_type = PaddedSequence
 
     def _probe(self) -> tuple[int, int]:
         assert not self._records_experts, "only the packed engine records experts"
         self._is_padded = True
         try:
-            check_cache(self._model, self._bf16, is_padded=True)
+            self._keeps_turns = check_cache(self._model, self._bf16, is_padded=True)
         except EngineError as error:
-            check_cache(self._model, self._bf16, is_padded=False)
+            self._keeps_turns = check_cache(self._model, self._bf16, is_padded=False)
             logger.warning("Only sequences of equal length share a batch, which is slow, because %s", error)
             self._is_padded = False
         sizes = []  # bytes of the cache for 1 and 2 tokens
@@ -56,12 +73,14 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
         return 2 * sizes[0] - sizes[1], sizes[1] - sizes[0]
 
     def _create_cache(self, n_tokens: int) -> None:
-        self._batches: deque[Batch] = deque()  # of the running sequences, changed only in the thread or between steps
+        # Both are changed only in the thread or between steps.
+        self._batches: deque[Batch] = deque()  # of the running sequences
+        self._turns: dict[str | None, KeptTurn] = {}  # by session, the oldest first
 
     async def end_session(self, session_id: str) -> None:
-        """Do nothing, because sessions keep no cache."""
+        self._turns.pop(session_id, None)
 
-    def _take_finished(self) -> list[DrawnSequence]:
+    def _take_finished(self) -> list[PaddedSequence]:
         over = super()._take_finished()
         if not self._queue.running:
             self._batches.clear()  # or it would keep its memory until the next request
@@ -75,72 +94,120 @@ class GeneralEngine(EmbeddedEngine[DrawnSequence]):
             new, choices = await self._thread.run(self._decode)
         for sequence, choice in zip(new, choices, strict=True):
             self._append(sequence, choice)
+        if any(sequence.is_over for sequence in new):
+            await self._thread.run(self._remove_finished)
 
-    def _take_new(self) -> list[DrawnSequence]:
+    def _take_new(self) -> list[PaddedSequence]:
         """Return the waiting sequences to read in this step, first come, first served, and remove them from the queue.
 
         Each sequence gets room for its maximum length, so none is preempted. All rows count as long as the longest may
-        become.
+        become. Kept turns leave if a sequence needs their room, the oldest first.
         """
         waiting, running = self._queue.waiting, self._queue.running
         longest = max((sequence.max_tokens for sequence in running), default=0)
-        new: list[DrawnSequence] = []
+        new: list[PaddedSequence] = []
         prompts: set[tuple[int, ...]] = set()
+        n_continued = 0  # tokens to read after kept turns
         while waiting and len(running) + len(new) < self._max_num_seqs:
             sequence = waiting[0]
             longest = max(longest, sequence.max_tokens)
-            prompts.add(tuple(sequence.token_ids))
-            n_read = len(prompts) * max(map(len, prompts))
-            if self._n_bytes(len(running) + len(new) + 1, longest) > self._max_cache_bytes:
+            n_bytes = self._n_bytes(len(running) + len(new) + 1, longest)
+            if n_bytes > self._max_cache_bytes:
                 break
+            session = sequence.request.session_id
+            turn = self._turns.get(session)
+            n_reused = 0 if turn is None else len(turn.token_ids)
+            if turn is None or not turn.token_ids == sequence.token_ids[:n_reused] != sequence.token_ids:
+                turn, n_reused = None, 0
+                prompts.add(tuple(sequence.token_ids))
+            n_continued += (len(sequence.token_ids) - n_reused) if turn else 0
+            n_read = n_continued + len(prompts) * max(map(len, prompts), default=0)
             if new and n_read > self._max_num_batched_tokens:
                 break
             if new and not self._is_padded and len(sequence.token_ids) != len(new[0].token_ids):
                 break
             new.append(waiting.popleft())
+            self._turns.pop(session, None)
+            sequence.kept = None if turn is None else turn.cache
+            if sequence.n_reused is None:
+                sequence.n_reused = n_reused
+            while n_bytes + sum(other.cache.n_bytes for other in self._turns.values()) > self._max_cache_bytes:
+                del self._turns[next(iter(self._turns))]
         running += new
         return new
 
     def _restart_all(self) -> None:
         super()._restart_all()
         self._batches.clear()
+        self._turns.clear()
 
     @torch.inference_mode()
-    def _prefill(self, sequences: list[DrawnSequence]) -> list[SampledToken]:
-        """Read all tokens of new sequences, add the sequences to a batch, and return their next tokens."""
+    def _prefill(self, sequences: list[PaddedSequence]) -> list[SampledToken]:
+        """Read the unread tokens of new sequences, add the sequences to a batch, and return their next tokens."""
         self._remove_finished()  # before the new caches need memory
-        rows = {tokens: i for i, tokens in enumerate(dict.fromkeys(tuple(s.token_ids) for s in sequences))}
-        cache = PaddedCache(self._model)
-        with autocast(self._model.device, self._bf16):
-            states = cache.read(list(rows))
-            copies = [rows[tuple(sequence.token_ids)] for sequence in sequences]
-            choices = self._choose_tokens(states[copies], [sequence.draw for sequence in sequences])
-        cache.select(copies)
+        states: dict[PaddedSequence, torch.Tensor] = {}
+        groups: dict[int | None, list[PaddedSequence]] = {}  # by the number of unread tokens, None without a kept turn
+        for sequence in sequences:
+            n_unread = None if sequence.kept is None else len(sequence.token_ids) - sequence.kept.length
+            groups.setdefault(n_unread, []).append(sequence)
+        for group in groups.values():
+            if (cache := group[0].kept) is None:
+                cache = PaddedCache(self._model)
+                rows = {tokens: i for i, tokens in enumerate(dict.fromkeys(tuple(s.token_ids) for s in group))}
+                copies = [rows[tuple(sequence.token_ids)] for sequence in group]
+                last = self._read(cache, list(rows))[copies]
+                cache.select(copies)
+            else:
+                unread = [sequence.token_ids[sequence.kept.length :] for sequence in group if sequence.kept]
+                for sequence in group[1:]:
+                    assert sequence.kept is not None
+                    cache.join(sequence.kept)
+                last = self._read(cache, unread)
+            for sequence, state in zip(group, last, strict=True):
+                states[sequence], sequence.kept = state, None
+            self._add_to_batch(cache, group)
+        return self._sample(sequences, torch.stack([states[sequence] for sequence in sequences]))
+
+    def _add_to_batch(self, cache: PaddedCache, sequences: list[PaddedSequence]) -> None:
         for batch in self._batches:
             if self._is_padded or batch.cache.length == cache.length:
                 batch.cache.join(cache)
                 batch.sequences += sequences
-                return choices
+                return
         self._batches.append(Batch(cache, sequences))
-        return choices
 
+    @torch.inference_mode()
     def _remove_finished(self) -> None:
+        """Drop the rows of sequences that are over. If a turn has not been aborted, its session keeps a copy."""
         for batch in self._batches:
             kept = [row for row, sequence in enumerate(batch.sequences) if not sequence.is_over]
-            if 0 < len(kept) < len(batch.sequences):
+            if len(kept) == len(batch.sequences):
+                continue
+            for row, sequence in enumerate(batch.sequences):
+                session, n_read = sequence.request.session_id, batch.cache.lengths[row]
+                has_ended = sequence.stop_reason in (StopReason.STOP, StopReason.LENGTH)
+                if self._keeps_turns and has_ended and session is not None and n_read < len(sequence.token_ids):
+                    self._turns[session] = KeptTurn(batch.cache.copy_row(row), sequence.token_ids[:n_read])
+            if kept:
                 batch.cache.select(kept)
             batch.sequences = [batch.sequences[row] for row in kept]
         self._batches = deque(batch for batch in self._batches if batch.sequences)
 
     @torch.inference_mode()
-    def _decode(self) -> tuple[list[DrawnSequence], list[SampledToken]]:
+    def _decode(self) -> tuple[list[PaddedSequence], list[SampledToken]]:
         """Read the last token of each sequence of the next batch, and return the sequences with their next tokens."""
         self._remove_finished()
         if not self._batches:
             return [], []
         batch = self._batches[0]
         self._batches.rotate(-1)
+        states = self._read(batch.cache, [sequence.token_ids[-1:] for sequence in batch.sequences])
+        return list(batch.sequences), self._sample(batch.sequences, states)
+
+    def _read(self, cache: PaddedCache, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         with autocast(self._model.device, self._bf16):
-            states = batch.cache.read([sequence.token_ids[-1:] for sequence in batch.sequences])
-            choices = self._choose_tokens(states, [sequence.draw for sequence in batch.sequences])
-        return list(batch.sequences), choices
+            return cache.read(rows)
+
+    def _sample(self, sequences: Sequence[PaddedSequence], states: torch.Tensor) -> list[SampledToken]:
+        with autocast(self._model.device, self._bf16):
+            return self._choose_tokens(states, [sequence.draw for sequence in sequences])

@@ -13,7 +13,9 @@ module adds padding and joining. A layer holds keys and values in the columns of
 if its attention has a window, or one state per row, whose size does not depend on the tokens, or both.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -102,6 +104,16 @@ class PaddedCache:
             self.lengths = [self.lengths[row] for row in rows]
         self._add_columns(self.length - before)
 
+    def copy_row(self, row: int) -> "PaddedCache":
+        """Return a cache with a copy of one row, without its padding."""
+        twin = PaddedCache(self._model)
+        twin._cache = copy.copy(self._cache)
+        assert twin._cache is not None
+        twin._cache.layers = [_copy_row(layer, row) for layer in self._layers()]
+        twin.lengths = [self.lengths[row]]
+        twin._add_columns(twin.length - self.length)
+        return twin
+
     def join(self, other: "PaddedCache") -> None:
         """Append the rows of another cache."""
         difference = self.length - other.length
@@ -125,6 +137,15 @@ class PaddedCache:
                 if key in BY_TOKEN:
                     size = states.shape[-2] + n if window is None else window
                     owner[key] = pad(states, (0, 0, size - states.shape[-2], 0))
+
+
+def _copy_row(layer: object, row: int) -> Any:
+    twin = copy.copy(layer)
+    attributes = vars(twin)
+    attributes.update({name: dict(value) for name, value in attributes.items() if isinstance(value, dict)})
+    for owner, key, states in _tensors(twin):
+        owner[key] = states[row : row + 1].clone()
+    return twin
 
 
 def _tensors(layer: object) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:

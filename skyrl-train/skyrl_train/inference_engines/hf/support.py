@@ -70,11 +70,15 @@ def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> Non
 
 
 @torch.inference_mode()
-def check_cache(model: PreTrainedModel, bf16: bool, *, is_padded: bool) -> None:
+def check_cache(model: PreTrainedModel, bf16: bool, *, is_padded: bool) -> bool:
     """Compare the hidden states of three sequences with the model's own cache and without a cache.
 
     A and B start together and read two more tokens, C joins, all read one, B leaves, and A and C read one. They have
-    different lengths if `is_padded`, else the same.
+    different lengths if `is_padded`, else the same. Finally A and C read three tokens at once, as the next turn of a
+    session does.
+
+    Returns:
+        True if all states agree, False if only the last ones differ.
 
     Raises:
         EngineError: a pass fails, or the hidden states differ.
@@ -83,34 +87,43 @@ def check_cache(model: PreTrainedModel, bf16: bool, *, is_padded: bool) -> None:
     if is_padded and getattr(model.config.get_text_config(), "attn_temperature_tuning", False):
         # Llama 4 scales attention by the number of the column, whatever `position_ids` are, from column 8,192 on.
         raise EngineError(f"{failure}: padding would change the temperature of its attention")
-    tokens = {name: list(range(start, start + 9)) for name, start in (("A", 2), ("B", 5), ("C", 8))}
-    n_read = {"A": 5, "B": 3, "C": 2} if is_padded else {"A": 4, "B": 4, "C": 6}
+    tokens = {name: list(range(start, start + 12)) for name, start in (("A", 2), ("B", 5), ("C", 8))}
+    n_read = dict.fromkeys(tokens, 0)
     cache, joining = PaddedCache(model), PaddedCache(model)
     states: dict[str, list[torch.Tensor]] = {name: [] for name in tokens}  # after the tokens at `positions`
     positions: dict[str, list[int]] = {name: [] for name in tokens}
 
-    def read(cache: PaddedCache, names: str, rows: list[list[int]]) -> None:
-        for name, state in zip(names, cache.read(rows), strict=True):
+    def read(cache: PaddedCache, **n_new: int) -> None:
+        rows = [tokens[name][n_read[name] : n_read[name] + n] for name, n in n_new.items()]
+        for (name, n), state in zip(n_new.items(), cache.read(rows), strict=True):
+            n_read[name] += n
             states[name].append(state.float())
             positions[name].append(n_read[name] - 1)
 
-    def read_one(names: str) -> None:
-        rows = [tokens[name][n_read[name] : n_read[name] + 1] for name in names]
-        n_read.update({name: n_read[name] + 1 for name in names})
-        read(cache, names, rows)
+    def compare(names: str, failure: str) -> None:
+        for name in names:
+            _compare(torch.stack(states[name]), expected[name][positions[name]], model, bf16, failure)
 
     with _failing_as(failure), autocast(model.device, bf16):
-        read(cache, "AB", [tokens[name][: n_read[name]] for name in "AB"])
-        read_one("AB")
-        read_one("AB")
-        read(joining, "C", [tokens["C"][: n_read["C"]]])
+        read(cache, **({"A": 5, "B": 3} if is_padded else {"A": 4, "B": 4}))
+        read(cache, A=1, B=1)
+        read(cache, A=1, B=1)
+        read(joining, C=2 if is_padded else 6)
         cache.join(joining)
-        read_one("ABC")
+        read(cache, A=1, B=1, C=1)
         cache.select([0, 2])
-        read_one("AC")
+        read(cache, A=1, C=1)
         expected = {name: read_alone(model, row) for name, row in tokens.items()}
-    for name in tokens:
-        _compare(torch.stack(states[name]), expected[name][positions[name]], model, bf16, failure)
+    compare("ABC", failure)
+    failure = f"a {type(model).__name__} cannot read several tokens after others"
+    try:
+        with _failing_as(failure), autocast(model.device, bf16):
+            read(cache, A=3, C=3)
+        compare("AC", failure)
+    except EngineError as error:
+        logger.info("Every turn reads its whole conversation, because %s", error)
+        return False
+    return True
 
 
 @contextmanager

@@ -1,18 +1,27 @@
-"""The general engine meets the contract, apart from caches of sessions."""
+"""The general engine meets the contract. It reads prompts whole, and an edited session from its start."""
 
 import copy
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from train_kit.architectures import ARCHITECTURES, USUAL, tiny_config
-from train_kit.engine_contract import CallContract, ControlContract, EndingContract, SamplingContract, WeightContract
+from train_kit.engine_contract import (
+    CacheContract,
+    CallContract,
+    ControlContract,
+    EndingContract,
+    SamplingContract,
+    WeightContract,
+)
 from train_kit.engines import LIMITS, EngineKit, Listener, assert_agrees, assert_same, embedded_kit
 from train_kit.models import create_model, load_on_cpu
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
+from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.inference_engines.hf import GeneralEngine, create_engine
 
 
@@ -22,7 +31,26 @@ async def engine_kit(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedToke
         yield kit
 
 
-class TestGeneralContract(SamplingContract, CallContract, EndingContract, WeightContract, ControlContract):
+class KeptTurnsContract(CacheContract):
+    """The cache of a session is of use only if the next prompt starts with all tokens that it has read."""
+
+    async def test_an_edited_session_reuses_tokens_before_the_edit(self, engine_kit: EngineKit) -> None:
+        engine = engine_kit.new()
+        first = engine_kit.request(150, 8, session="game")
+        (result,) = await engine.generate([first])
+        read = first.prompt_ids + result.token_ids[:-1]
+        for prompt_ids in (read[:100] + engine_kit.prompt(40, seed=5), read[:-1], read):
+            edited = replace(first, prompt_ids=prompt_ids)
+            (again,) = await engine.generate([edited])
+            assert again.n_reused == 0
+            assert_agrees(engine_kit, edited, again)
+            await engine.end_session("game")
+            assert (await engine.generate([first]))[0].n_reused == 0
+
+
+class TestGeneralContract(
+    SamplingContract, CallContract, EndingContract, KeptTurnsContract, WeightContract, ControlContract
+):
     pass
 
 
@@ -35,7 +63,7 @@ async def hybrid_kit(tiny_tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[E
         yield kit
 
 
-class TestHybridContract(SamplingContract, WeightContract, ControlContract):
+class TestHybridContract(SamplingContract, KeptTurnsContract, WeightContract, ControlContract):
     @pytest.fixture
     def engine_kit(self, hybrid_kit: EngineKit) -> EngineKit:
         return hybrid_kit
@@ -76,25 +104,46 @@ async def test_sequences_wait_until_their_last_token_fits(engine_kit: EngineKit)
         await engine.generate([engine_kit.request(100, 20)])
 
 
+async def test_the_oldest_kept_turn_leaves_if_a_new_sequence_needs_its_room(engine_kit: EngineKit) -> None:
+    bytes_per_token = engine_kit.new()._bytes_per_token
+    engine = engine_kit.new(max_cache_bytes=100 * bytes_per_token)  # two turns of 50 tokens
+    requests = [engine_kit.request(20, 30, seed=i, session=name, ignore_eos=True) for i, name in enumerate("abc")]
+    results = [(await engine.generate([request]))[0] for request in requests]
+    assert list(engine._turns) == ["b", "c"]
+    next_turns = [
+        replace(request, prompt_ids=request.prompt_ids + result.token_ids, sampling=SamplingParams(5, ignore_eos=True))
+        for request, result in zip(requests, results, strict=True)
+    ]
+    for n_reused, turn in zip((49, 0), (next_turns[2], next_turns[0]), strict=True):
+        (result,) = await engine.generate([turn])
+        assert result.n_reused == n_reused
+        assert_agrees(engine_kit, turn, result)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.nightly) for n in ARCHITECTURES]
 )
-async def test_sequences_that_join_later_agree_with_the_trainer(
+async def test_sequences_and_turns_that_join_later_agree_with_the_trainer(
     name: str, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     """Prompts and replies are shorter and longer than sliding windows and chunks, whose caches are cut."""
     create_model(tiny_config(name, tiny_tokenizer)).save_pretrained(tmp_path)
     model = load_on_cpu(tmp_path)
     engine = GeneralEngine(model, tiny_tokenizer, **LIMITS)
-    kit = EngineKit(lambda: engine, model, tiny_tokenizer, tolerance=2e-5, cache_block_size=1)
+    kit = EngineKit(lambda: engine, model, tiny_tokenizer, tolerance=5e-5, cache_block_size=1)
     requests = [
-        kit.request(n, n_new, seed=n, ignore_eos=True)
-        for n, n_new in ((3, 30), (12, 5), (20, 14), (7, 22), (3, 9), (31, 12))
+        kit.request(n, n_new, seed=n, session=str(n), ignore_eos=True)
+        for n, n_new in ((3, 30), (12, 5), (20, 14), (7, 22), (5, 9), (31, 12))
     ]
-    listeners = []
-    for request in requests:
-        listeners.append(Listener(engine, request))
-        await listeners[-1].wait_for(2)
-    for request, listener in zip(requests, listeners, strict=True):
-        assert_agrees(kit, request, await listener.result())
+    for n_turn in range(2):
+        listeners = []
+        for request in requests:
+            listeners.append(Listener(engine, request))
+            await listeners[-1].wait_for(2)
+        for i, (request, listener) in enumerate(zip(requests, listeners, strict=True)):
+            result = await listener.result()
+            assert_agrees(kit, request, result)
+            n_read = len(request.prompt_ids) - 1 - i  # all but the last sampled token and the observation
+            assert result.n_reused == (n_read if n_turn and name != "jamba" else 0)
+            requests[i] = replace(request, prompt_ids=[*request.prompt_ids, *result.token_ids, *kit.prompt(i)])
     await engine.close()
