@@ -8,11 +8,11 @@ from typing import Any
 
 from skyrl_train.dataset.order import EPOCHS_PER_SEED, EpochOrder
 
-N_STEPS = 20
+N_STEPS = 15
 N_PROMPTS, N_SAMPLES, N_NEW = 4, 8, 16
 """Prompts per step, samples per prompt, and maximum new tokens per sample."""
 
-SFT_ROWS = 32
+SFT_ROWS = 16
 """Rows per step of supervised fine-tuning."""
 NUMBERS = range(10, 100)
 

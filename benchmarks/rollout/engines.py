@@ -121,16 +121,20 @@ def vllm_runner(index: int, model: PreTrainedModel) -> Iterator[Runner | None]:
 
 def measure(index: int, workload: Workload, n_times: int) -> dict[str, Any]:
     """Measure the seconds of all runners, alternating."""
-    model = workload.model()
+    model, hybrid = workload.sizes.qwen3(), workload.sizes.qwen3_5()
     loop, executor = asyncio.new_event_loop(), ThreadPoolExecutor(max_workers=1)
     limits = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_cache_bytes": 1 << 31}
     # Both compute in one thread, as in a run: two computing threads would slow each other down.
-    engine, padded = (kind(model, NoTokenizer(), **limits, executor=executor) for kind in (PackedEngine, GeneralEngine))
+    engine, padded, recurrent = (
+        kind(which, NoTokenizer(), **limits, executor=executor)
+        for kind, which in ((PackedEngine, model), (GeneralEngine, model), (GeneralEngine, hybrid))
+    )
     with vllm_runner(index, model) as vllm:
         runners: dict[str, Runner | None] = {
             "generate": generate_runner(model, workload.conversations, executor),
             "embedded": engine_runner(engine, workload.conversations, loop),
             "padded": engine_runner(padded, workload.conversations, loop),
+            "hybrid": engine_runner(recurrent, workload.conversations, loop),
             "vllm": vllm,
         }
         seconds: dict[str, list[float]] = {name: [] for name, runner in runners.items() if runner is not None}
@@ -141,7 +145,7 @@ def measure(index: int, workload: Workload, n_times: int) -> dict[str, Any]:
                     print(f"{workload.name}: {name} {workload.n_tokens / elapsed:,.0f} tokens/s", flush=True)
                     if repetition:  # the first repetition warms up
                         seconds[name].append(elapsed)
-    for one in (engine, padded):
+    for one in (engine, padded, recurrent):
         loop.run_until_complete(one.close())
     loop.close()
     executor.shutdown()
@@ -158,11 +162,11 @@ def table(results: list[dict[str, Any]], setup: str) -> str:
         "The model has four layers of width 256 and a vocabulary of 8,192. In the last row, it has two layers "
         "of width 128.",
         "",
-        "The padded engine runs models that cannot be packed.",
+        "The padded engine runs models that cannot be packed. The hybrid is a Qwen3.5 of equal size in that engine.",
         "",
         "| workload | `generate` | embedded engine | embedded / generate | goal | padded engine | embedded / padded "
-        "| vLLM (CPU) | embedded / vLLM |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| hybrid | embedded / hybrid | vLLM (CPU) | embedded / vLLM |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         rate = {name: result["n_tokens"] / statistics.median(elapsed) for name, elapsed in result["seconds"].items()}
@@ -170,7 +174,8 @@ def table(results: list[dict[str, Any]], setup: str) -> str:
         vllm = f"{rate['vllm']:,.0f} | {ours / rate['vllm']:.2f}" if "vllm" in rate else "not installed | "
         lines.append(
             f"| {result['name']} | {rate['generate']:,.0f} | {ours:,.0f} | {ours / rate['generate']:.1f} | "
-            f"{result['goal']:g} | {rate['padded']:,.0f} | {ours / rate['padded']:.1f} | {vllm} |"
+            f"{result['goal']:g} | {rate['padded']:,.0f} | {ours / rate['padded']:.1f} | "
+            f"{rate['hybrid']:,.0f} | {ours / rate['hybrid']:.1f} | {vllm} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -1,11 +1,11 @@
 """Workloads of `make bench-rollout`: conversations of random tokens with fixed lengths."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
 
 CONTEXT = 4096  # tokens
 FIRST_TOKEN, LAST_TOKEN = 10, 500  # of prompts; no special tokens
@@ -20,11 +20,46 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model with attention heads of 64 dimensions, two of them for keys and values."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+
+    def qwen3(self) -> PreTrainedModel:
+        """Return a model with attention in all layers."""
+        return self._create(Qwen3Config(**vars(self), **self._common))
+
+    def qwen3_5(self) -> PreTrainedModel:
+        """Return a model with attention in every fourth layer, and recurrent states in the others."""
+        heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 4}
+        dimensions = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        return self._create(Qwen3_5TextConfig(**vars(self), **self._common, **heads, **dimensions))
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+        others = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        return heads | others | {"intermediate_size": 3 * self.hidden_size, "max_position_embeddings": CONTEXT}
+
+    @staticmethod
+    def _create(config: PreTrainedConfig) -> PreTrainedModel:
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        return model.eval()
+
+
+SMALL = Sizes(vocab_size=8192, hidden_size=256, num_hidden_layers=4)
+LARGE_VOCABULARY = Sizes(vocab_size=151_936, hidden_size=128, num_hidden_layers=2)
+
+
+@dataclass(frozen=True)
 class Workload:
-    """Concurrent conversations with one model."""
+    """Concurrent conversations with models of one size."""
 
     name: str
-    model: Callable[[], PreTrainedModel]
+    sizes: Sizes
     conversations: list[Conversation]
     goal: float  # the required speed-up over `generate`
 
@@ -32,16 +67,6 @@ class Workload:
     def n_tokens(self) -> int:
         """Number of requested tokens."""
         return sum(n_new for conversation in self.conversations for n_new, _ in conversation.turns)
-
-
-def small_model() -> PreTrainedModel:
-    """Return a model with four layers and a vocabulary of 8,192."""
-    return _qwen3(vocab_size=8192, hidden_size=256, num_hidden_layers=4)
-
-
-def large_vocabulary() -> PreTrainedModel:
-    """Return a model with two layers and Qwen3's vocabulary."""
-    return _qwen3(vocab_size=151_936, hidden_size=128, num_hidden_layers=2)
 
 
 def workloads() -> list[Workload]:
@@ -60,28 +85,9 @@ def workloads() -> list[Workload]:
     groups = [Conversation(prompt, [(32, [])]) for prompt in prompts for _ in range(16)]
     large = [Conversation(tokens(32), [(32, [])]) for _ in range(64)]
     return [
-        Workload("mixed lengths, 8 to 256", small_model, mixed, 1.5),
-        Workload("ten turns, 160 tokens observed after each", small_model, chats, 4),
-        Workload("ten turns, 320 tokens observed after each", small_model, tool_use, 4),
-        Workload("groups of 16, prompts of 1,024", small_model, groups, 3),
-        Workload("vocabulary of 151,936", large_vocabulary, large, 4),
+        Workload("mixed lengths, 8 to 256", SMALL, mixed, 1.5),
+        Workload("ten turns, 160 tokens observed after each", SMALL, chats, 4),
+        Workload("ten turns, 320 tokens observed after each", SMALL, tool_use, 4),
+        Workload("groups of 16, prompts of 1,024", SMALL, groups, 3),
+        Workload("vocabulary of 151,936", LARGE_VOCABULARY, large, 4),
     ]
-
-
-def _qwen3(vocab_size: int, hidden_size: int, num_hidden_layers: int) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    return Qwen3ForCausalLM(config).eval()
