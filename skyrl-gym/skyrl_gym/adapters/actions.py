@@ -8,16 +8,16 @@ from skyrl_gym.tools.strict_json import BadJSON, TooDeep, parse_json_at
 
 OPENING, CLOSING = "<action>", "</action>"
 WHOLE_NUMBER = re.compile(r"(?<![\w.+-])[+-]?[0-9]{1,18}(?!\w|\.[0-9])", re.ASCII)
-MAX_ATTEMPTS = 200
-"""Maximum number of opening brackets to try parsing JSON at."""
+MAX_FAILURES = 200
+"""Maximum number of opening brackets in a reply that start no JSON."""
 
 
 class ActionError(ValueError):
-    """The reply has no valid action. The message is for the model."""
+    """Error for a reply without a valid action. Its message is shown to the model."""
 
 
 def extract_action(reply: str) -> str:
-    """Return the content of a reply's last `<action>`, or else all text after the thoughts.
+    """Return the content of a reply's last `<action>` or, without one, all text after the thoughts.
 
     Raises:
         ActionError: there is no text.
@@ -37,7 +37,7 @@ def parse_whole_number(text: str) -> int:
     """Return the only whole number in a text.
 
     Raises:
-        ActionError: there is none, or there are several.
+        ActionError: there is none, or there are several different ones.
     """
     numbers = {int(number) for number in WHOLE_NUMBER.findall(text)}
     if len(numbers) != 1:
@@ -82,19 +82,22 @@ def parse_calls(reply: str) -> list[ToolCall]:
 
 
 def _last_json(text: str, opening: str, name: str) -> Any:
+    """Return the last of a text's outermost objects or arrays."""
     found: Any = None
-    problem = "there is none"
-    n_attempts = 0
+    problem = "your reply contains none"
+    n_failures = 0
     position = text.find(opening)
-    while position >= 0 and n_attempts < MAX_ATTEMPTS:
+    while position >= 0:
         try:
             found, position = parse_json_at(text, position)
-        except TooDeep as error:  # the values nested inside it are not actions
-            raise ActionError(f"Your action must be a JSON {name}, but {error}.") from error
+        except TooDeep as error:  # a value nested inside it is no action
+            raise ActionError(f"Your action must be a JSON {name}, but it is invalid: {error}.") from error
         except BadJSON as error:
-            n_attempts += 1
-            problem = str(error)
+            n_failures += 1
+            problem = f"it is invalid: {error}"
             position += 1
+        if n_failures > MAX_FAILURES:
+            raise ActionError(f"Your action must be a JSON {name}, but your reply has too many brackets.")
         position = text.find(opening, position)
     if found is None:
         raise ActionError(f"Your action must be a JSON {name}, but {problem}.")

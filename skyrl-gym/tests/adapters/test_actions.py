@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_gym.adapters.actions import (
+    MAX_FAILURES,
     ActionError,
     extract_action,
     parse_calls,
@@ -90,9 +91,15 @@ def test_last_outermost_object_counts() -> None:
     assert parse_json_object('the set {a, b} and { so {"x": 1}') == {"x": 1}  # braces in prose hide nothing
 
 
+def test_a_reply_with_too_many_brackets_is_refused_instead_of_an_earlier_object() -> None:
+    assert parse_json_object('{"x": 1} ' + "{bad " * MAX_FAILURES + '{"x": 2}') == {"x": 2}
+    with pytest.raises(ActionError, match="your reply has too many brackets"):
+        parse_json_object('{"x": 1} ' + "{bad " * (MAX_FAILURES + 1) + '{"x": 2}')
+
+
 @pytest.mark.parametrize("depth", [65, 500, 980, 5000])
 def test_deeply_nested_value_is_refused(depth: int) -> None:
-    with pytest.raises(ActionError, match="must be a JSON object, but it is nested too deeply"):
+    with pytest.raises(ActionError, match="must be a JSON object, but it is invalid: it is nested too deeply"):
         parse_json_object('{"x":' * depth + "1" + "}" * depth)
     with pytest.raises(ActionError, match="must be a JSON array, but it is nested too deeply"):
         parse_json_array("[" * depth + "]" * depth)

@@ -126,16 +126,21 @@ class RemoteFolder:
         """Return the size in bytes of each file under this folder, by relative path."""
         system, path = self._opened
         system.invalidate_cache()
-        try:
-            found = system.find(path, detail=True)
-        except FileNotFoundError:
-            return {}
-        root = path.strip("/")
-        return {
-            name.strip("/").removeprefix(f"{root}/"): int(entry["size"])
-            for name, entry in found.items()
-            if entry["type"] == "file"
-        }
+        root, folders = path.strip("/"), [path]
+        sizes: dict[str, int] = {}
+        while folders:  # `find` would leave out a folder that cannot be listed, as if it had no files
+            try:
+                entries = system.ls(folders.pop(), detail=True)
+            except FileNotFoundError:
+                continue
+            for entry in entries:
+                name = entry["name"].strip("/")
+                if entry["type"] == "directory":
+                    if name != root:
+                        folders.append(entry["name"])
+                elif name != root:
+                    sizes[name.removeprefix(f"{root}/")] = int(entry["size"])
+        return sizes
 
     @_retrying
     def read(self, name: str) -> bytes | None:

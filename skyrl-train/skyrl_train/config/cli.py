@@ -176,7 +176,10 @@ def is_override(text: str) -> bool:
 
 
 def _not_one_override(text: str, fields: Fields) -> list[str]:
-    """Return a sentence if an argument is a flag, a bare word or a sweep over several runs, else []."""
+    """Return the problem of an argument that is a flag, a bare word, a sweep or has a package (`@`), else []."""
+    names = {*fields, *(key.rpartition(".")[2] for key in fields)}
+    if text.startswith("-") and text.lstrip("-").partition("=")[0] not in names:
+        return [f"this command has no option {text}; pass settings as key=value"]
     if not is_override(text):
         word, equals, value = text.lstrip("-").partition("=")
         keys = [key for key in fields if key.rpartition(".")[2] == word] or [word or "<key>"]
@@ -186,11 +189,10 @@ def _not_one_override(text: str, fields: Fields) -> list[str]:
         override = parse_override(text)
     except ConfigError as error:
         return [str(error)]
-    key, _, value = text.partition("=")
+    key, equals, value = text.partition("=")
     if override.is_sweep_override():
-        return [
-            f"{text} is a sweep over several runs, but this command starts one run; write a list as {key}=[{value}]"
-        ]
+        fix = "choose one value" if "(" in value else f"for a list, write {key}=[{value}]"
+        return [f"{text} is a sweep over several runs, but this command starts one run; {fix}"]
     if override.package is not None and not is_of_hydra(override):
-        return [f"{text} is not an override; write {override.key_or_group}={value}, without @"]
+        return [f"{text} names a package, which has no meaning here; write {key.partition('@')[0]}{equals}{value}"]
     return []

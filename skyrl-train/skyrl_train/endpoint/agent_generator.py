@@ -22,7 +22,7 @@ from skyrl_train.endpoint.process import EndpointProcess
 from skyrl_train.endpoint.server import Endpoint
 from skyrl_train.endpoint.service import ModelService
 from skyrl_train.endpoint.session import AgentSession
-from skyrl_train.errors import ConfigError, EngineLostError, EnvError
+from skyrl_train.errors import ConfigError, EngineError, EngineLostError, EnvError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import load_chat_template
 from skyrl_train.generators.env_pool import ThreadPool
@@ -195,7 +195,7 @@ class AgentGenerator(RolloutGenerator):
                 rollout.fail(StopReason.ENGINE_ERROR, str(error), error)
                 return
             started = time.perf_counter()
-            with _boundary(rollout, session):
+            with _invalidate_on_error(rollout, session):
                 try:
                     returned = await self._call_agent(endpoint.url(session), session.id, rollout.request.row)
                 finally:
@@ -223,30 +223,34 @@ class AgentGenerator(RolloutGenerator):
         except TimeoutError as error:
             if not limit.expired():  # the agent raised it
                 raise
-            raise NoReward(StopReason.AGENT_TIMEOUT, f"the agent was not done after {self._limit_s:g} s") from error
+            raise NoReward(StopReason.AGENT_TIMEOUT, f"the agent did not finish within {self._limit_s:g} s") from error
 
 
 @contextmanager
-def _boundary(rollout: Rollout, session: AgentSession) -> Iterator[None]:
-    """Mark the rollout as invalid if its agent raises."""
+def _invalidate_on_error(rollout: Rollout, session: AgentSession) -> Iterator[None]:
+    """Make the rollout invalid if its agent raises or the engine failed at the end. Its own cancellation propagates.
+
+    An agent may hide a failed request and return a reward, or None, for what it did before.
+    """
     try:
         yield
-    except NoReward as error:
-        rollout.fail(error.stop_reason, str(error))
+        if session.engine_failure is not None:
+            raise EngineError(session.engine_failure)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # the rollout was cancelled
-        if isinstance(error, EngineLostError):
-            rollout.fail(StopReason.ENGINE_ERROR, str(error), error)
-        elif session.engine_failure is not None:
-            rollout.fail(StopReason.ENGINE_ERROR, session.engine_failure, error)
+            raise
+        failure = str(error) if isinstance(error, EngineLostError) else session.engine_failure
+        if failure is not None:
+            rollout.fail(StopReason.ENGINE_ERROR, failure, error)
+        elif isinstance(error, NoReward):
+            rollout.fail(error.stop_reason, str(error))
         else:
             rollout.fail(StopReason.AGENT_ERROR, f"the agent raised {describe_error(error)}", error)
 
 
 def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float]) -> None:
-    """Set the rewards of the turns from the agent's result, and end the rollout. NoReward if they do not fit."""
+    """Set the rewards of the turns from the agent's result, and end the rollout. Raise NoReward if it is invalid."""
     result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
     reward = list(result.reward) if isinstance(result.reward, Sequence) else result.reward
     if reward is None:
@@ -263,7 +267,7 @@ def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float])
     if any(turn.stop_reason == StopReason.ABORT for turn in turns):
         raise NoReward(StopReason.ABORT, "the engine aborted a request")
     if not turns:
-        raise NoReward(StopReason.AGENT_SILENT, "the agent returned without a reply of the model")
+        raise NoReward(StopReason.AGENT_SILENT, "the agent returned without any reply from the model")
     rewards = reward if isinstance(reward, list) else [0.0] * (len(turns) - 1) + [reward]
     if len(rewards) != len(turns):
         message = f"the agent returned {len(rewards)} rewards for {len(turns)} replies; return one for each"

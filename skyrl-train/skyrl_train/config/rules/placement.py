@@ -198,7 +198,7 @@ def sharding_fits_ranks(cfg: Any) -> Iterator[str]:
 
 
 def _count_ranks(placement: RunPlacementConfig, role: PlacedRole) -> int:
-    """Return the number of ranks of a model. Under torchrun, this is its world size."""
+    """Return the number of ranks of a model. Under torchrun, it is `WORLD_SIZE`."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else math.prod(placement.size(role))
 
 
@@ -210,24 +210,25 @@ def _fsdp_problems(role: PlacedRole, section: ShardedModelConfig, n_ranks: int, 
             f"{_describe_ranks(n_ranks)} of the {role}; try {_divisors(n_ranks)}, or set "
             f"{counts}={section.sequence_parallel_size}"
         )
-    n_shards = n_ranks if fsdp.fsdp_size < 1 else fsdp.fsdp_size
-    if n_ranks % n_shards:
+    n_shards = n_ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size
+    if n_shards == 0 or n_ranks % n_shards:
         yield (
             f"{key}.fsdp_size={fsdp.fsdp_size} must divide the {_describe_ranks(n_ranks)} of the {role}; try "
-            f"{_divisors(n_ranks)}, or -1 for all"
+            f"{_divisors(n_ranks)}, or -1 to shard over all ranks"
         )
-        return
-    group = fsdp.reshard_after_forward
-    if not isinstance(group, bool) and (n_shards % group or group in (1, n_shards)):
-        choices = [n for n in range(2, n_shards) if n_shards % n == 0]
+        return  # without a valid number of shards, their groups cannot be checked
+    group_size = fsdp.reshard_after_forward
+    choices = [n for n in range(2, n_shards) if n_shards % n == 0]
+    if not isinstance(group_size, bool) and group_size not in choices:
+        allowed = f"{' or '.join(map(str, choices))}, or " if choices else ""
         yield (
-            f"{key}.reshard_after_forward={group} must be a true divisor of the {n_shards} ranks that share the "
-            f"weights; try {' or '.join(map(str, [*choices, 'true', 'false']))}"
+            f"{key}.reshard_after_forward={group_size} must divide {n_shards}, the number of ranks that share the "
+            f"weights, and be neither 1 nor {n_shards}; set it to {allowed}true or false"
         )
-    if n_ranks == 1 and (fsdp.cpu_offload or fsdp.param_dtype != "auto"):
-        name = "cpu_offload" if fsdp.cpu_offload else "param_dtype"
+    ignored = {"cpu_offload": fsdp.cpu_offload, "param_dtype": fsdp.param_dtype != "auto"} if n_ranks == 1 else {}
+    for name in (name for name, is_set in ignored.items() if is_set):
         yield (
-            f"{key}.{name}={show(value_at(fsdp, name))} needs FSDP2, and a single rank holds the whole model; set "
+            f"{key}.{name}={show(value_at(fsdp, name))} has no effect on a single rank, which does not use FSDP2; set "
             f"{counts}=2 or more, or remove it"
         )
 

@@ -8,6 +8,7 @@ import threading
 import time
 from itertools import count
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -50,6 +51,29 @@ def test_a_downloaded_checkpoint_equals_the_uploaded_one(remote: RemoteCheckpoin
     assert (remote.steps(), remote.latest_step()) == ([10], 10)
     assert read(download(remote, 10, tmp_path / "copy")) == "ten"
     assert remote.upload(path) == 0, "an uploaded checkpoint is not sent again"
+
+
+@pytest.mark.parametrize("failing", ["", "/files", "/files/inner"])
+def test_a_folder_that_cannot_be_listed_is_an_error_not_an_empty_folder(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RemoteFolder(f"file://{tmp_path}")
+    (tmp_path / "files/inner").mkdir(parents=True)
+    (tmp_path / "files/inner/a").write_text("123")
+    (tmp_path / "b").write_text("1")
+    assert folder.sizes() == {"files/inner/a": 3, "b": 1}
+    system, _ = folder._opened
+    list_folder = system.ls
+
+    def ls(path: str, **options: Any) -> Any:
+        if path.rstrip("/") == f"{tmp_path}{failing}":
+            raise OSError("connection reset")
+        return list_folder(path, **options)
+
+    monkeypatch.setattr(system, "ls", ls)
+    monkeypatch.setattr("skyrl_train.checkpoint.remote.time.sleep", lambda _: None)
+    with pytest.raises(OSError, match="connection reset"):
+        folder.sizes()
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

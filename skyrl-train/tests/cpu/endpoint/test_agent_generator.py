@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -170,9 +171,9 @@ def returns(value: Any) -> Callable[..., Any]:
     [
         (failing, "agent_error", "the agent raised KeyError: 'missing'"),
         (cancelled, "agent_error", "the agent raised CancelledError: its own task"),
-        (silent, "agent_silent", "the agent returned without a reply of the model"),
-        (endless, "agent_timeout", "the agent was not done after 2 s"),
-        (endless_in_a_thread, "agent_timeout", "the agent was not done after 2 s"),
+        (silent, "agent_silent", "the agent returned without any reply from the model"),
+        (endless, "agent_timeout", "the agent did not finish within 2 s"),
+        (endless_in_a_thread, "agent_timeout", "the agent did not finish within 2 s"),
         (returns(None), "reward_unknown", "the agent returned None: the reward is unknown"),
         (returns(AgentResult(None)), "reward_unknown", "the agent returned None: the reward is unknown"),
         (returns("1.0"), "agent_error", "the agent returned '1.0'; rewards must be finite numbers"),
@@ -224,9 +225,14 @@ async def test_failures_are_retried_a_bounded_number_of_times(agent_stage: Agent
 
 
 async def test_a_failing_engine_is_an_engine_error(agent_stage: AgentStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hides_the_failure(**request: Any) -> None:
+        with suppress(openai.InternalServerError):
+            await ask_once(**request)
+
     monkeypatch.setattr(agent_stage.engine, "_forward", lambda step: 1 / 0)
-    (t,) = await agent_stage.play(ask_once, catch_requests(1))
-    assert (t.is_valid, t.stop_reason) == (False, "engine_error")
+    for agent in (ask_once, hides_the_failure):
+        (t,) = await agent_stage.play(agent, catch_requests(1))
+        assert (t.is_valid, t.stop_reason) == (False, "engine_error")
 
 
 async def test_an_aborted_reply_makes_the_rollout_invalid(agent_stage: AgentStage) -> None:
