@@ -303,5 +303,7 @@ def _encoding(param: str) -> Iterator[None]:
         yield
     except RequestError:
         raise
+    except DataError as error:
+        refuse(str(error), param=param)
     except Exception as error:  # noqa: BLE001, chat templates may raise anything
         refuse(f"failed to tokenize {param}: {type(error).__name__}: {error}", param=param)

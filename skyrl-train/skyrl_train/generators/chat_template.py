@@ -57,10 +57,8 @@ class ChatEncoder:
         """
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, template, template_kwargs)
-        self._prompt = _Cached(lambda messages: tuple(self.encode(self._template.prompt(json.loads(messages)))))
-        self._history = _Cached(
-            lambda messages: tuple(self.encode(self._template.render(json.loads(messages), adds_header=True)))
-        )
+        self._prompt = _Cached(self._render_prompt)
+        self._history = _Cached(self._render_history)
         self._after_turn = _Cached(self._render_after_turn)
         try:
             tail = self._after_turn("[]")  # find a bad template now, not in the first rollout
@@ -131,10 +129,22 @@ class ChatEncoder:
         eos: int | None = self.tokenizer.eos_token_id
         return eos
 
+    def _render_prompt(self, messages: str) -> tuple[int, ...]:
+        prompt = json.loads(messages)
+        self._template.check_written(prompt)
+        return tuple(self.encode(self._template.prompt(prompt)))
+
+    def _render_history(self, messages: str) -> tuple[int, ...]:
+        history = json.loads(messages)
+        self._template.check_written(history)
+        return tuple(self.encode(self._template.render(history, adds_header=True)))
+
     def _render_after_turn(self, observations: str) -> tuple[int, ...]:
         """Tokenize everything that the template puts after a sampled turn: render `MARK` as the turn, cut after it."""
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-        text = self._template.render([*before, *json.loads(observations)], adds_header=True)
+        messages = [*before, *json.loads(observations)]
+        self._template.check_written(messages)
+        text = self._template.render(messages, adds_header=True)
         turn, found, tail = text.partition(MARK)
         token_ids = self._template.encode_after(turn + found, tail)
         if not found or not token_ids:
