@@ -208,7 +208,8 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _token(self, token_id: int, logprob: float) -> Json:
         text = self._token_text(token_id)
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(text.encode())}
+        is_whole = INCOMPLETE not in text  # the bytes of a part of a character are unknown
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(text.encode()) if is_whole else None}
 
     def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
         body["prompt_token_ids"] = prompts[0]
@@ -232,15 +233,21 @@ class CompletionResponseBuilder(ResponseBuilder):
     def _logprobs(self, index: int, token_ids: list[int], logprobs: list[float], tops: TopLogprobs) -> Json:
         texts = [self._token_text(token_id) for token_id in token_ids]
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
-        named_tops = [
-            {self._token_text(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in top.items()} for top in tops
-        ]
+        named_tops = [self._name_top(top) for top in tops]
         return {
             "tokens": texts,
             "token_logprobs": [max(logprob, MIN_LOGPROB) for logprob in logprobs],
             "top_logprobs": named_tops or None,
             "text_offset": offsets,
         }
+
+    def _name_top(self, top: Mapping[int, float]) -> dict[str, float]:
+        """Return logprobs by text. Of tokens with the same text, such as parts of a character, keep the likeliest."""
+        named: dict[str, float] = {}
+        for token_id, logprob in top.items():
+            text = self._token_text(token_id)
+            named[text] = max(logprob, named.get(text, MIN_LOGPROB))
+        return named
 
     def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
         for choice in body["choices"]:

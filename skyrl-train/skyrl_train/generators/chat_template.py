@@ -72,6 +72,7 @@ class ChatEncoder:
         if "<|channel|>" not in vocabulary:  # in gpt-oss, <|end|> also ends a thought, and `strip_thoughts` needs it
             special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
             end_ids += [token for token in tail if token in special_ids][:1]
+        self._text_ids = self.encode("a")  # see `decode_after`
         self._hidden_ids = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *end_ids}
 
     def prompt_ids(self, messages: Messages) -> list[int]:
@@ -118,6 +119,11 @@ class ChatEncoder:
         Other special tokens stay, because some models use them for `<tool_call>` or the channels of a reply.
         """
         return self.decode_all([token for token in token_ids if token not in self._hidden_ids])
+
+    def decode_after(self, token_ids: Sequence[int], *, shows_all: bool = False) -> str:
+        """Decode tokens that follow other text. Alone, the first would lose its space: Llama's "▁is" becomes "is"."""
+        decode = self.decode_all if shows_all else self.decode
+        return decode([*self._text_ids, *token_ids])[len(decode(self._text_ids)) :]
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Decode for display, with all special tokens."""
