@@ -48,7 +48,15 @@ from sympy import (
 )
 from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction, TrigonometricFunction
 
-from skyrl_gym.maths.words import compare_names, compare_quantities, have_same_words, unwrap_numbers
+from skyrl_gym.maths.words import (
+    COMPOUND_UNIT,
+    compare_choices,
+    compare_names,
+    compare_quantities,
+    have_same_words,
+    strip_unit_letter,
+    unwrap_numbers,
+)
 
 BOX = [LatexExtractionConfig(boxed_match_priority=0)]
 APPROXIMATION = 0.005  # maximum relative difference between the sides of an approximation
@@ -69,7 +77,8 @@ _SCRIPT = re.compile(f"([{_RAISED}]+)|[{_LOWERED}]+")
 _UNSCRIPTED = str.maketrans(_RAISED + _LOWERED, "0123456789+-ni0123456789+-nix")
 _UPRIGHT = r"\\(?:mathrm|textrm|text|operatorname)\s*\{\s*([ei])\s*\}|\{\\rm\s+([ei])\s*\}"
 _TEXT = r"\s*\\(?:text|mathrm)\s*\{[^{}]*\}\s*"
-_NAMES_OF_FUNCTIONS = "pi|log|ln|sin|cos|tan|arcsin|arccos|arctan"
+_NAMES_OF_FUNCTIONS = "pi|log|ln|exp|sin|cos|tan|csc|cot|sinh|cosh|tanh|arcsin|arccos|arctan"
+_SECANT = re.compile(r"(?<![\\A-Za-z])sec(?=\()")  # without the parenthesis, it may be a unit
 _NOTATION = (
     (re.compile(r"√(\[\d\])?\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+))", re.ASCII), r"\\sqrt\1{\2\3}"),
     (re.compile(r"√", re.ASCII), r"\\sqrt"),
@@ -78,6 +87,8 @@ _NOTATION = (
     (re.compile(r"\*\*", re.ASCII), "^"),  # this line and the next: 10**-3 and 10^-3
     (re.compile(r"\^\s*([-+]\s*(?:\d+|[A-Za-z]))", re.ASCII), r"^{\1}"),
     (re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", re.ASCII), r"\\times "),
+    (re.compile(r"(?<![\\A-Za-z])log(2|10)(?=\()"), r"\\log_{\1}"),
+    (re.compile(r"(?<![A-Za-z])\\?lg(?![A-Za-z])"), r"\\log_{10} "),
     (re.compile(rf"\\(?:mathrm|operatorname|text)\s*\{{\s*\\?({_NAMES_OF_FUNCTIONS})\s*\}}", re.ASCII), r"\\\1 "),
     (re.compile(rf"(?<![\\A-Za-z])({_NAMES_OF_FUNCTIONS})(?![A-Za-z])", re.ASCII), r"\\\1 "),
     (re.compile(r"\\[dtc]?frac\s+(\d)\s*(\d)", re.ASCII), r"\\frac{\1}{\2}"),
@@ -99,14 +110,9 @@ _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*(?:\\?%|percent|pct)\s*\}|\b(?:
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?\b({'|'.join(_SCALES)})\b(?:\s*\}})?", re.IGNORECASE)
 _NUMBER = r"[-+]?(?:\\\$|\d)[\d.,]*(?:\s*/\s*\d+|\s+\d+/\d+)?|[-+]?\d*\\[dt]?frac\{\d+\}\{\d+\}"
-_SYMBOLS_OF_UNITS = (
-    "m km cm mm nm ft in yd mi miles? ms s sec min h hr hours? days? years? kg mg g lbs? oz mL ml L l kN N kJ J kW W "
-    "kPa Pa kHz Hz K mol rad V A dollars? cents? units? persons? people"
-)
-_COMPOUND_UNIT = rf"(?:{_SYMBOLS_OF_UNITS.replace(' ', '|')})(?![A-Za-z])(?:\s*\^\s*\{{?-?\d\}}?)?"
 _UNIT = re.compile(
     rf"((?:{_NUMBER})(?:\s*\\times\s*10\^\{{?-?\d+\}}?)?)((?:\s+[A-Za-z]{{2,}}){{1,4}}"
-    rf"|(?=[^/^]*[/^])\s+{_COMPOUND_UNIT}(?:(?:\s*/\s*|\s*\\cdot\s+|\s+){_COMPOUND_UNIT})*)\.?",
+    rf"|(?=[^/^]*[/^])\s+{COMPOUND_UNIT}(?:(?:\s*/\s*|\s*\\cdot\s+|\s+){COMPOUND_UNIT})*)\.?",
     re.ASCII,
 )
 """A number and its unit: words, or symbols with ``/`` or ``^``. All other letters are variables, as in ``12 x/y``."""
@@ -151,20 +157,23 @@ def is_same(answer: str, gold: str) -> bool | None:
     math-verify reads letters as variables and drops text, so several comparisons come before it, and each may decide
     alone:
 
-    1. Names: "Tuesdays" is "Tuesday". math-verify would read a product of variables.
-    2. Quantities: "3h 20min" is "3 h 20 min".
-    3. Words: "12 m" is not "12 km", and "profit of 5" is not "loss of 5".
-    4. math-verify, once per reading: "2e-3" is 0.002 and also 2e - 3. One equal reading is enough.
+    1. Choices: "(C) 42" is "C".
+    2. Names: "Tuesdays" is "Tuesday". math-verify would read a product of variables.
+    3. Quantities: "3h 20min" is "3 h 20 min".
+    4. Words: "12 m" is not "12 km", and "profit of 5" is not "loss of 5".
+    5. math-verify, once per reading: "2e-3" is 0.002 and also 2e - 3. One equal reading is enough.
     """
     coordinates = [name[1] for name in map(_COORDINATE.match, (answer, gold)) if name is not None]
     if len(set(coordinates)) > 1:
         return False  # x = 5 and y = 5 are different lines
+    answer, gold = (_SECANT.sub(r"\\sec", text) for text in (answer, gold))
     answer, gold = (_NEGATIVE.sub("-", _SHORTENED.sub(r"\1", text)) for text in (answer, gold))
-    for compare in (compare_names, compare_quantities):
+    for compare in (compare_choices, compare_names, compare_quantities):
         if (verdict := compare(answer, gold)) is not None:
             return verdict
     if not have_same_words(answer, gold):
         return False
+    answer, gold = strip_unit_letter(answer, gold), strip_unit_letter(gold, answer)
     answer, gold = unwrap_numbers(answer), unwrap_numbers(gold)
     verdicts = [_compare(text, truth) for truth in _readings(gold) for text in _readings(answer)]
     return None if None in verdicts else any(verdicts)

@@ -8,6 +8,7 @@ for a loss. Words are therefore compared here:
 - Words that change a number, as in 5 dozen, have to be in both, and opposites, as profit and loss, differ. Other words
   are labels: 10 ways are 10 arrangements.
 - Quantities of several numbers, as in 3 h 20 min, have the same numbers and words in the same order.
+- A ground truth that is the letter of a choice, such as ``C``, is compared with the letter alone: ``(C) 42`` is right.
 """
 
 import re
@@ -26,6 +27,19 @@ _NAMES = re.compile(r"[A-Za-z][A-Za-z\s,;.'&-]*")
 _DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{4}")
 _TIME = re.compile(r"\d{1,2}:\d\d\s*(?:(?P<half>[ap])\.?\s?m\.?)?", re.IGNORECASE)
 _LETTERS = re.compile(r"[A-Z](?:(?:\s*,\s*|\s+and\s+)[A-Z])+")
+_CHOICE = re.compile(r"(?:(?i:option|choice)\s+)?(?:\(([A-J])\)(?=\s|\\|$)|([A-J])(?:[.):](?=\s|\\|$)|$))(.*)", re.S)
+"""The letter of a choice, and its text."""
+_OTHER_CHOICE = re.compile(r"(?:^|[\s(])[A-J][.):](?:\s|$)|\b(?:or|and|not)\b")
+_CHOICES = re.compile(r"[A-J]{2,}|[A-J](?:(?:\s*,\s*|\s+and\s+)[A-J])+")
+SYMBOLS_OF_UNITS = (
+    "m km cm mm nm ft in yd mi miles? ms s sec min h hr hours? days? years? kg mg g lbs? oz mL ml L l kN N kJ J kW W "
+    "kPa Pa kHz Hz K mol rad V A dollars? cents? units? persons? people"
+)
+COMPOUND_UNIT = rf"(?:{SYMBOLS_OF_UNITS.replace(' ', '|')})(?![A-Za-z])(?:\s*\^\s*\{{?-?\d\}}?)?"
+_UNIT_OF_LETTERS = re.compile(rf"(?<=\d)\s+((?=[^/^]*[/^]){COMPOUND_UNIT}(?:\s*/\s*{COMPOUND_UNIT})*)\.?\s*$")
+"""A unit with ``/`` or ``^`` outside of ``\\text{…}``, where a lone letter would be a variable."""
+_INVERSE = re.compile(rf"(?<![A-Za-z])({SYMBOLS_OF_UNITS.replace(' ', '|')})\s*\^\s*\{{?\s*-\s*([123])\s*\}}?")
+_UNIT_LETTER = re.compile(r"(.*\d)(?:\s|\\[,; ]|~)*([mshgLlNJWKVA])", re.S)
 _UNDIRECTED = re.compile(r"\s*\$?\s*\\(?:angle|overline)(?![A-Za-z])")
 _VOWELS = frozenset("aeiou")
 _SEPARATOR = re.compile(r"[,;&]|\band\b")
@@ -102,6 +116,22 @@ def compare_names(answer: str, gold: str) -> bool | None:
     return _list_names(given) in (_list_names(names), _list_names(names[::-1]) if is_undirected else None)
 
 
+def compare_choices(answer: str, gold: str) -> bool | None:
+    """Compare the letters of choices. Return None if `gold` is none, or the answer has no letter or several.
+
+    ``C`` is ``(C) 42`` and ``Option C``, and ``ABD`` is ``A, B, D``.
+    """
+    sides = [_WRAPPED.sub(r"\1 ", text.replace("**", "").replace("$", "")).strip(" .") for text in (gold, answer)]
+    lists = [sorted(re.findall("[A-J]", text)) for text in sides if _CHOICES.fullmatch(text)]
+    if len(lists) == 2 and sides[0].isalpha() != sides[1].isalpha():
+        return lists[0] == lists[1]
+    choices = [_CHOICE.fullmatch(text) for text in sides]
+    if choices[0] is None or choices[1] is None or _OTHER_CHOICE.search(choices[1][3]):
+        return None
+    gold_letter, letter = (choice[1] or choice[2] for choice in choices if choice)
+    return bool(gold_letter == letter)
+
+
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
@@ -138,10 +168,20 @@ def have_same_words(answer: str, gold: str) -> bool:
         # A lone letter is usually a variable. Opposite a unit, it is a unit too: 3 m is not 3 km.
         first_of_kind = dict(reversed(sides[0] if expected_units else sides[1]))
         letter = _stem(first_of_kind.get("letter", ""))
-        if letter and "number" in first_of_kind and letter not in units | expected_units:
+        if (
+            letter
+            and "number" in first_of_kind
+            and (letter not in units | expected_units or (words | expected) & {*_POWERS.values(), "per"})
+        ):
             return False
     opposed, expected_opposed = words & _OPPOSED, expected & _OPPOSED
     return not opposed or not expected_opposed or opposed == expected_opposed
+
+
+def strip_unit_letter(text: str, other: str) -> str:
+    """Remove the letter after a number if `other` names that unit: ``5 N`` beside ``5 newtons``."""
+    found = _UNIT_LETTER.fullmatch(text.strip(" $."))
+    return found[1] if found and ("word", _stem(found[2])) in _tokens(other) else text
 
 
 def compare_quantities(answer: str, gold: str) -> bool | None:
@@ -174,7 +214,9 @@ def _tokens(text: str) -> list[tuple[str, str]]:
     four letters count.
     """
     tokens: list[tuple[str, str]] = []
-    text = _UNIT_FRACTION.sub(r"\\text{\1/\2}", _THOUSANDS.sub(",", text.translate(_RAISED)))
+    text = _INVERSE.sub(lambda unit: f"/{unit[1]}^{unit[2]}".removesuffix("^1"), text.translate(_RAISED))
+    text = _UNIT_OF_LETTERS.sub(r"\\text{\1}", text)
+    text = _UNIT_FRACTION.sub(r"\\text{\1/\2}", _THOUSANDS.sub(",", text))
     text = _SPEED.sub(lambda unit: {"m": "mile", "k": "km"}[unit[1]] + " per hour", _POWER.sub(r"^\1}", text))
     if text.count("$") % 2 and "\\$" not in text:  # an unpaired delimiter
         text = text.replace("$", "\\$")

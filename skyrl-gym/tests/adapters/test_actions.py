@@ -101,7 +101,7 @@ def test_a_reply_with_too_many_brackets_is_refused_instead_of_an_earlier_object(
 def test_deeply_nested_value_is_refused(depth: int) -> None:
     with pytest.raises(ActionError, match="must be a JSON object, but it is invalid: it is nested too deeply"):
         parse_json_object('{"x":' * depth + "1" + "}" * depth)
-    with pytest.raises(ActionError, match="must be a JSON array, but it is nested too deeply"):
+    with pytest.raises(ActionError, match="must be a JSON array, but it is invalid: it is nested too deeply"):
         parse_json_array("[" * depth + "]" * depth)
 
 

@@ -9,6 +9,7 @@ for a mistyped one.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -157,7 +158,22 @@ def parse_override(text: str) -> Override:
         return OverridesParser.create().parse_override(quote_home(text))
     except HydraException as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{text} cannot be read ({reason}); quote the value: \"{key}='{value}'\"") from error
+        raise ConfigError(f"{text} cannot be read ({reason}); {_suggest_quotes(key, value)}") from error
+
+
+def _suggest_quotes(key: str, value: str) -> str:
+    """Return how to write a value that Hydra cannot read: the first form with quotes that it can."""
+    if re.fullmatch(r"\[.*\]", value):
+        items = [item.strip(" '\"") for item in value[1:-1].split(",")]
+        forms = {f"[{','.join(repr(item) for item in items if item)}]": "items"}
+    else:
+        forms = {f"'{value}'": "value", f'"{value}"': "value"} if value[:1] not in "{(" else {}
+    for form, part in forms.items():
+        with suppress(HydraException):
+            OverridesParser.create().parse_override(f"{key}={form}")
+            escaped = form.replace('"', '\\"')
+            return f'quote the {part}: "{key}={escaped}"'
+    return "write a list as [a,b] and a mapping as {name:value}, and quote other text"
 
 
 def quote_home(text: str) -> str:

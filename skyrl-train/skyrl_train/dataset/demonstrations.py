@@ -16,7 +16,14 @@ from skyrl_gym.tools.calls import parse_arguments
 from skyrl_train.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedDataConfig
 from skyrl_train.dataset.files import JoinedRows, Row, quote
 from skyrl_train.errors import DataError
-from skyrl_train.rendering.messages import THOUGHT_FIELDS, check_media, drop_nulls, get_function, prepare_messages
+from skyrl_train.rendering.messages import (
+    THOUGHT_FIELDS,
+    check_media,
+    drop_nulls,
+    find_thought,
+    get_function,
+    prepare_messages,
+)
 
 WEIGHT_FIELDS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_weight", "step_loss_mask")
 """Fields that exclude a message from training if 0 or false: `weight` (OpenAI, Mistral), `train` (Axolotl), …"""
@@ -85,11 +92,15 @@ def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonst
         demonstration = Demonstration(location, messages, n_greetings, tools)
         if not demonstration.trained:
             raise DataError(f"{location}: every answer in {key} has weight 0; give one weight 1, or remove the row")
+        _refuse_empty(demonstration, key)
         return demonstration
     prompt = _read_prompt(row, location, data)
     name, response = _descend(row, data.response_key, data.response_dict_keys, location)
     if not isinstance(response, str) or not response.strip():
-        raise DataError(f"{location}: {name}={quote(response)} is not text to train on; correct or remove the row")
+        fix = "correct or remove the row"
+        if isinstance(response, list):
+            fix = f"write the prompt and the answer as one list of messages in {data.messages_key!r}"
+        raise DataError(f"{location}: {name}={quote(response)} is not text to train on; {fix}")
     return _answer_prompt(location, prompt, [{"role": "assistant", "content": response}], tools)
 
 
@@ -149,8 +160,21 @@ def _read_pair(row: Row, location: str, data: PreferenceDataConfig) -> tuple[Dem
                 f"{location}: every assistant message in {key} has weight 0, so the pair has nothing to "
                 "compare; give one weight 1, or remove the row"
             )
+        _refuse_empty(demonstration, key)
         pair.append(demonstration)
     return tuple(pair)
+
+
+def _refuse_empty(demonstration: Demonstration, key: str) -> None:
+    """Raise DataError for an answer without any text or call, because it would train only the end of the turn."""
+    trained = demonstration.trained
+    for number, index in enumerate(trained, start=1):
+        message = demonstration.messages[index]
+        if not (str(message["content"] or "").strip() or message.get("tool_calls") or find_thought(message)):
+            raise DataError(
+                f"{demonstration.location}: answer {number} of {len(trained)} in {key} is empty, so only the end of "
+                "the turn would be trained; write the answer, give it weight 0, or remove the row"
+            )
 
 
 def _read_answer(row: Row, key: str, location: str) -> str | list[dict[str, Any]]:

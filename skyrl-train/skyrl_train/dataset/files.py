@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import random
+import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from codecs import BOM_UTF8
@@ -304,6 +305,8 @@ def find_fault(path: Path) -> str | None:
     try:
         if path.is_file():
             return None
+        if re.match(r"\w+:/", str(path)):
+            return "is a URL, not a local file"
         return "is a folder" if path.is_dir() else "is not a regular file" if path.exists() else "does not exist"
     except (OSError, ValueError) as error:  # a name with NUL, or too long
         return f"cannot be opened ({error})"

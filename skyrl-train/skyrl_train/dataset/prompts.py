@@ -155,6 +155,7 @@ class PromptDataset:
         for location, row in rows:
             try:
                 self._template.check_roles(row[self._prompt_key])
+                self._template.check_written(row[self._prompt_key])
                 texts.append(self._template.prompt(row[self._prompt_key]))
             except DataError as error:
                 raise DataError(f"{location}: {error}") from error

@@ -68,6 +68,7 @@ class ConversationEncoder:
         """
         try:
             self._template.check_roles(demonstration.messages)
+            self._template.check_written(demonstration.messages, demonstration.tools)
             return self._encode(demonstration)
         except DataError as error:
             raise DataError(f"{demonstration.location}: {error}") from error

@@ -101,8 +101,8 @@ class Recording(TokenConversation):
         if prompt.text is not None:
             # text includes the stop string; a last token without text, such as EOS, is not part of the history
             last = result.token_ids[-1:]
-            n_hidden = 0 if self._chat.decode(last) else len(last)
-            text = prompt.text + self._chat.decode(result.token_ids)
+            n_hidden = 0 if self._chat.decode_after(last) else len(last)
+            text = prompt.text + self._chat.decode_after(result.token_ids)
             self._by_text.append((text, replace(end, n_tokens=end.n_tokens - n_hidden)))
         return index
 

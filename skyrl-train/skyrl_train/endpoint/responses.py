@@ -143,9 +143,11 @@ class ResponseBuilder:
         """Return the logprobs of tokens of a choice. `tops` may be empty."""
         texts = [self._token_text(token_id) for token_id in token_ids]
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
-        named_tops = [
-            {self._token_text(token_id): max(logprob, MIN_LOGPROB) for token_id, logprob in top.items()} for top in tops
-        ]
+        named_tops: list[dict[str, float]] = [{} for _ in tops]
+        for named, top in zip(named_tops, tops, strict=True):
+            for token_id, logprob in top.items():  # tokens may have the same text: keep the likeliest
+                text = self._token_text(token_id)
+                named[text] = max(logprob, named.get(text, MIN_LOGPROB))
         return {
             "tokens": texts,
             "token_logprobs": [max(logprob, MIN_LOGPROB) for logprob in logprobs],
@@ -217,7 +219,8 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _token(self, token_id: int, logprob: float) -> Json:
         text = self._token_text(token_id)
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(text.encode())}
+        is_whole = INCOMPLETE not in text  # the bytes of a part of a character are unknown
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(text.encode()) if is_whole else None}
 
     def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
         body["prompt_token_ids"] = prompts[0]

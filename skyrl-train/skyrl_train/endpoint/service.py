@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.endpoint.recorder import Prompt, Recording
 from skyrl_train.endpoint.responses import (
     ChatResponseBuilder,
+    Decode,
     FinishedChoice,
     Json,
     ResponseBuilder,
@@ -102,7 +103,7 @@ class ModelService:
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._ends_stopped_turns = ends_stopped_turns
         self._chat_variant = lru_cache(maxsize=TEMPLATE_VARIANTS)(self._make_chat_variant)
-        self._token_text = lru_cache(maxsize=1 << 16)(lambda token_id: self.chat.decode_all([token_id]))
+        self._token_text = lru_cache(maxsize=1 << 16)(lambda token: self.chat.decode_after([token], shows_all=True))
         self._warned: set[str] = set()
 
     def new_recording(self) -> Recording:
@@ -119,7 +120,9 @@ class ModelService:
         """
         self._check(request)
         with _encoding("messages"):
-            variables = (request.chat_template_kwargs or {}) | ({"tools": request.tools} if request.tools else {})
+            effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
+            tools = {"tools": request.tools} if request.tools else {}
+            variables = effort | (request.chat_template_kwargs or {}) | tools
             variant = json.dumps(variables) if variables else ""  # unsorted: their order may matter to the template
             messages = [message.to_message() for message in request.messages]
             prompt = self._recording(session).chat_prompt(messages, self._chat_variant(variant), variant)
@@ -209,10 +212,9 @@ class ModelService:
             RequestError: the engine failed.
         """
         exchanges = await self._generate(job)
-        keeps_stop = bool(job.request.include_stop_str_in_output)
+        decode, keeps_stop = self._decode(job), bool(job.request.include_stop_str_in_output)
         texts = [
-            reply_text(self.chat.decode, result, request.sampling.stop, keeps_stop=keeps_stop)
-            for request, result in exchanges
+            reply_text(decode, result, request.sampling.stop, keeps_stop=keeps_stop) for request, result in exchanges
         ]
         return job.builder.complete(self._record(job, exchanges, texts))
 
@@ -225,8 +227,8 @@ class ModelService:
         events: asyncio.Queue[tuple[int, TokenChunk] | None] = asyncio.Queue()
         generating = asyncio.create_task(self._generate(job, lambda index, tokens: events.put_nowait((index, tokens))))
         generating.add_done_callback(lambda _: events.put_nowait(None))
-        keeps_stop = bool(job.request.include_stop_str_in_output)
-        texts = [TextStream(self.chat.decode, choice.sampling.stop, keeps_stop=keeps_stop) for choice in job.choices]
+        decode, keeps_stop = self._decode(job), bool(job.request.include_stop_str_in_output)
+        texts = [TextStream(decode, choice.sampling.stop, keeps_stop=keeps_stop) for choice in job.choices]
         logprobs_last = bool(job.request.n_top_logprobs)
         try:
             yield job.builder.first_chunk([choice.prompt.token_ids for choice in job.choices])
@@ -244,6 +246,10 @@ class ModelService:
             yield job.builder.last_chunk(index, rest, reply.result, with_logprobs=logprobs_last)
         if job.request.includes_usage:
             yield job.builder.usage_chunk(replies)
+
+    def _decode(self, job: Job) -> Decode:
+        """Return the decoder of replies. The text of a completion continues its prompt."""
+        return self.chat.decode_after if isinstance(job.request, CompletionRequest) else self.chat.decode
 
     async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[Exchange]:
         """Return the engine's request and result of each choice. With `on_tokens`, stream the tokens to it."""
@@ -302,5 +308,7 @@ def _encoding(param: str) -> Iterator[None]:
         yield
     except RequestError:
         raise
+    except DataError as error:
+        refuse(str(error), param=param)
     except Exception as error:  # noqa: BLE001, chat templates may raise anything
         refuse(f"failed to tokenize {param}: {type(error).__name__}: {error}", param=param)

@@ -14,6 +14,8 @@ from typing import Annotated, Any, NoReturn
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
+from skyrl_train.rendering.messages import THOUGHT_FIELDS
+
 NonEmpty = Annotated[str, MinLen(1)]
 TokenId = Annotated[int, Ge(0)]
 Count = Annotated[int, Ge(1)]
@@ -22,6 +24,7 @@ Penalty = Annotated[float, Ge(-2), Le(2)]
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_TOP_LOGPROBS = 20
+TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of OpenAI's responses
 MIN_TOP_P = 1e-9  # keeps only the most likely token, as 0 does
 
 UNSET: tuple[Any, ...] = (None, False, [], {}, "")
@@ -100,15 +103,17 @@ class ChatMessage(WireModel):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
 
     def to_message(self) -> dict[str, Any]:
         """Convert the message for the chat template. Empty fields are dropped, except the text."""
-        names = ("name", "tool_call_id", "reasoning_content", "tool_calls")
+        names = ("name", "tool_call_id", "tool_calls", *THOUGHT_FIELDS)
         others = {name: value for name in names if (value := getattr(self, name))}
         content = self.content or ""
         if isinstance(content, list):
             for part in content:
-                if part.type != "text" or part.text is None:
+                if part.type not in TEXT_PARTS or part.text is None:
                     refuse(f"a content part of type {part.type!r}: this model reads text only", param="messages")
             content = "".join(part.text or "" for part in content)
         return {"role": self.role, "content": content, **others}
@@ -187,6 +192,7 @@ class ChatRequest(CompletionOptions):
     top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -57,10 +57,8 @@ class ChatEncoder:
         """
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, template, template_kwargs)
-        self._prompt = _Cached(lambda messages: tuple(self.encode(self._template.prompt(json.loads(messages)))))
-        self._history = _Cached(
-            lambda messages: tuple(self.encode(self._template.render(json.loads(messages), adds_header=True)))
-        )
+        self._prompt = _Cached(self._render_prompt)
+        self._history = _Cached(self._render_history)
         self._after_turn = _Cached(self._render_after_turn)
         try:
             tail = self._after_turn("[]")  # find a bad template now, not in the first rollout
@@ -75,6 +73,7 @@ class ChatEncoder:
         if "<|channel|>" not in vocabulary:  # in gpt-oss, <|end|> also ends a thought, and `strip_thoughts` needs it
             special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
             end_ids += [token for token in tail if token in special_ids][:1]
+        self._text_ids = self.encode("a")  # see `decode_after`
         self._hidden_ids = {tokenizer.bos_token_id, self.eos_token_id, tokenizer.pad_token_id, *end_ids}
 
     def prompt_ids(self, messages: Messages) -> list[int]:
@@ -122,14 +121,31 @@ class ChatEncoder:
         """
         return self.decode_all([token for token in token_ids if token not in self._hidden_ids])
 
+    def decode_after(self, token_ids: Sequence[int], *, shows_all: bool = False) -> str:
+        """Decode tokens that follow other text. Alone, the first would lose its space: Llama's "▁is" becomes "is"."""
+        decode = self.decode_all if shows_all else self.decode
+        return decode([*self._text_ids, *token_ids])[len(decode(self._text_ids)) :]
+
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Decode for display, with all special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
+    def _render_prompt(self, messages: str) -> tuple[int, ...]:
+        prompt = json.loads(messages)
+        self._template.check_written(prompt)
+        return tuple(self.encode(self._template.prompt(prompt)))
+
+    def _render_history(self, messages: str) -> tuple[int, ...]:
+        history = json.loads(messages)
+        self._template.check_written(history)
+        return tuple(self.encode(self._template.render(history, adds_header=True)))
+
     def _render_after_turn(self, observations: str) -> tuple[int, ...]:
         """Tokenize everything that the template puts after a sampled turn: render `MARK` as the turn, cut after it."""
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-        text = self._template.render([*before, *json.loads(observations)], adds_header=True)
+        messages = [*before, *json.loads(observations)]
+        self._template.check_written(messages)
+        text = self._template.render(messages, adds_header=True)
         turn, found, tail = text.partition(MARK)
         token_ids = self._template.encode_after(turn + found, tail)
         if not found or not token_ids:

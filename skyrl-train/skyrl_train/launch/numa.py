@@ -22,16 +22,17 @@ def bind_to_gpu() -> None:
 def bind_to_device(address: str) -> None:
     """Pin the calling thread and the threads it starts to the cores of a PCI device's NUMA node.
 
-    Does nothing if the kernel assigns no node to the device (e.g. "0000:3b:00.0"), or if this process may not use any
-    core of the node.
+    Does nothing if the kernel forbids pinning or assigns no node to the device (e.g. "0000:3b:00.0"), or if this
+    process may not use any core of the node.
     """
     try:
         node = int((SYSFS / "bus/pci/devices" / address / "numa_node").read_text())
         cores = parse_cores((SYSFS / f"devices/system/node/node{node}/cpulist").read_text())
-    except OSError:  # not Linux, or node -1: the device has no node
+        if usable := cores & os.sched_getaffinity(0):
+            os.sched_setaffinity(0, usable)
+    except OSError:  # not Linux, node -1 (the device has no node), or a sandbox that forbids pinning
         return
-    if usable := cores & os.sched_getaffinity(0):
-        os.sched_setaffinity(0, usable)
+    if usable:
         logger.info("Running on the %d cores of NUMA node %d, next to the GPU %s", len(usable), node, address)
 
 

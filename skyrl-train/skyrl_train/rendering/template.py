@@ -81,6 +81,7 @@ class ChatTemplate:
             if opening in self._source or closing in self._source
         }
         self._call_form: CallForm | None = None  # known once the template has rendered a call
+        self._written: set[frozenset[tuple[str, bool]]] = set()  # roles that `check_written` has found to be written
         self._added_tokens = list(tokenizer.get_added_vocab())
 
     # -- text
@@ -96,6 +97,31 @@ class ChatTemplate:
                     f"message {index} has the role {role!r}, which the chat template does not name; use system, user, "
                     "assistant or tool"
                 )
+
+    def check_written(self, messages: Messages, tools: Sequence[Any] | None = None) -> None:
+        """Raise DataError if the template drops a message that is neither from the user nor from the assistant.
+
+        Qwen3's template writes nothing for the role "developer", and Granite's nothing for a second system message. So
+        each such message is rendered with a placeholder, once for each combination of roles. The first message counts
+        as a role of its own. The text ends with the next user message, because Mistral's template writes the system
+        message only before a user message that is the last one.
+        """
+        roles = [str(message["role"]) for message in messages]
+        others = [index for index, role in enumerate(roles) if role not in ("user", "assistant")]
+        combination = frozenset((roles[index], index == 0) for index in others)
+        if combination in self._written:
+            return
+        for index in others:
+            after = roles[index:]
+            n_after = after.index("user") + 1 if "user" in after else [*after, "assistant"].index("assistant")
+            marked = [dict(message) for message in messages[: index + n_after]]
+            marked[index]["content"] = LAST_MARK
+            if LAST_MARK not in self.render(marked, tools, adds_header=True):
+                raise DataError(
+                    f"the chat template does not write message {index}, which has the role {roles[index]!r}; add its "
+                    "text to the first system message or to a user message, or use a template that writes it"
+                )
+        self._written.add(combination)
 
     def check_tools(self, messages: Messages, tools: Sequence[Any]) -> None:
         """Raise DataError if the template ignores tools."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from skyrl_gym.runtime.text import describe_error
 from skyrl_train.checkpoint import replace_text
 from skyrl_train.config.rules.run import find_wandb_problem
 from skyrl_train.errors import ConfigError
@@ -118,26 +119,39 @@ class WandbTracker:
         known_id = self._id_file.read_text().strip() if self._id_file.exists() else ""
         self._continues = bool(known_id) and not os.environ.get("WANDB_RUN_ID")
         self._run = start(os.environ.get("WANDB_RUN_ID") or known_id or token_hex(4))
+        self._has_failed = False
+
+    def _call(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Call wandb, and warn of its first failure: wandb's process can end at any time, but the run must go on."""
+        try:
+            function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001, wandb raises errors of many types
+            if not self._has_failed:
+                logger.warning(
+                    "wandb failed, and may lack the metrics from here on; metrics.jsonl has them all: %s",
+                    describe_error(error),
+                )
+            self._has_failed = True
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log({**{name: float(value) for name, value in metrics.items()}, self.STEP: step})
+        self._call(self._run.log, {**{name: float(value) for name, value in metrics.items()}, self.STEP: step})
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Log a checkpoint's files as a new version of the artifact `<run_name>-checkpoint`."""
         name = re.sub(r"[^\w.-]", "-", f"{self._name}-checkpoint")
         artifact = self._new_artifact(name, type="model", metadata={self.STEP: step})
         artifact.add_dir(str(path))
-        self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
+        self._call(self._run.log_artifact, artifact, aliases=["latest", f"step-{step}"])
 
     def truncate_after(self, step: int) -> None:
         """Start a new wandb run if training restarts from scratch. A resumed run continues its wandb run."""
         if step < 0 and self._continues:
-            self._run.finish()
+            self._call(self._run.finish)
             self._run = self._start(token_hex(4))
         self._continues = False
 
     def close(self) -> None:
-        self._run.finish()
+        self._call(self._run.finish)
 
 
 class Tracking:

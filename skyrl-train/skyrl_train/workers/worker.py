@@ -416,7 +416,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> Lam
         "warmup_stable_decay" if is_wsd else spec.scheduler,
         optimizer,
         num_warmup_steps=spec.n_warmup_steps,
-        num_training_steps=spec.n_steps,
+        num_training_steps=max(spec.n_steps, spec.n_warmup_steps + 1),  # polynomial decay divides by their difference
         scheduler_specific_kwargs={"num_decay_steps": spec.n_decay_steps} if is_wsd else None,
     )
     return scheduler

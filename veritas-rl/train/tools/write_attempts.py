@@ -27,7 +27,10 @@ def main() -> int:
     parser.add_argument("--num-samples", type=int, default=360, help="number of rows (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="file to write")
     args = parser.parse_args()
-    family = task_family(args.env, args.adapter_config)
+    try:
+        family = task_family(args.env, args.adapter_config)
+    except ValueError as error:
+        parser.error(str(error))
     dataset = DynamicEnvDataset(config={"custom_cls": {"config": {"env": args.env, "adapter_config": family.options}}})
     rng = random.Random(SEED)
     indices = rng.sample(range(len(dataset)), min(args.num_samples, len(dataset)))

@@ -5,6 +5,7 @@ Source of the test format and of the comparison: LiveCodeBench (Jain et al., 202
 
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -19,6 +20,8 @@ from skyrl_gym.tools.calls import strip_thoughts
 FENCE = "```"
 OPENING = re.compile(r"(?:^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?))?(?<!`)(`{3,}+)[^\n`]*\n", re.MULTILINE)
 MAX_NUMBER_CHARS = 400
+OUTPUT_TOLERANCE, VALUE_TOLERANCE = 1e-6, 1e-5
+"""Absolute or relative error that judges of contests accept in printed decimals, and LeetCode in returned floats."""
 WALL_TIME_FACTOR = 4.0  # seconds of wall time allowed per second of CPU time
 
 PRELUDE = """
@@ -42,8 +45,9 @@ from builtins import *
 import bisect, collections, copy, datetime, functools, heapq, io, itertools, json, math, operator, random, re
 import statistics, string, sys, typing
 sys.setrecursionlimit(50000)
+sys.set_int_max_str_digits(50000)
 """
-"""Imports that solutions on contest sites rely on, as SkyRL and LiveCodeBench provide them.
+"""Imports and limits that solutions on contest sites rely on, as SkyRL and LiveCodeBench provide them.
 
 The order matters: builtins come after modules with equal names (`math.pow`, `operator.abs`), and modules after their
 functions.
@@ -67,7 +71,7 @@ class Test:
         if isinstance(self.run, Stdin):
             return is_same_output(result.stdout, self.output)
         try:
-            return bool(result.value == self.output)
+            return is_same_value(result.value, self.output)
         except (ValueError, RecursionError):
             return False
 
@@ -171,7 +175,11 @@ def _uses_library(code: str, name: str, module: str) -> bool:
 def is_same_output(actual: str, expected: str) -> bool:
     r"""Return True if two outputs are equal line by line, ignoring space around lines and notation of numbers.
 
+    An expected decimal may be off by `OUTPUT_TOLERANCE`, but not an integer.
+
     >>> is_same_output("1.50  \n", "1.5")
+    True
+    >>> is_same_output("0.333333", "0.3333333333")
     True
     >>> is_same_output("1 2", "1\n2")
     False
@@ -185,9 +193,31 @@ def is_same_output(actual: str, expected: str) -> bool:
 
 def _are_same_numbers(words: Sequence[str], others: Sequence[str]) -> bool:
     return len(words) == len(others) and all(
-        word == other or ((number := _number(word)) is not None and number == _number(other))
+        word == other or _is_close(_number(word), _number(other), is_exact=other.lstrip("+-").isdigit())
         for word, other in zip(words, others, strict=True)
     )
+
+
+def _is_close(number: Decimal | None, other: Decimal | None, *, is_exact: bool) -> bool:
+    if number is None or other is None or number == other or is_exact:
+        return number is not None and number == other
+    values = float(number), float(other)
+    return all(map(math.isfinite, values)) and math.isclose(*values, rel_tol=OUTPUT_TOLERANCE, abs_tol=OUTPUT_TOLERANCE)
+
+
+def is_same_value(actual: Any, expected: Any) -> bool:
+    """Return True if a returned value equals the expected one. Expected floats may be off by `VALUE_TOLERANCE`.
+
+    >>> is_same_value([0.1 + 0.2], [0.3])
+    True
+    """
+    if isinstance(expected, list) and isinstance(actual, list):
+        return len(actual) == len(expected) and all(map(is_same_value, actual, expected))
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        return actual.keys() == expected.keys() and all(is_same_value(actual[key], expected[key]) for key in expected)
+    if isinstance(expected, float) and isinstance(actual, int | float):
+        return math.isclose(actual, expected, rel_tol=VALUE_TOLERANCE, abs_tol=VALUE_TOLERANCE)
+    return bool(actual == expected)
 
 
 def _number(word: str) -> Decimal | None:

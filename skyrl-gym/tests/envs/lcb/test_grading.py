@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_gym.envs.lcb.grading import Test as LcbTest
-from skyrl_gym.envs.lcb.grading import Verdict, extract_code, grade, is_same_output, limits_per_test, parse_tests
+from skyrl_gym.envs.lcb.grading import (
+    Verdict,
+    extract_code,
+    grade,
+    is_same_output,
+    is_same_value,
+    limits_per_test,
+    parse_tests,
+)
 from skyrl_gym.isolation.program import Stdin
 
 
@@ -44,3 +52,22 @@ def test_long_numbers_are_compared_as_text() -> None:
 def test_invalid_tests_raise(ground_truth: Any) -> None:
     with pytest.raises(ValueError, match="tests"):
         parse_tests(ground_truth)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "is_same"),
+    [
+        (0.1 + 0.2, 0.3, True),
+        ([[1 / 3], 2], [[0.33333], 2], True),
+        ({"a": 0.66667}, {"a": 2 / 3}, True),
+        (2, 2.0, True),
+        ([0.3333], [0.33333], False),
+        ([0.3, 0.3], [0.3], False),
+        ({"b": 0.3}, {"a": 0.3}, False),
+        (1.000001, 1, False),
+        ("0.30", 0.3, False),
+        (float("nan"), 0.3, False),
+    ],
+)
+def test_returned_floats_may_be_rounded(actual: Any, expected: Any, is_same: bool) -> None:
+    assert is_same_value(actual, expected) == is_same

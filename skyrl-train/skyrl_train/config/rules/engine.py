@@ -1,5 +1,6 @@
 """Rules for the inference engine and sampling."""
 
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import product
@@ -270,7 +271,9 @@ def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about several greedy samples per prompt, near-random temperatures, and very short time limits."""
+    """Warn about several greedy samples per prompt, near-random temperatures, escapes in stop strings, and very short
+    time limits.
+    """
     generator, gym = cfg.generator, cfg.environment.skyrl_gym
     n_samples = generator.eval_n_samples_per_prompt
     if n_samples > 1 and generator.eval_sampling_params.temperature == 0:
@@ -282,6 +285,12 @@ def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
     for key in ("generator.sampling_params.temperature", "generator.eval_sampling_params.temperature"):
         if (temperature := value_at(cfg, key)) > 3:
             yield f"{key}={temperature:g} samples nearly at random; try {key}=1.0"
+    for key in ("generator.sampling_params.stop", "generator.eval_sampling_params.stop"):
+        if escaped := [stop for stop in value_at(cfg, key) or () if re.search(r"\\[nrt]", stop)]:
+            yield (
+                f"{key}={show(escaped)} ends a reply at a backslash and a letter, since the command line has no "
+                'escapes; for a line end, write "\\n" in the YAML file of --config'
+            )
     limits = {
         "environment.skyrl_gym.call_timeout_seconds": gym.call_timeout_seconds,
         "generator.trajectory_timeout_seconds": generator.trajectory_timeout_seconds,

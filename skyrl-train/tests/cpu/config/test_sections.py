@@ -58,6 +58,18 @@ def test_every_scheduler_can_be_built_from_its_name_and_step_counts(name: str) -
     assert math.isfinite(scheduler.get_last_lr()[0])
 
 
+@pytest.mark.parametrize("n_warmup_steps", [10, 12])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_warm_up_may_take_the_whole_run(name: str, n_warmup_steps: int) -> None:
+    optimizer, scheduler = make_optimizer(scheduler=name, num_warmup_steps=n_warmup_steps)
+    rates = []
+    for _ in range(10):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([1.0] * 10 if name == "constant" else [i / n_warmup_steps for i in range(10)])
+
+
 def test_unsupported_schedulers_need_further_arguments() -> None:
     missing = {kind.value for kind in SchedulerType} - set(SCHEDULERS)
     known = {"reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"}

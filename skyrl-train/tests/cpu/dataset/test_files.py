@@ -34,6 +34,8 @@ def test_a_missing_file_is_named_by_its_expanded_path(tmp_path: Path, monkeypatc
     os.mkfifo(tmp_path / "pipe.json")
     with pytest.raises(DataError, match=r"pipe\.json is not a regular file"):
         read_rows(str(tmp_path / "pipe.json"))
+    with pytest.raises(DataError, match="is a URL, not a local file"):
+        read_rows("s3://bucket/train.parquet")
     with pytest.raises(DataError, match="cannot be opened"):
         read_rows("a" * 5000 + ".json")
 

@@ -8,6 +8,9 @@ from openai.types.chat import ChatCompletion
 from train_kit.endpoints import HELLO, MODEL, LiveEndpoint
 from train_kit.messages import user
 
+from skyrl_train.endpoint.wire import ChatMessage
+from skyrl_train.rendering.messages import THOUGHT_FIELDS
+
 
 def ask(live: LiveEndpoint, messages: Any = HELLO, **options: Any) -> ChatCompletion:
     extra = {name: options.pop(name) for name in list(options) if name in EXTRAS}
@@ -109,7 +112,8 @@ def test_logprobs_are_those_of_the_engine(live: LiveEndpoint) -> None:
     content = choice.logprobs.content
     assert [token.logprob for token in content] == pytest.approx(result.logprobs)
     assert [token.token for token in content] == [live.chat.decode_all([i]) for i in result.token_ids]
-    assert [bytes(token.bytes).decode() for token in content] == [token.token for token in content]
+    whole = [token for token in content if token.bytes is not None]
+    assert [bytes(token.bytes).decode() for token in whole] == [token.token for token in whole]
     for token, top in zip(content, result.top_logprobs, strict=True):
         assert [other.logprob for other in token.top_logprobs] == pytest.approx(list(top.values()))
         assert len(token.top_logprobs) == 3
@@ -117,8 +121,9 @@ def test_logprobs_are_those_of_the_engine(live: LiveEndpoint) -> None:
     assert [token.top_logprobs for token in plain] == [[]] * len(plain)
 
 
-def test_content_may_be_a_list_of_parts(live: LiveEndpoint) -> None:
-    parts = [{"type": "text", "text": "State: "}, {"type": "text", "text": "ball=(3,0)"}]
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+def test_content_may_be_a_list_of_parts(live: LiveEndpoint, kind: str) -> None:
+    parts = [{"type": kind, "text": "State: "}, {"type": "text", "text": "ball=(3,0)"}]
     messages = [HELLO[0], {"role": "user", "content": parts}]
     assert ask(live, messages).choices[0].message == ask(live, HELLO).choices[0].message
 
@@ -151,13 +156,20 @@ def test_tools_and_template_kwargs_reach_the_chat_template(live: LiveEndpoint, m
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "It falls."},
     ]
-    ask(live, messages, tools=tools, chat_template_kwargs={"enable_thinking": False})
+    ask(live, messages, tools=tools, reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
     rendered_messages, options = rendered[-1]
+    assert options["reasoning_effort"] == "low"
     assert json.dumps(options["tools"]) == json.dumps(tools), "in the given order"
     assert options["enable_thinking"] is False
     assert rendered_messages[1]["tool_calls"][0]["function"]["arguments"] == {"at": "ball"}
     assert rendered_messages[1]["content"] == ""
     assert rendered_messages[2] == messages[2]
+
+
+@pytest.mark.parametrize("name", THOUGHT_FIELDS)
+def test_a_thought_in_any_field_reaches_the_chat_template(name: str) -> None:
+    message = {"role": "assistant", "content": "4", name: "2 and 2."}
+    assert ChatMessage.model_validate(message).to_message() == message
 
 
 def test_models_and_health(live: LiveEndpoint) -> None:

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 from openai.types import Completion
-from train_kit.endpoints import MODEL, LiveEndpoint
+from train_kit.endpoints import MODEL, EndpointStage, LiveEndpoint
+from train_kit.templates import FAMILIES
+from transformers import PreTrainedModel
 
 TEXTS = ["State: ball=(3,0)", "Action", "State: ball=(5,1), paddle"]
 
@@ -49,3 +51,21 @@ def test_logprobs_are_those_of_the_engine(live: LiveEndpoint) -> None:
     ]
     assert logprobs.text_offset[:2] == [0, len(logprobs.tokens[0])]
     assert complete(live, TEXTS[0], logprobs=0).choices[0].logprobs.top_logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_completion_keeps_the_space_before_it(talker: PreTrainedModel, stream: bool) -> None:
+    """SentencePiece's decoder drops the space of the first token of a text."""
+    async with EndpointStage(talker, FAMILIES["zephyr"].tokenizer()) as stage:
+        client, prompt_ids = stage.client(), stage.chat.encode("It")
+        for seed in range(100):
+            answer = await client.completions.create(
+                model=MODEL, prompt="It", seed=seed, logprobs=0, max_tokens=1, stream=stream, stream_options={}
+            )
+            chunks = [chunk.choices[0] async for chunk in answer] if stream else answer.choices
+            ((_, result),) = stage.engine.exchanges[-1:]
+            if (text := stage.chat.decode([*prompt_ids, *result.token_ids])[2:]).startswith(" "):
+                assert "".join(chunk.text for chunk in chunks) == text
+                assert [token for chunk in chunks if chunk.logprobs for token in chunk.logprobs.tokens] == [text]
+                return
+        pytest.fail("no seed samples a token with a space")

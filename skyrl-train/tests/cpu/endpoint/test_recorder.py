@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_kit.messages import assistant, system, user
+from train_kit.templates import FAMILIES
 
 from skyrl_train.endpoint.recorder import Prompt, Recording
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -211,3 +212,13 @@ def test_every_sampled_token_is_trained_exactly_once(chat: ChatEncoder, data: st
         assert row.logprobs[turn.start : turn.end] == result.logprobs
         assert row.token_ids[: row.n_prompt + turn.start] == prompt.token_ids
     assert sum(sum(row.loss_mask) for row in rows) == sum(len(result.token_ids) for result in conversation.results)
+
+
+def test_a_space_at_the_end_of_a_completion_is_a_token_of_the_history() -> None:
+    """SentencePiece has a token for it, which decodes to nothing on its own."""
+    chat = ChatEncoder(FAMILIES["zephyr"].tokenizer())
+    recording, space = Recording(chat), chat.tokenizer.convert_tokens_to_ids("▁")
+    first = recording.text_prompt("It")
+    recording.record(first, EngineResult([space], [-0.5], "length", ()), " ")
+    assert space not in chat.encode("It is")
+    assert recording.text_prompt("It is").token_ids[: len(first.token_ids) + 1] == [*first.token_ids, space]

@@ -44,7 +44,8 @@ def test_a_request_that_cannot_be_rendered_or_does_not_fit_is_refused(live: Live
     change = {"chat_template_kwargs": {"tokenize": True}}
     assert refuse(live, "/chat/completions", change).startswith("messages: failed to tokenize messages")
     deep = [{"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "[" * 10_000}}]}]
-    assert "does not write the tool calls of message 0" in refuse(live, "/chat/completions", {"messages": deep})
+    refusal = refuse(live, "/chat/completions", {"messages": deep})
+    assert refusal.startswith("messages: the chat template does not write the tool calls of message 0")
     long = "prompt: .*maximum context length is 511 tokens before its reply, and your prompt resulted in 512"
     assert re.match(long, refuse(live, "/completions", {"prompt": [5] * 512}))
 

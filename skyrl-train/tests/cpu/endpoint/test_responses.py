@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.endpoint.responses import TextStream, reply_text
+from skyrl_train.endpoint.responses import ChatResponseBuilder, FinishedChoice, ResponseBuilder, TextStream, reply_text
+from skyrl_train.endpoint.wire import ChatRequest, CompletionRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineResult, StopReason
 
@@ -55,3 +56,24 @@ def test_only_stop_strings_are_cut_from_the_text(chat: ChatEncoder) -> None:
     token_ids = [*chat.encode("1a"), chat.eos_token_id]
     assert reply_text(chat.decode, result_of(token_ids), ["b"], keeps_stop=False) == "1a"
     assert reply_text(chat.decode, result_of(token_ids, "length"), ["a"], keeps_stop=False) == "1a"
+
+
+PARTS = ["a", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}"]  # tokens 1 and 2 are parts of characters
+
+
+def finished(tops: list[dict[int, float]]) -> list[FinishedChoice]:
+    result = EngineResult([0, 1], [-0.5, -0.25], "length", (), top_logprobs=tops)
+    return [FinishedChoice([5], result, "a")]
+
+
+def test_the_bytes_of_a_part_of_a_character_are_unknown() -> None:
+    request = ChatRequest(model="tiny", messages=[{"role": "user", "content": "?"}], logprobs=True)
+    (choice,) = ChatResponseBuilder(request, PARTS.__getitem__).complete(finished([{}, {}]))["choices"]
+    assert [token["bytes"] for token in choice["logprobs"]["content"]] == [[97], None]
+
+
+def test_of_tokens_with_the_same_text_the_likeliest_is_reported() -> None:
+    request = CompletionRequest(model="tiny", prompt="?", logprobs=2)
+    tops = [{0: -0.5, 1: -1.0}, {1: -0.25, 2: -3.0}]
+    (choice,) = ResponseBuilder(request, PARTS.__getitem__).complete(finished(tops))["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"a": -0.5, PARTS[1]: -1.0}, {PARTS[1]: -0.25}]

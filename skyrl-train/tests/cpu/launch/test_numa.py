@@ -40,3 +40,12 @@ def test_all_cores_are_kept_without_a_usable_node(
     assert os.sched_getaffinity(0) == before
     bind_to_device("0000:00:00.0")
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_sandbox_may_forbid_pinning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, cores: set[int]) -> None:
+        raise PermissionError(f"{pid}: {cores}")
+
+    monkeypatch.setattr(numa, "SYSFS", write_sysfs(tmp_path, 1, f"0-{MAX_CORE}"))
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    bind_to_device(GPU)

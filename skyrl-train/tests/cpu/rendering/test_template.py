@@ -178,6 +178,44 @@ def test_tools_that_the_template_does_not_write_are_refused(family: str) -> None
         ChatTemplate(load(family)).check_tools([user("2 + 2?")], tools)
 
 
+def other(role: str) -> dict[str, str]:
+    return {"role": role, "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("family", "messages", "index"),
+    [
+        ("nemotron nano 2", [other("developer"), user("2 + 2?")], 0),
+        ("nemotron nano 2", [other("system"), other("developer"), user("2 + 2?")], 1),
+        ("nemotron nano 2", [user("2 + 2?"), assistant("4."), other("ipython")], 2),
+        ("nemotron nano 2", [user("2 + 2?"), assistant("4."), other("system"), user("3 + 3?")], 2),
+        ("granite 3.3", [other("system"), other("system"), user("2 + 2?")], 1),
+    ],
+)
+def test_a_message_that_the_template_drops_is_refused(family: str, messages: list[Any], index: int) -> None:
+    encoder, reason = ChatEncoder(load(family)), f"does not write message {index}, which has the role"
+    with pytest.raises(DataError, match=reason):
+        encode(family, [*messages, assistant("6.")])
+    for render in (encoder.prompt_ids, encoder.history_ids):
+        with pytest.raises(DataError, match=reason):
+            render(messages)
+
+
+def test_an_observation_that_the_template_drops_is_refused() -> None:
+    encoder = ChatEncoder(load("nemotron nano 2"))
+    assert encoder.observation_ids([user("3 + 3?")], 0)
+    with pytest.raises(DataError, match="does not write message 2, which has the role 'tool'"):
+        encoder.observation_ids([other("tool")], 0)
+
+
+def test_a_system_message_counts_as_written_even_if_a_later_turn_omits_it() -> None:
+    """Mistral's template writes it only before a user message that is the last one."""
+    messages = [system("In French."), user("2 + 2?"), {**assistant(""), "tool_calls": [CALL]}, other("tool")]
+    template = ChatTemplate(load("mistral v0.3, with tools"))
+    assert "In French." not in template.render(messages, adds_header=True)
+    template.check_written(messages)
+
+
 def test_a_prompt_that_ends_with_calls_is_refused() -> None:
     with pytest.raises(DataError, match="message 1, the last one of the prompt, has tool calls without their results"):
         ChatTemplate(load("kimi k2, with tools")).prompt([user("2 + 2?"), {**assistant(""), "tool_calls": [CALL]}])

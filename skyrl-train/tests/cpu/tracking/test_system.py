@@ -12,6 +12,7 @@ from skyrl_train.tracking.system import peak_flops, system_metrics
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA A10G", 70e12),
@@ -20,6 +21,7 @@ from skyrl_train.tracking.system import peak_flops, system_metrics
         ("NVIDIA L40S", 362e12),
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         (None, None),  # a CPU
     ],
 )
@@ -43,3 +45,24 @@ def test_busy_cores_and_memory_are_measured() -> None:
         block[offset] = 1
     assert system_metrics()["system/memory_usage"] - before["system/memory_usage"] == pytest.approx(0.1, abs=0.02)
     block.close()
+
+
+class NVMLError(Exception):
+    """Like pynvml's errors, e.g. `NVMLError_NotSupported` of a slice of a GPU, which are no RuntimeErrors."""
+
+
+@pytest.mark.parametrize("error", [None, NVMLError(), RuntimeError(), ModuleNotFoundError()])
+def test_the_utilization_of_a_gpu_is_left_out_if_the_driver_does_not_report_it(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def utilization() -> int:
+        if error is not None:
+            raise error
+        return 40
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2_000_000_000)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    metrics = system_metrics()
+    assert metrics["system/memory_usage"] == 2
+    assert metrics.get("system/gpu_utilization") == (40 if error is None else None)

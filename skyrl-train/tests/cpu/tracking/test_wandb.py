@@ -1,9 +1,13 @@
 import os
 import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from train_kit.processes import python
+
+from skyrl_train.tracking import Tracking
 
 
 def run_offline(home: Path, code: str, *arguments: object, **variables: str) -> str:
@@ -106,3 +110,55 @@ def test_offline_runs_need_no_key_and_share_the_wandb_run_of_their_checkpoints(t
     assert len(logs) == 5
     assert all(b"reward/avg_raw_reward" in log.read_bytes() for log in logs)
     assert (tmp_path / "first/p/run/metrics.jsonl").exists()
+
+
+_LOST_PROCESS = """
+import logging, sys
+from pathlib import Path
+import psutil
+from skyrl_train.tracking import Tracking
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+folder = Path(sys.argv[1])
+with Tracking("catch", "shaped", "wandb", {}, folder) as tracking:
+    tracking.log({"reward": 0.5}, step=1)
+    processes = psutil.Process().children(recursive=True)
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, timeout=30)
+    for step in (2, 3):
+        tracking.log({"reward": 0.5}, step=step)
+print(len((folder / "metrics.jsonl").read_text().splitlines()), "steps")
+"""
+
+
+def test_a_run_outlives_the_process_of_wandb(tmp_path: Path) -> None:
+    output = run_offline(tmp_path, _LOST_PROCESS, tmp_path / "run")
+    assert output.count("wandb failed") == 1
+    assert output.endswith("3 steps\n")
+
+
+class ClosedError(Exception):
+    """Like wandb's `MailboxClosedError` and `CommError`, which are no OSErrors."""
+
+
+@pytest.mark.parametrize("method", ["log", "log_artifact", "finish"])
+@pytest.mark.parametrize("error", [ClosedError("closed"), BrokenPipeError("Connection lost")])
+def test_an_error_of_wandb_is_a_warning(
+    method: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, wandb = MagicMock(), MagicMock(Error=ClosedError)
+    wandb.__spec__ = run  # importlib looks for one
+    wandb.init.return_value = run
+    getattr(run, method).side_effect = error
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with Tracking("catch", "shaped", "wandb", {}, tmp_path) as tracking:
+        tracking.log({"reward": 0.5}, step=1)
+        tracking.log_checkpoint(tmp_path, 1)
+    assert run.log.called
+    assert run.log_artifact.called
+    assert run.finish.called
+    assert [record.getMessage() for record in caplog.records if "wandb failed" in record.getMessage()] == [
+        "wandb failed, and may lack the metrics from here on; metrics.jsonl has them all: "
+        f"{type(error).__name__}: {error}"
+    ]
