@@ -175,8 +175,8 @@ class Run(ABC):
         await self.resume()
         if self.global_step >= self.total_steps:
             logger.warning(
-                "This run is finished after its %d steps. Set trainer.run_name to start another; raise trainer.epochs "
-                "or trainer.max_training_steps to continue it",
+                "This run has already finished its %d steps. To start a new one, set trainer.run_name; to continue "
+                "this one, raise trainer.epochs or trainer.max_training_steps",
                 self.total_steps,
             )
         step = Step(self.global_step)
@@ -197,12 +197,13 @@ class Run(ABC):
     async def finish_step(self, step: Step) -> None:
         """Report the step to the callbacks.
 
-        If a callback raises an OSError or a CheckpointError, the run continues with an alert. At the last step the
-        error ends the run, but only after the remaining callbacks: if metrics cannot be written to a full disk, a
-        checkpoint on another disk must still be saved.
+        If a callback raises an OSError or a CheckpointError, the run continues with an alert. At the last step, or
+        after a stop request, the error ends the run, but only after the remaining callbacks: if metrics cannot be
+        written to a full disk, a checkpoint on another disk must still be saved.
 
         Raises:
-            StorageError, CheckpointError: a callback failed at the last step. The first failure is raised.
+            StorageError, CheckpointError: a callback failed at the end of the run. The first failure is raised.
+            DivergenceError: the weights are NaN or infinite, so no checkpoint was written.
         """
         self.global_step = step.number
         is_last = step.number == self.total_steps
@@ -224,7 +225,7 @@ class Run(ABC):
                 raise failure
             rerun = self.checkpoints.describe_rerun()
             raise StorageError(
-                f"{text}. Free disk space, or make it writable; the same command then {rerun}"
+                f"{text}. Free disk space or make the folder writable, then rerun the command: it {rerun}"
             ) from failure
 
     async def alert(self, text: str) -> None:
@@ -323,10 +324,10 @@ class Run(ABC):
                 logger.warning("Step %d is not saved: %s", self.global_step, error)
             else:
                 rerun = self.checkpoints.describe_rerun()
-                logger.warning("Saved the checkpoint at step %d; the same command %s", self.global_step, rerun)
+                logger.warning("Saved the checkpoint at step %d. Rerun the command: it %s", self.global_step, rerun)
 
     async def check_space(self) -> None:
-        """Check the free disk space before the first step. Too little room for all exports is only an alert.
+        """Check the free disk space before the first step. Too little space for the exports only raises an alert.
 
         Raises:
             CheckpointError: there is no room for a second checkpoint next to the last one.
@@ -345,7 +346,7 @@ class Run(ABC):
                 )
 
     async def export(self, folder: Path) -> None:
-        """Export the models as plain Hugging Face folders under `folder`. A failed export leaves nothing behind.
+        """Export the models as plain Hugging Face folders under `folder`. If that fails, remove the partial folder.
 
         Raises:
             CheckpointError: the write failed.
@@ -357,7 +358,7 @@ class Run(ABC):
         except OSError as error:
             raise CheckpointError(
                 f"cannot export step {self.global_step} to {folder}: {error}. Free disk space, or set "
-                f"trainer.export_path to a larger disk; the same command then {self.checkpoints.describe_rerun()}"
+                f"trainer.export_path to a larger disk, then rerun the command: it {self.checkpoints.describe_rerun()}"
             ) from error
 
     async def resume(self) -> None:
@@ -412,7 +413,7 @@ class Run(ABC):
         except STORAGE_ERRORS as error:
             if local is None:
                 raise CheckpointError(
-                    f"cannot look for checkpoints in {remote.folder.url}: {error!r}. Check the URL and the network, or "
+                    f"cannot list checkpoints in {remote.folder.url}: {error!r}. Check the URL and the network, or "
                     "set trainer.resume_mode=none to start again"
                 ) from error
             await self.alert(

@@ -1,7 +1,7 @@
-"""Landlock: a process gives up access to files, networks and other processes. This needs no privilege.
+"""Landlock: an unprivileged process gives up access to files, TCP and other processes.
 
-Linux has it since 5.13, and each version of its interface (ABI) restricts more: version 6 (Linux 6.12) adds signals and
-abstract sockets. At every version, a restricted process cannot trace an unrestricted one.
+Available since Linux 5.13. Each version of its interface (ABI) restricts more: version 4 (Linux 6.7) adds TCP, and
+version 6 (Linux 6.12) signals and abstract sockets. At every version, a restricted process cannot trace others.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
 TRUNCATE = 1 << 14
 READ = EXECUTE | READ_FILE | READ_DIR
-FILE_ACCESS = EXECUTE | READ_FILE | WRITE_FILE | TRUNCATE  # rights that exist for files as well as folders
+FILE_ACCESS = EXECUTE | READ_FILE | WRITE_FILE | TRUNCATE  # rights that we grant on files
 N_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by version. Newer versions have MAX_FILE_RIGHTS.
 MAX_FILE_RIGHTS = 16
 NETWORK_VERSION, SCOPE_VERSION = 4, 6
@@ -37,12 +37,12 @@ def landlock_version() -> int:
 
 
 def restrict_access(read: Iterable[str], write: Iterable[str], version: int | None = None) -> None:
-    """Restrict this process, and every process that it starts from now on, to reading `read` and changing `write`.
+    """Restrict the calling thread and its future children to reading under `read` and changing files under `write`.
 
-    Both are files and folders. Missing ones are ignored. Open files stay usable.
+    Paths may be files or folders. Missing ones are ignored. Files that are already open stay usable.
 
     Raises:
-        OSError: the kernel has no Landlock.
+        OSError: the kernel has no Landlock, or a path cannot be opened.
     """
     version = landlock_version() if version is None else version
     rights = (1 << N_FILE_RIGHTS.get(version, MAX_FILE_RIGHTS)) - 1

@@ -51,7 +51,7 @@ sys.path += sys.argv[2:]
 from skyrl_gym.isolation.warden import main
 main()
 """
-"""Imports the warden alone, without the packages around it: it starts once per program."""
+"""Imports only the warden, not its parent packages: this runs once per program, so startup time matters."""
 START_SECONDS = 20.0  # for Python to start on a busy machine
 KILL_SECONDS = 0.01  # for killed processes to exit
 EXIT_SECONDS = 0.2  # for a finished warden to exit
@@ -144,7 +144,7 @@ def run_program(
     """Yield each run's result as soon as it ends. Each run is a separate process, so failures do not stop later runs.
 
     `prelude` is trusted code that runs first and defines names, e.g. imports, for the program. Close the iterator to
-    stop early. At most one program per core runs at a time, so this may have to wait.
+    stop early. At most one program per core runs at a time, so this call may block.
 
     Raises:
         OSError: no process can be started, or `level` is None and this machine supports only `limits`.
@@ -191,15 +191,15 @@ def level_for(isolation: Isolation) -> Level:
         return "namespaces"
     if isolation == "namespaces":
         raise OSError(
-            f"isolation={isolation}, but programs cannot be isolated on this machine ({problem}). Allow users to "
-            "create namespaces, or set isolation=best"
+            f"isolation={isolation}, but this machine cannot create namespaces for programs ({problem}). Allow users "
+            "to create namespaces, or set isolation=best"
         )
     if _landlock_problem() is None:
         return "landlock"
     if isolation == "best":
         raise OSError(
-            f"isolation={isolation}, but this machine cannot keep programs that a model writes away from your files "
-            f"and processes ({problem}; {_landlock_problem()}). Use Linux 5.13 or newer with Landlock, or allow users "
+            f"isolation={isolation}, but this machine cannot isolate model-written programs from your files and "
+            f"processes ({problem}; {_landlock_problem()}). Use Linux 5.13 or newer with Landlock, or allow users "
             "to create namespaces. To run such programs anyway, with limits on time and memory alone, set "
             "environment.skyrl_gym.<env_class>.isolation=limits"
         )
@@ -226,7 +226,7 @@ def _landlock_problem() -> str | None:
 @cache
 def _warn_about_limits() -> None:
     logger.warning(
-        "isolation=limits: programs that models write can read the files of the user who runs them (see "
+        "isolation=limits: model-written programs can read and write the files of the user who runs them (see "
         "docs/guides/included-environments.md#sandboxing)"
     )
 
@@ -328,9 +328,9 @@ def _tail(file: IO[bytes]) -> str:
 
 
 def _kill_remaining(session: int, mark: str) -> None:
-    """Kill the process groups that a dead warden leaves behind, found by its session and its mark.
+    """Kill process groups left behind by a dead warden: those in its session or with its mark in their environment.
 
-    The kernel kills a group atomically, whereas killing single processes would lose against a fork loop.
+    Killing a whole group is atomic, while killing its processes one by one races with a fork loop.
     """
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
@@ -352,7 +352,7 @@ def _find_marked(mark: str) -> Iterator[int]:
 
 
 def _lines(process: subprocess.Popen[bytes], n_lines: int, limits: ProgramLimits) -> Generator[bytes]:
-    """Yield the lines of the warden until it takes too long."""
+    """Yield the warden's lines until it ends, writes too much, or misses a deadline."""
     assert process.stdout is not None
     max_bytes = 8 * 3 * limits.output_bytes + (1 << 16)  # JSON may escape every byte
     read = bytearray()

@@ -32,12 +32,12 @@ Json = Mapping[str, Any]
 
 
 def main() -> None:
-    """Isolate this process and do the job."""
+    """Read the job, isolate this process, and execute the runs."""
     with os.fdopen(os.dup(0), "rb") as stdin:
         job = json.load(stdin)
     # The first process of a namespace does not receive signals without a handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # We inherit SIGCHLD from the trainer. If it is ignored, waitpid() loses exit statuses.
+    # We inherit the trainer's handling of SIGCHLD. If it is ignored, waitpid() loses exit statuses.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if job["level"] == "namespaces":
         enter_namespaces()
@@ -57,7 +57,7 @@ def _do_isolated(job: Json) -> None:
 
 
 def _do(job: Json, user: int | None = None) -> None:
-    """Execute all runs in sequence, as `user`."""
+    """Execute the job's runs in order, as `user` unless it is None, and write a line of JSON for each."""
     prctl(PR_SET_DUMPABLE, 0)  # protects this process's memory and output from the program
     confinement = Confinement(job["level"], user, job["cgroup"], job["python"])
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:

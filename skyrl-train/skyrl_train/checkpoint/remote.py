@@ -1,4 +1,4 @@
-"""Checkpoints in remote storage: S3, or any file system of fsspec.
+"""Checkpoints in remote storage: S3, or any fsspec file system.
 
 <url>/<project>/<model>/<run_name>/
     latest_ckpt_global_step.txt     the run's latest step. Later folders are from before it resumed at an earlier step
@@ -39,7 +39,7 @@ N_ATTEMPTS = 3
 """Attempts per remote operation. The client may also retry by itself."""
 
 RETRY_S = 0.5
-"""Seconds before the second attempt, doubled before each later one."""
+"""Seconds before the second attempt, doubled after each failure."""
 
 S3_SCHEMES = ("s3", "s3a")
 STORAGE_ERRORS = (OSError, RuntimeError, ValueError, ImportError)
@@ -60,7 +60,7 @@ def find_credentials_fault(url: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _retrying(operation: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function to repeat it after an error that may pass."""
+    """Decorate a function to retry it after a transient error."""
 
     @wraps(operation)
     def retried(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -78,7 +78,7 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(
                 f"cannot save the checkpoint at step {step} in {self.path}: {error}. Free disk space, or move "
-                f"{self.path} to a larger disk and set trainer.ckpt_path to it; the same command then "
+                f"{self.path} to a larger disk and set trainer.ckpt_path to it, then rerun the command: it "
                 f"{self.describe_rerun()}"
             ) from error
         self._resumed_step = None

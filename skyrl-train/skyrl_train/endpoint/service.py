@@ -92,7 +92,7 @@ class ModelService:
         max_input_length: int | None = None,
     ) -> None:
         """Create the service. `max_input_length` limits prompts, in tokens. None means the engine's limit."""
-        max_length = engine.info.longest_sequence - 1  # leaves room for a token
+        max_length = engine.info.longest_sequence - 1  # leaves room for at least one sampled token
         self.model_name = model_name
         self.engine = engine
         self.max_input_length = min(max_input_length or max_length, max_length)
@@ -219,7 +219,9 @@ class ModelService:
         return job.builder.complete(self._record(job, exchanges, texts))
 
     async def stream(self, job: Job) -> AsyncGenerator[Json]:
-        """Yield the answer in chunks. If top logprobs are requested, all logprobs come with the last chunk.
+        """Yield the response in chunks.
+
+        With top logprobs, each choice's logprobs come in its last chunk, because the engine reports them only then.
 
         Raises:
             RequestError: the engine failed.

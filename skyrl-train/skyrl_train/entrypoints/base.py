@@ -123,8 +123,8 @@ class Experiment(ABC):
             if error.errno not in DISK_ERRORS:
                 raise
             raise StorageError(
-                f"a file of the run in {run} could not be written: {error}. Free disk space, or make it writable; the "
-                f"same command then {self._describe_rerun()}"
+                f"a file of the run in {run} could not be written: {error}. Free disk space or make the folder "
+                f"writable, then rerun the command: it {self._describe_rerun()}"
             ) from error
 
     def _describe_rerun(self) -> str:

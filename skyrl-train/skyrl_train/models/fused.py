@@ -25,7 +25,7 @@ Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def fuse_operations(model: PreTrainedModel) -> None:
-    """Replace the RMSNorms and the rotary embedding of a model, each only if it computes the usual formula.
+    """Replace a model's RMSNorms and rotary embedding by fused versions where they compute the standard formula.
 
     Architectures vary (Gemma adds 1 to the norm's weight), so each is compared with the fused version on random
     inputs. The rotary function belongs to a module of transformers, so all models of the architecture get the new one.
@@ -159,7 +159,7 @@ def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, directio
 
 
 def _fused_rotary(original: Rotary) -> Rotary:
-    """Return a function that computes `original` with fewer operations, and calls it where that is not possible."""
+    """Return a fused version of `original` that calls it for unsupported inputs."""
 
     def apply_rotary_pos_emb(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any

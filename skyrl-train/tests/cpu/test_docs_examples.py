@@ -74,7 +74,7 @@ def registered() -> Iterator[list[str]]:
 @pytest.mark.parametrize(
     ("loss", "metric"),
     [
-        ("forgetful", "policy/negative_tokens"),
+        ("less_penalty", "policy/negative_tokens"),
         ("unclipped", "policy/policy_loss"),
         ("reduced", "policy/ppo_clip_ratio"),
     ],
@@ -87,7 +87,7 @@ def test_the_estimator_and_losses_of_the_page_train(
     settings = [
         f"trainer.algorithm.advantage_estimator={estimator}",
         f"trainer.algorithm.policy_loss_type={loss}",
-        "trainer.algorithm.custom.negative_share=0.5",
+        "trainer.algorithm.custom.negative_weight=0.5",
         "generator.reward_functions=[brevity]",
         "generator.reward_weights.brevity=0.1",
         "trainer.policy_mini_batch_size=2",

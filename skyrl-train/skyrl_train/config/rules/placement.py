@@ -15,7 +15,7 @@ from skyrl_train.config.trainer import PlacementConfig
 
 
 def launcher_starts_every_process(cfg: Any) -> Iterator[str]:
-    """Reject several ranks or devices with `launcher=inline`."""
+    """Reject multiple ranks or devices with `launcher=inline`."""
     placement: RunPlacementConfig = cfg.trainer.placement
     if placement.launcher != "inline":
         return

@@ -1,4 +1,4 @@
-"""Where the tensors of a Hugging Face model are in the parameters of a Megatron-Core pipeline stage.
+"""Map the tensors of a Hugging Face model to the parameters of a Megatron-Core pipeline stage.
 
 Megatron-Core joins matrices and shards them over tensor-parallel ranks. For 4 query heads in 2 groups (each shares a
 key and a value head), the rows of the joint matrix are, head by head,
@@ -29,7 +29,7 @@ class Part:
     dim: int | None = None
     """Dimension of the tensor that is sharded over tensor-parallel ranks, or None if each rank has the whole tensor."""
     select: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-    """Function from the parameter, or any tensor of its shape, to a view of the part's elements in their order."""
+    """Maps the parameter, or a tensor of its shape, to a view of this part's elements in Hugging Face order."""
 
     def read(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return the part with shape `shape` from values of the parameter's shape. It is a view if possible."""

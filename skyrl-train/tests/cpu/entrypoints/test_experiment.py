@@ -81,7 +81,7 @@ def test_a_finished_run_is_reported_and_keeps_its_configuration(
     assert "This run is finished" not in caplog.text
     config = (run.folder / "config.yaml").read_text()
     train(*short, "trainer.policy.optimizer_config.lr=0.5")
-    assert "This run is finished after its 1 steps. Set trainer.run_name" in caplog.text
+    assert "This run has already finished its 1 steps. To start a new one, set trainer.run_name" in caplog.text
     assert (run.folder / "config.yaml").read_text() == config
 
 

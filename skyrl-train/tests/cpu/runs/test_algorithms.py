@@ -157,7 +157,7 @@ def test_a_step_with_failing_rollouts_keeps_all_steps_before_it(
         patch.setattr(LettersEnv, "step", fail_in_the_third_step)
         assert "the service is down" in expect_error(*overrides)
     run = run_of(overrides)
-    assert "Saved the checkpoint at step 2; the same command resumes from step 2" in run.log
+    assert "Saved the checkpoint at step 2. Rerun the command: it resumes from step 2" in run.log
     assert run.checkpoints.latest() == run.folder / "ckpts/global_step_2"
     assert train(*overrides).reproducible_metrics == four_steps.reproducible_metrics
 

@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_written_ends_the_run_and_leaves_room(
     message = str(error.value)
     assert message.startswith(failure.format(run.folder))
     assert "File too large" in message
-    assert message.endswith(f"the same command then resumes from step {resumed_step}")
+    assert message.endswith(f"rerun the command: it resumes from step {resumed_step}")
     assert list(run.folder.glob("*/.global_step_*")) == [], "incomplete folders take up room"
     assert not run.export(2).exists()
     limit_files(None)
@@ -144,7 +144,7 @@ def test_a_run_folder_that_becomes_protected_costs_no_step(saving_run: list[str]
                 pytest.skip("this file system has no immutable folders")
 
     try:
-        with pytest.raises(StorageError, match=r"Operation not permitted.*Free disk space, or make it writable"):
+        with pytest.raises(StorageError, match=r"Operation not permitted.*Free disk space or make the folder writable"):
             train_with(*overrides, first=[AtStepEnd(protect)])
     finally:
         subprocess.run(["chattr", "-i", *folders], check=False, stderr=subprocess.DEVNULL)
@@ -172,5 +172,5 @@ def test_a_full_disk_ends_a_run_with_one_message(saving_run: list[str]) -> None:
         (folder / name).symlink_to("/dev/full")
     assert (
         f"error: a file of the run in {folder} could not be written: [Errno 28] No space left on device. Free disk "
-        "space, or make it writable; the same command then starts again, because there is no checkpoint"
+        "space or make the folder writable, then rerun the command: it starts again, because there is no checkpoint"
     ) in expect_error(*saving_run)

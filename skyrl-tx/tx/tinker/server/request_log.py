@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 
 LOGGED_NOTES = ("session", "model", "request")
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
-"""Methods with their own metrics. Clients could invent any number of others."""
+"""Methods with their own metrics. Clients can send any string as a method."""
 
 
-STOPPING = RefusalError(503, "the server is stopping; send the request again", retry_after=10)
+STOPPING = RefusalError(503, "the server is stopping; retry in 10 s", retry_after=10)
 
 
 class RequestLog:
-    """ASGI middleware that logs requests, with the notes that `Call.note` adds to the scope.
+    """ASGI middleware that logs each request with the notes from `Call.add_notes`.
 
-    A cancelled request is answered with 503. uvicorn cancels requests some seconds after a stop signal.
+    uvicorn cancels open requests a few seconds after a stop signal. Those without a response so far get a 503.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
@@ -57,9 +57,7 @@ class RequestLog:
             self._record(scope, status, time.perf_counter() - started)
 
     def _record(self, scope: Mapping[str, Any], status: int, seconds: float) -> None:
-        endpoint = getattr(
-            scope.get("route"), "path", "other"
-        )  # the route, not the path: the number of paths is unlimited
+        endpoint = getattr(scope.get("route"), "path", "other")  # label by route, because paths are unbounded
         method = scope["method"] if scope["method"] in METHODS else "other"
         self._metrics.http_requests.labels(endpoint, method, status).inc()
         self._metrics.http_seconds.labels(endpoint).observe(seconds)
@@ -72,5 +70,5 @@ class RequestLog:
 
 
 def _escape(notes_text: str) -> str:
-    """Escape and truncate a client's text, so that it can neither break nor fill a log line."""
+    """Escape and truncate a client's text, so that it cannot inject or flood log lines."""
     return notes_text[:200].encode("unicode_escape").decode()

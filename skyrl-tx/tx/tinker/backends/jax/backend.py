@@ -184,7 +184,7 @@ class JaxBackend:
 
     def capture(self, model_id: str, *, with_optimizer: bool) -> Save:
         model = self._models[model_id]
-        # JAX arrays are immutable, so later steps leave these alone.
+        # JAX arrays are immutable, so references are a snapshot: later steps replace them.
         lora, weights, moments = model.lora, model.weights, model.moments
 
         def save(folder: Path) -> None:
@@ -207,7 +207,7 @@ class JaxBackend:
         self._models[model_id] = self._model(lora, weights, moments)
 
     def _model(self, lora: AdapterConfig, weights: Adapter | Params, moments: JaxMoments) -> JaxModel:
-        """Place the arrays where a step leaves them. Otherwise, programs would compile again after the first step."""
+        """Use the sharding that a training step produces, so that the first step does not cause another compilation."""
         if isinstance(weights, Adapter):
             weights, moments = replicate(self._mesh, (weights, moments))
         else:

@@ -26,7 +26,7 @@ from tx.tinker.backends.torch.weights import Weights
 from tx.tinker.types import Sample, SampleRequest, SampleResult
 
 PROMPT_CHUNK = 1024  # tokens of a prompt chunk
-STEPS_PER_CALL = 8  # tokens per lane in a step
+STEPS_PER_CALL = 8  # tokens sampled per lane in one call of `step`
 
 
 class TorchSampler:
@@ -51,7 +51,7 @@ class TorchSampler:
 
     @property
     def is_idle(self) -> bool:
-        """True if there is nothing to do."""
+        """True if no sample is running or waiting."""
         return not self._waiting and not self._groups
 
     @property
@@ -70,7 +70,7 @@ class TorchSampler:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Begin waiting samples that fit and sample a token in every lane, a few times."""
+        """Repeat a few times: start the waiting samples that fit, then sample one token per lane."""
         for _ in range(STEPS_PER_CALL):
             for request in self._waiting.take_cancelled():
                 self._free_spare(request)
