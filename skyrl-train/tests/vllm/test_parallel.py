@@ -76,7 +76,7 @@ async def test_a_killed_worker_ends_the_sync_and_the_engine(
         await engine.generate([kit.request(8, 2)])
         next(find_descendants("Worker_TP1")).kill()
         async with asyncio.timeout(60):
-            with pytest.raises(EngineLostError, match="a worker of vLLM ended during skyrl_receive_weights"):
+            with pytest.raises(EngineLostError, match="a vLLM worker ended during skyrl_receive_weights"):
                 await kit.sync(engine, 1)
         with pytest.raises(EngineLostError):
             await engine.check_health()
