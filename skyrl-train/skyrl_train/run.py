@@ -47,11 +47,9 @@ class Position(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last step."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position. Raise DataError if it belongs to other data."""
-        ...
 
 
 @dataclass(slots=True)
