@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from skyrl_train.compat.skyrl.absent import MISSING_NAMES, AbsentModules, refuse_name
@@ -45,6 +45,8 @@ HOMES = {
 MODULES = {
     "config.utils": None,
     "dataset.preprocess": "batch",
+    "entrypoints.main_generate": "main_generate",
+    "entrypoints.main_sft": "main_sft",
     "fully_async_trainer": "trainer",
     "generators.skyrl_gym_generator": "generator",
     "generators.utils": "generator_utils",
@@ -107,6 +109,11 @@ class _Copy(Loader):
 
     def __init__(self, original: str | None) -> None:
         self._original = original
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code of a program, for `python -m`. Child processes import the module without running it."""
+        program = f"from {fullname} import main\nif __name__ == '__main__':\n    main()"
+        return compile(program, f"<{fullname}>", "exec")
 
     def exec_module(self, module: ModuleType) -> None:
         if self._original is not None:
