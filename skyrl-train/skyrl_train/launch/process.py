@@ -215,5 +215,5 @@ class RankHost:
         """Wait for a save in progress and leave the process group."""
         for worker in self.workers.values():
             worker.close()
-        if dist.is_initialized():
+        if self._world.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
