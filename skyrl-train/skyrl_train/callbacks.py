@@ -30,9 +30,11 @@ VERL_METRICS = "skyrl_train.compat.verl.metrics:verl_metrics"
 """The function behind `trainer.log_verl_metrics`. Imported on first use, because `compat` imports this module."""
 
 
-def is_due(interval: int, report: StepReport) -> bool:
-    """Return True every `interval` steps and at the last step, but never for -1."""
-    return interval > 0 and report.global_step > 0 and (report.is_last or report.global_step % interval == 0)
+def is_due(interval: int, report: StepReport, *, at_start: bool = False) -> bool:
+    """Return True every `interval` steps and at the last step, but never for -1. `at_start` adds step 0."""
+    if report.global_step == 0:
+        return at_start
+    return interval > 0 and (report.is_last or report.global_step % interval == 0)
 
 
 class SavedConfig(Callback):
@@ -71,8 +73,7 @@ class Evaluation(Callback):
         """Returns the metrics of the current weights. Assign another function to evaluate differently."""
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
-        is_first = report.global_step == 0 and run.cfg.trainer.eval_before_train
-        if is_first or is_due(run.cfg.trainer.eval_interval, report):
+        if is_due(run.cfg.trainer.eval_interval, report, at_start=run.cfg.trainer.eval_before_train):
             with report.timer("eval"):
                 report.metrics |= await self.evaluator(run)
 

@@ -47,11 +47,9 @@ class Position(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last step."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position. Raise DataError if it belongs to other data."""
-        ...
 
 
 @dataclass(slots=True)
@@ -381,7 +379,15 @@ class Run(ABC):
                 f"cannot resume from {folder}: {error!r}; if another version wrote it, finish the run with that version"
             ) from error
         saved = yaml.safe_load(state["config"])
-        self._check_batch_size(folder, saved["trainer"]["train_batch_size"])
+        trainer, batch_size = self.cfg.trainer, saved["trainer"]["train_batch_size"]
+        # The last step depends on the batch size if `trainer.epochs` ends the run.
+        if trainer.train_batch_size != batch_size and self.total_steps != trainer.max_training_steps:
+            raise CheckpointError(
+                f"cannot resume from {folder} with trainer.train_batch_size={trainer.train_batch_size}, because it was "
+                f"saved with {batch_size} and the last step of trainer.epochs={trainer.epochs} is unknown; set "
+                f"trainer.train_batch_size={batch_size}, or set trainer.max_training_steps to the last step, at most "
+                f"{self.total_steps}"
+            )
         self._position.load_state_dict(state["source"])
         await self.models.restore(folder)
         set_random_state(state["rng"])
@@ -390,20 +396,6 @@ class Run(ABC):
         self.changes = changed_settings(saved, self.cfg.model_dump(mode="json"))
         for line in self.changes:
             logger.warning("Changed since the checkpoint: %s", line)
-
-    def _check_batch_size(self, folder: Path, saved: int) -> None:
-        """Raise CheckpointError if the batch size has changed and the last step depends on it.
-
-        It does if `trainer.epochs` ends the run, but not if `trainer.max_training_steps` does.
-        """
-        trainer = self.cfg.trainer
-        if trainer.train_batch_size != saved and self.total_steps != trainer.max_training_steps:
-            raise CheckpointError(
-                f"cannot resume from {folder} with trainer.train_batch_size={trainer.train_batch_size}, because it was "
-                f"saved with {saved} and the last step of trainer.epochs={trainer.epochs} is unknown; set "
-                f"trainer.train_batch_size={saved}, or set trainer.max_training_steps to the last step, at most "
-                f"{self.total_steps}"
-            )
 
     async def _fetch_newer(self, remote: RemoteCheckpoints) -> None:
         """Download the latest complete remote checkpoint if it is newer than the local ones."""

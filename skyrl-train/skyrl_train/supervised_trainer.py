@@ -137,8 +137,7 @@ class Validation(Callback):
         self._pad_token_id = pad_token_id
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
-        is_first = report.global_step == 0 and run.cfg.trainer.eval_before_train
-        if is_first or is_due(run.cfg.trainer.eval_interval, report):
+        if is_due(run.cfg.trainer.eval_interval, report, at_start=run.cfg.trainer.eval_before_train):
             with report.timer("eval"):
                 report.metrics |= (await self.measure()).with_prefix("val").numbers()
 

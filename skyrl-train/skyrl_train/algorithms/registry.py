@@ -36,7 +36,6 @@ class AdvantageEstimator(Protocol):
 
     def __call__(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return advantages and returns, both (B, R), zero outside the mask."""
-        ...
 
 
 class PolicyLoss(Protocol):
@@ -55,7 +54,6 @@ class PolicyLoss(Protocol):
 
         A scalar is accepted as the loss of the mini-batch, with scalar metrics or the fraction of clipped tokens.
         """
-        ...
 
 
 Comparison = Literal["samples", "parts", "baseline", "nothing"]

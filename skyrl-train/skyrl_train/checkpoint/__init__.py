@@ -10,5 +10,4 @@ from skyrl_train.checkpoint.remote import (
     upload_files,
 )
 from skyrl_train.checkpoint.store import CheckpointStore, parse_steps, step_of, write_complete
-from skyrl_train.checkpoint.uploader import Upload, Uploader, UploadResult
 from skyrl_train.checkpoint.writer import CheckpointWriter, Snapshot

@@ -13,7 +13,7 @@ import os
 import random
 import re
 from abc import ABC, abstractmethod
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -235,11 +235,6 @@ class JoinedRows:
             n_chosen = min(n_rows, (max_rows - len(sample)) // (len(by_size) - i))
             sample += generator.sample(range(end - n_rows, end), n_chosen)
         return sorted(sample)
-
-    def location(self, index: int) -> str:
-        """Return the origin of a row for messages: `row 17 of train.jsonl`."""
-        source = bisect_right(self._ends, index)
-        return self._sources[source].location(index - (self._ends[source - 1] if source else 0))
 
 
 def open_source(source: str) -> RowSource:

@@ -27,13 +27,11 @@ class Dataset(Protocol[RowType]):
     @property
     def fingerprint(self) -> str:
         """A hash of all rows in their order."""
-        ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> RowType:
         """Return a row. SkippedRow if it cannot be used and the next row should be drawn instead."""
-        ...
 
 
 class EpochOrder:

@@ -259,7 +259,7 @@ class SupervisedDataset:
             raise InvalidRow(str(error)) from error
         if answers is None:
             raise SkippedRow(
-                f"{self._source.location(index)} has no trained token within data.max_length={self._max_length}"
+                f"{demonstrations[0].location} has no trained token within data.max_length={self._max_length}"
             )
         return answers
 

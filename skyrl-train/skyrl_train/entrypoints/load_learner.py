@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -57,9 +57,9 @@ class ModelLoader:
         key = f"trainer.{'critic' if role == 'critic' else 'policy'}"
         optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps)
         lora = lora_spec(section.model, f"{key}.model.lora", self.cfg.seed)
-        return await self._load(
-            role, load, objective, section, optimizer=optimizer, lora=lora, replays_experts=replays_experts
-        )
+        spec = self._spec(role, load, section)
+        spec = replace(spec, optimizer=optimizer, lora=lora, replays_experts=replays_experts)
+        return await self.launcher.load(spec, objective)
 
     async def load_reference(
         self,
@@ -81,34 +81,14 @@ class ModelLoader:
             check_same_vocabulary(path, REF_PATH, self.tokenizer)
         has_adapter = trainer.ref.shares_adapter_with(model)
         lora = lora_spec(model, "trainer.policy.model.lora", trainer.seed) if has_adapter else None
-        ref = await self._load("ref", partial(load, path, REF_PATH), None, trainer.ref, lora=lora)
+        spec = self._spec("ref", partial(load, path, REF_PATH), trainer.ref)
+        ref = await self.launcher.load(replace(spec, lora=lora), None)
         check_vocabulary_size(ref.facts.n_embeddings, REF_PATH, path, policy.facts.n_embeddings)
         return ref
 
-    async def _load(
-        self,
-        role: Role,
-        load: Callable[[], PreTrainedModel],
-        objective: Objective | None,
-        sharding: ShardedModelConfig,
-        *,
-        optimizer: OptimizerSpec | None = None,
-        lora: LoraSpec | None = None,
-        replays_experts: bool = False,
-    ) -> WorkerGroup:
-        spec = model_spec(
-            role,
-            load,
-            self.tokenizer.save_pretrained,
-            self.cfg,
-            self.temperature,
-            sharding=sharding,
-            eos_ids=[self.tokenizer.eos_token_id, *self.stop_token_ids],
-            optimizer=optimizer,
-            lora=lora,
-            replays_experts=replays_experts,
-        )
-        return await self.launcher.load(spec, objective)
+    def _spec(self, role: Role, load: Callable[[], PreTrainedModel], sharding: ShardedModelConfig) -> ModelSpec:
+        save, eos_ids = self.tokenizer.save_pretrained, [self.tokenizer.eos_token_id, *self.stop_token_ids]
+        return model_spec(role, load, save, self.cfg, self.temperature, sharding=sharding, eos_ids=eos_ids)
 
 
 async def load_learner(
@@ -168,7 +148,6 @@ def model_spec(
     lora: LoraSpec | None = None,
     sharding: ShardedModelConfig | None = None,
     eos_ids: Sequence[int] = (),
-    replays_experts: bool = False,
 ) -> ModelSpec:
     """Return the specification of one model. `cfg.strategy` decides which fields of `sharding` are used."""
     sharding = sharding or ShardedModelConfig()
@@ -178,7 +157,6 @@ def model_spec(
         load=load,
         save_tokenizer=save_tokenizer,
         eos_ids=tuple(eos_ids),
-        replays_experts=replays_experts,
         optimizer=optimizer,
         lora=lora,
         fsdp=sharding.fsdp_config,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from skyrl_train.algorithms.contract import estimator_traits
-from skyrl_train.algorithms.dynamic_sampling import GroupCollector
+from skyrl_train.algorithms.filters import GroupCollector
 from skyrl_train.algorithms.reward_pipeline import punish_overlong
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config import SkyRLConfig

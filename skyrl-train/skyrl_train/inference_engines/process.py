@@ -32,23 +32,18 @@ class ServerProcess:
     It ends with `close`, or when its parent process ends.
     """
 
-    def __init__(self, address: str | None = None, *, n_threads: int | None = None, name: str = "engine") -> None:
-        """Start the process, with `n_threads` torch threads (default: torch's). Error messages call it `name`.
-
-        `address` is the "host:port" to listen on (port 0: any free port). Defaults to a Unix socket.
-        """
+    def __init__(self, *, n_threads: int | None = None, name: str = "engine") -> None:
+        """Start the process, with `n_threads` torch threads (default: torch's). Error messages call it `name`."""
         self._name = name
         self.token = new_token()
         self._exit_status: int | None = None
         self._is_closed = False
         self._lock = threading.Lock()
-        address, self._folder = new_local_address("engine") if address is None else (address, None)
+        self.address, self._folder = new_local_address("engine")
         context = multiprocessing.get_context("spawn")
         child_end, self._lifeline = context.Pipe(duplex=False)
         try:
-            with child_end, listen(address) as listener:
-                bound = listener.getsockname()
-                self.address: str = f"{bound[0]}:{bound[1]}" if listener.family == socket.AF_INET else address
+            with child_end, listen(self.address) as listener:
                 args = (listener, child_end, self.token, self._folder, n_threads)
                 self._process = context.Process(target=_run, args=args, name=name, daemon=True)
                 self._process.start()
@@ -106,22 +101,18 @@ class ServerProcess:
 
 
 async def start_engine(
-    make_engine: Callable[[], InferenceEngine],
-    *,
-    address: str | None = None,
-    n_threads: int | None = None,
-    start_timeout_s: float = 600.0,
+    make_engine: Callable[[], InferenceEngine], *, n_threads: int | None = None, start_timeout_s: float = 600.0
 ) -> RemoteEngine:
     """Start a process and make an engine in it. Closing the engine ends the process.
 
-    For example: `await start_engine(partial(load_engine, path, dtype=torch.float32, …))`. For `address` and
-    `n_threads`, see `ServerProcess`. For the other arguments, see `RemoteClient`.
+    For example: `await start_engine(partial(load_engine, path, dtype=torch.float32, …))`. For `n_threads`, see
+    `ServerProcess`. For the other arguments, see `RemoteClient`.
 
     Raises:
         EngineError: the process ended, or the engine was not ready in time.
         Exception: any error from `make_engine`.
     """
-    process = ServerProcess(address, n_threads=n_threads)
+    process = ServerProcess(n_threads=n_threads)
     try:
         return await asyncio.to_thread(process.connect, make_engine, is_owner=True, start_timeout_s=start_timeout_s)
     except BaseException:

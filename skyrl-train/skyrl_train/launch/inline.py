@@ -13,19 +13,18 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import Objective
-from skyrl_train.distributed import SingleStrategy
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.http import find_host, server_url
 from skyrl_train.inference_engines.process import start_engine
 from skyrl_train.launch.launcher import holding_devices, with_transport
 from skyrl_train.launch.lease import Lease
-from skyrl_train.launch.numa import bind_to_gpu
+from skyrl_train.launch.process import LocalRank, RankHost
 from skyrl_train.models.loading import default_device
 from skyrl_train.types.specs import ModelSpec, SyncKind, World
 from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
 from skyrl_train.weight_sync.sync import free_port
-from skyrl_train.workers.group import LocalRank, WorkerGroup
+from skyrl_train.workers.group import WorkerGroup
 
 
 class InlineLauncher:
@@ -53,21 +52,21 @@ class InlineLauncher:
         self._sync = sync or SyncOptions()
         self._servers = servers
         self._lease = Lease() if offloads_idle else None
-        self._groups: list[WorkerGroup] = []
         self.device = default_device()
         self.policy: PreTrainedModel | None = None
+        self._rank: LocalRank | None = None
 
     async def start(self) -> None:
-        if self.device.type == "cuda":  # only the compute thread: environments and an engine process keep all cores
-            await asyncio.get_running_loop().run_in_executor(self._executor, bind_to_gpu)
+        loop, world = asyncio.get_running_loop(), World(device=str(self.device))
+        # On a GPU, this binds the compute thread to some cores. Environments and an engine process keep all cores.
+        self._rank = LocalRank(self._executor, await loop.run_in_executor(self._executor, RankHost, world))
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
-        rank = LocalRank(self._executor, SingleStrategy(World(device=str(self.device))))
-        group = WorkerGroup(spec, [rank], objective)
+        assert self._rank is not None, "start() comes first"
+        group = WorkerGroup(spec, [self._rank], objective)
         await group.load()
-        self._groups.append(group)
         if spec.role == "policy" and not self._has_engine_process:
-            self.policy = rank.worker.module.hf_model
+            self.policy = self._rank.host.workers["policy"].module.hf_model
         if self._lease is not None:
             await self._lease.add_model(group)
         return group
@@ -115,4 +114,5 @@ class InlineLauncher:
     async def close(self) -> None:
         if self._lease is not None:
             await self._lease.close()
-        await asyncio.gather(*(group.close() for group in self._groups))
+        if self._rank is not None:
+            await self._rank.close()

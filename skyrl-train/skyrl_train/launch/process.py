@@ -1,4 +1,4 @@
-"""Ranks in other processes: the driver's end (`ConnectedRank`) and the end in the rank's process (`RankHost`)."""
+"""Ranks in this process (`LocalRank`) or another (`ConnectedRank`), and the workers of a process (`RankHost`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -28,6 +28,21 @@ from skyrl_train.threads import threads_per_process
 from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.weight_sync.sync import free_port
 from skyrl_train.workers.worker import Worker
+
+
+class LocalRank:
+    """A rank in this process. Its calls run in the single thread of `executor`."""
+
+    def __init__(self, executor: Executor, host: RankHost) -> None:
+        self._executor = executor
+        self.host = host
+
+    async def call(self, role: Role, method: str, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self.host.call, role, method, args)
+
+    async def close(self) -> None:
+        with suppress(Exception):  # a collective may fail because the other ranks have ended
+            await asyncio.get_running_loop().run_in_executor(self._executor, self.host.close)
 
 
 class ConnectedRank:
@@ -122,16 +137,20 @@ def _serve(connection: Connection, world: World, address: str, n_threads: int) -
 class RankHost:
     """The workers of one process, one per model, and the process group of all ranks."""
 
-    def __init__(self, world: World, address: str, n_threads: int) -> None:
-        """Join the process group at `address`: "tcp://host:port" or "env://". A single rank needs no group."""
-        torch.set_num_threads(n_threads)
+    def __init__(self, world: World, address: str | None = None, n_threads: int | None = None) -> None:
+        """Join the process group at `address`: "tcp://host:port" or "env://". A single rank needs no group.
+
+        `n_threads` is the number of torch threads. None leaves it unchanged.
+        """
+        if n_threads is not None:
+            torch.set_num_threads(n_threads)
         device = torch.device(world.device)
         if device.type == "cuda":
             if device.index is not None:
                 torch.cuda.set_device(device)
             bind_to_gpu()  # without an index, the process sees only one GPU
         self._world = world
-        self._workers: dict[Role, Worker] = {}
+        self.workers: dict[Role, Worker] = {}
         self._strategies: dict[MegatronConfig | None, DistributedStrategy[Any]] = {}
         if world.size == 1:
             return
@@ -140,17 +159,21 @@ class RankHost:
             backend, init_method=address, rank=world.rank, world_size=world.size, timeout=COLLECTIVE_TIMEOUT
         )
 
-    def call(self, role: Role, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
-        """Call a method of a model's worker. Return (True, result) or (False, error).
+    def call(self, role: Role, method: str, args: tuple[Any, ...]) -> Any:
+        """Call a method of a model's worker and return the result.
 
         The method "load" loads a model and replaces an earlier one with the same role.
         """
+        if method == "load":
+            spec, objective = args
+            self.workers[spec.role] = Worker(spec, self._get_strategy(spec), objective)
+            return None
+        return getattr(self.workers[role], method)(*args)
+
+    def answer(self, role: Role, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
+        """Answer the call of another process: (True, result) or (False, error)."""
         try:
-            if method == "load":
-                spec, objective = args
-                self._workers[spec.role] = Worker(spec, self._get_strategy(spec), objective)
-                return True, None
-            return True, getattr(self._workers[role], method)(*args)
+            return True, self.call(role, method, args)
         except Exception as error:  # noqa: BLE001, raised by the driver
             return False, picklable_error(error, WorkerError)
 
@@ -181,7 +204,7 @@ class RankHost:
         try:
             while True:
                 role, method, args = pickle.loads(connection.recv_bytes())
-                connection.send_bytes(pickle.dumps(self.call(role, method, args)))
+                connection.send_bytes(pickle.dumps(self.answer(role, method, args)))
         except (EOFError, OSError, KeyboardInterrupt):
             pass
         finally:
@@ -190,7 +213,7 @@ class RankHost:
 
     def close(self) -> None:
         """Wait for a save in progress and leave the process group."""
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             worker.close()
-        if dist.is_initialized():
+        if self._world.size > 1 and dist.is_initialized():
             dist.destroy_process_group()

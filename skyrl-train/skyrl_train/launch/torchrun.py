@@ -11,12 +11,10 @@ import socket
 import struct
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any
 
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
@@ -24,10 +22,10 @@ from transformers.utils.logging import disable_progress_bar
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.errors import ConfigError, WorkerError
-from skyrl_train.launch.process import ConnectedRank, RankHost
+from skyrl_train.launch.process import ConnectedRank, LocalRank, RankHost
 from skyrl_train.models.loading import default_device
 from skyrl_train.threads import threads_per_process
-from skyrl_train.types.specs import ModelSpec, Role, World
+from skyrl_train.types.specs import ModelSpec, World
 from skyrl_train.workers.group import Rank, WorkerGroup
 
 DRIVER = "skyrl/driver"
@@ -84,25 +82,6 @@ class Torchrun:
         return next(iter(dist.rendezvous("env://", self.rank, self.size, timeout=STORE_TIMEOUT)))[0]
 
 
-class HostedRank:
-    """The rank of rank 0's own process. Its calls run in the single thread of `executor`."""
-
-    def __init__(self, executor: Executor, host: RankHost) -> None:
-        self._executor = executor
-        self._host = host
-
-    async def call(self, role: Role, method: str, *args: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        is_result, value = await loop.run_in_executor(self._executor, self._host.call, role, method, args)
-        if is_result:
-            return value
-        raise value
-
-    async def close(self) -> None:
-        with suppress(Exception):  # a collective may fail because the other ranks have ended
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._host.close)
-
-
 class TorchrunLauncher:
     """A launcher on the processes of `torchrun`, for rank 0. Each process holds one rank of every model.
 
@@ -124,7 +103,7 @@ class TorchrunLauncher:
         connections = await asyncio.to_thread(_accept_ranks, self._torchrun)
         self._ranks = [ConnectedRank(rank, connection) for rank, connection in sorted(connections.items())]
         host = await asyncio.get_running_loop().run_in_executor(self._executor, self._torchrun.join)
-        self._ranks.insert(0, HostedRank(self._executor, host))
+        self._ranks.insert(0, LocalRank(self._executor, host))
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
         group = WorkerGroup(spec, self._ranks, objective)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -12,14 +11,14 @@ from typing import Any, Literal, Protocol
 import torch
 
 from skyrl_train.algorithms.objectives import Objective, PairObjective, PolicyObjective, RewardObjective
-from skyrl_train.distributed import METADATA, DistributedStrategy
+from skyrl_train.distributed import METADATA
 from skyrl_train.errors import SyncError, WorkerError
 from skyrl_train.models.memory import MIN_TOKENS
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelPart, ModelSpec, Role, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.split import draws_fit, join, split
-from skyrl_train.workers.worker import NEEDED_PARTS, ModelFacts, Worker
+from skyrl_train.workers.worker import NEEDED_PARTS, ModelFacts
 
 FINISH_TIMEOUT_S = 60.0
 """Seconds to wait for ranks that still gather weights after a failed weight sync."""
@@ -42,26 +41,6 @@ class Rank(Protocol):
 
     async def close(self) -> None:
         """End the rank."""
-
-
-class LocalRank:
-    """The only rank of a model, in this process. Its calls run in `executor`, on a single thread."""
-
-    worker: Worker
-
-    def __init__(self, executor: Executor, strategy: DistributedStrategy[Any]) -> None:
-        self._executor = executor
-        self._strategy = strategy
-
-    async def call(self, role: Role, method: str, *args: Any) -> Any:
-        function = self._load if method == "load" else getattr(self.worker, method)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-
-    def _load(self, spec: ModelSpec, objective: Objective | None) -> None:
-        self.worker = Worker(spec, self._strategy, objective)
-
-    async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._executor, self.worker.close)
 
 
 class WorkerGroup:

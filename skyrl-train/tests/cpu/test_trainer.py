@@ -94,6 +94,7 @@ def test_old_logprobs_are_scored_only_if_the_update_needs_them(
 )
 def test_is_due(interval: int, step: int, is_last: bool, due: bool) -> None:
     assert is_due(interval, StepReport(step, is_last, {})) == due
+    assert is_due(interval, StepReport(step, is_last, {}), at_start=True) == (due or step == 0)
 
 
 class OverlappingTrainer(Trainer):

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from skyrl_train.config.policy import FSDPConfig, MegatronConfig
 from skyrl_train.distributed import FSDP2Strategy, SingleStrategy
+from skyrl_train.launch.process import LocalRank, RankHost
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT
 from skyrl_train.models.loading import load_model
 from skyrl_train.types.specs import World
 from skyrl_train.weight_sync.sync import free_port
-from skyrl_train.workers.group import LocalRank
 
 GPU = World(device="cuda:0")
 
@@ -68,7 +68,9 @@ async def test_updates_and_checkpoints_equal_those_of_a_cpu(
         fsdp=FSDPConfig(cpu_offload=name == "fsdp2_cpu_offload"),
     )
     expected = await load_group([single_rank()], on_cpu, objective)
-    group = await load_group([LocalRank(ThreadPoolExecutor(1), make_strategy(name))], on_gpu, objective)
+    host = RankHost(World(device="cuda"))
+    host._strategies[on_gpu.megatron] = make_strategy(name)
+    group = await load_group([LocalRank(ThreadPoolExecutor(1), host)], on_gpu, objective)
     atol, rel = (0.1, 0.1) if bf16 else (2e-4, 2e-3)
     batches = [off_policy_batch(tiny_model, seed, n_tokens=n_tokens) for seed in range(3)]
     for batch in batches[:2]:

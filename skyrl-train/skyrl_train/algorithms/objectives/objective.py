@@ -24,11 +24,9 @@ class Objective(Protocol):
 
     def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
         """Return the mini-batch with `loss_weights` and `sequence_weights` (B, R) filled in."""
-        ...
 
     def __call__(self, scores: Any, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
         """Return Σ weights · loss over these rows, not divided by anything, and metrics that merge over rows."""
-        ...
 
 
 class SupervisedObjective(Objective, Protocol):
@@ -36,7 +34,6 @@ class SupervisedObjective(Objective, Protocol):
 
     def evaluate(self, scores: Mapping[str, torch.Tensor], rows: TrainingBatch) -> Metrics:
         """Return the loss and other metrics of rows, from their scores (B, R). Metrics of calls can be merged."""
-        ...
 
 
 class CrossEntropyObjective:

@@ -1,7 +1,7 @@
 """SkyRL's names in our own modules, e.g. `skyrl_train.trainer.RayPPOTrainer`.
 
 The modules themselves do not define these names. Instead, `skyrl_train` installs an importer that looks up a module's
-missing names here. Modules that exist only for SkyRL's scripts are files of three lines, listed in a test.
+missing names here. Modules that exist only for SkyRL's scripts have no files: the importer creates them.
 """
 
 import sys
@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from skyrl_train.compat.skyrl.absent import MISSING_NAMES, AbsentModules, refuse_name
@@ -42,6 +42,32 @@ HOMES = {
 }
 """The module that defines each name, by the module it is imported from. All are relative to `skyrl_train`."""
 
+MODULES = {
+    "config.utils": None,
+    "dataset.preprocess": "batch",
+    "entrypoints.main_generate": "main_generate",
+    "entrypoints.main_sft": "main_sft",
+    "fully_async_trainer": "trainer",
+    "generators.skyrl_gym_generator": "generator",
+    "generators.utils": "generator_utils",
+    "inference_engines.inference_engine_client": "engine_client",
+    "inference_engines.ray_wrapped_inference_engine": "engine_client",
+    "inference_engines.remote_inference_engine": "engine_client",
+    "inference_engines.utils": "engine_client",
+    "model_wrapper": "model_wrapper",
+    "training_batch": "batch",
+    "utils": None,
+    "utils.ppo_utils": "algorithms",
+    "utils.tracking": "tracking",
+    "utils.trainer_utils": "trainer_utils",
+    "utils.utils": None,
+    "workers.fsdp": None,
+    "workers.fsdp.fsdp_worker": "workers",
+    "workers.megatron": None,
+    "workers.megatron.megatron_worker": "workers",
+}
+"""Modules without a file, each with the module of `compat.skyrl` that has its names. With None, they are in `HOMES`."""
+
 
 def install() -> None:
     """Make SkyRL's names importable. For names that do not exist here, imports fail with a suggestion."""
@@ -67,12 +93,32 @@ class _Names(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, module = fullname.partition(".")
-        if package != "skyrl_train" or not (module in HOMES or module in MISSING_NAMES):
+        if package != "skyrl_train" or not (module in HOMES or module in MISSING_NAMES or module in MODULES):
             return None
+        if module in MODULES:
+            is_package = any(other.startswith(f"{module}.") for other in MODULES)
+            return ModuleSpec(fullname, _WithNames(_Copy(MODULES[module]), module), is_package=is_package)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _WithNames(spec.loader, module)
         return spec
+
+
+class _Copy(Loader):
+    """A loader for a module without a file. The module has the names in `__all__` of one in `compat.skyrl`."""
+
+    def __init__(self, original: str | None) -> None:
+        self._original = original
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code of a program, for `python -m`. Child processes import the module without running it."""
+        program = f"from {fullname} import main\nif __name__ == '__main__':\n    main()"
+        return compile(program, f"<{fullname}>", "exec")
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self._original is not None:
+            original = import_module(f"skyrl_train.compat.skyrl.{self._original}")
+            module.__dict__.update((name, getattr(original, name)) for name in original.__all__)
 
 
 class _WithNames(Loader):

@@ -2,4 +2,6 @@
 
 from skyrl_train.workers.worker import Worker
 
+__all__ = ["CriticWorker", "PolicyWorker", "RefWorker"]
+
 PolicyWorker = CriticWorker = RefWorker = Worker

@@ -4,8 +4,8 @@ Data-parallel copies of such a group of ranks get different rows.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardedDim
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from skyrl_train.config.policy import MegatronConfig
-from skyrl_train.distributed.megatron.device import computing_on
 from skyrl_train.distributed.megatron.lora import check_adapter
 from skyrl_train.distributed.megatron.model import MegatronScorer, check_model, transformer_config
 from skyrl_train.distributed.megatron.names import EMBEDDINGS, HEAD, HEAD_PARAMETER, Part
@@ -50,6 +50,42 @@ from skyrl_train.types.specs import Layout, LoraSpec, ModelSpec, SyncKind, World
 T = TypeVar("T")
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _OnCPU(TorchFunctionMode):
+    """Create tensors for the device "cuda" on the CPU, and make `Tensor.cuda` a no-op."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs.get("device") == "cuda":
+            kwargs = kwargs | {"device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = kwargs | {"pin_memory": False}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """Run Megatron-Core on `device`.
+
+    Its modules, collectives and schedules allocate buffers on `torch.cuda.current_device()` or "cuda". If `device` is a
+    CPU, both mean the CPU inside this context.
+    """
+    if device.type == "cuda":
+        yield
+        return
+    current_device, synchronize = torch.cuda.current_device, torch.cuda.synchronize
+    torch.cuda.current_device = lambda: device  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    try:
+        with _OnCPU():
+            yield
+    finally:
+        torch.cuda.current_device, torch.cuda.synchronize = current_device, synchronize
 
 
 def configure(

@@ -2,8 +2,7 @@
 
 The new tokens of all sequences are one row of N tokens without padding. Everything but attention treats them alike.
 For attention, sequences with equally many new tokens and neighboring regions of the same size form a run, and a run is
-one call of PyTorch's attention. (In an isolated pass, the regions of short sequences may be anywhere.) For example,
-three sequences decode one token each:
+one call of PyTorch's attention. For example, three sequences decode one token each:
 
     region (128 tokens each)    0 … 127    128 … 255    256 … 383
     stored after this pass      70         80           75
@@ -19,7 +18,7 @@ rest, and the whole is w · o_prefix + (1 - w) · o_rest with w = e^a / (e^a + e
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -38,7 +37,6 @@ from skyrl_train.models.routing import Routers
 
 NAME = "skyrl_packed"
 MASK_SIZE = 1 << 24  # maximum elements of a mask: 64 MiB in float32
-MAX_COPIED = 512  # maximum tokens of a sequence whose keys are copied to form runs
 MIN_SAVED = 1 << 21  # minimum of values per layer that sharing a prefix must save from being read
 
 
@@ -63,7 +61,7 @@ class PoolSlice:
         return pool.as_strided(shape, strides, self.start * token_stride)
 
 
-def _pool_slice(starts: Sequence[int], length: int, size: int, device: torch.device) -> PoolSlice:
+def pool_slice(starts: Sequence[int], length: int, size: int, device: torch.device) -> PoolSlice:
     """Return the slice of sequences with these starts. It may extend beyond the `size` tokens of the memory."""
     distances = {second - first for first, second in pairwise(starts)}
     if len(distances) <= 1 and starts[-1] + length <= size:
@@ -86,7 +84,7 @@ class RowRun:
     """n sequences of T new tokens each that share one call of attention."""
 
     tokens: slice  # the run's tokens among the tokens of the pass
-    stored: PoolSlice  # tokens stored after the pass, up to the longest sequence or the `padded_length`
+    stored: PoolSlice  # tokens stored after the pass, up to the longest sequence or further
     positions: torch.Tensor  # (n, T)
     is_causal: bool  # True if nothing was stored before, so queries and keys are the same tokens
     sees_all: bool  # True if every query sees all keys
@@ -117,6 +115,10 @@ class _Stored:
     runs: Sequence[RowRun]
 
 
+PlanRuns = Callable[[Sequence[Row], torch.Tensor, KVMemory], Iterable[RowRun]]
+"""Function that joins rows, whose new tokens have the positions (N,), into runs of consecutive rows."""
+
+
 class PackedCache:
     """The cache of one pass over N tokens of several sequences in one row.
 
@@ -126,7 +128,7 @@ class PackedCache:
     is_compileable = False
 
     def __init__(
-        self, memory: KVMemory, rows: Sequence[Row], device: torch.device, *, is_isolated: bool, narrows: bool
+        self, memory: KVMemory, rows: Sequence[Row], device: torch.device, plan_runs: PlanRuns, *, narrows: bool
     ) -> None:
         """Plan a pass of `hidden_states`. If it `narrows`, the last layer computes only the last token of each row."""
         self._memory = memory
@@ -136,13 +138,13 @@ class PackedCache:
         self.position_ids = torch.from_numpy(position_ids).to(device)  # (N,)
         target = position_ids + np.repeat(starts, n_new)
         self._target = torch.from_numpy(target).to(device)  # (N,) indices into the pool
-        self._runs = list(_runs(rows, self.position_ids, memory, is_isolated=is_isolated))
+        self._runs = list(plan_runs(rows, self.position_ids, memory))
         self.last_tokens: torch.Tensor | None = None  # (n rows,) indices, if the pass narrows
         self._last_runs: list[RowRun] = []
         if narrows:
             self.last_tokens = torch.from_numpy(ends - 1).to(device)
             last_rows = [Row(row.sequence, 1, row.n_skipped + row.n_new - 1) for row in rows]
-            self._last_runs = list(_runs(last_rows, self.position_ids[self.last_tokens], memory, is_isolated=False))
+            self._last_runs = list(plan_runs(last_rows, self.position_ids[self.last_tokens], memory))
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
@@ -171,30 +173,31 @@ class PackedCache:
         return 0
 
 
-def _runs(rows: Sequence[Row], position_ids: torch.Tensor, memory: KVMemory, *, is_isolated: bool) -> Iterator[RowRun]:
-    """Join compatible neighboring rows into runs."""
+def join_neighbors(rows: Sequence[Row], position_ids: torch.Tensor, memory: KVMemory) -> Iterator[RowRun]:
+    """Join neighboring rows with equally many new tokens and regions of the same size into runs."""
     first, n_tokens = 0, 0
     while first < len(rows):
         end = first + 1
-        while end < len(rows) and _can_join(rows[first], rows[end], end - first, is_isolated=is_isolated):
+        while end < len(rows) and _is_neighbor(rows[end], rows[end - 1]):
             end += 1
         joined, n_new = rows[first:end], rows[first].n_new
-        tokens = slice(n_tokens, n_tokens + sum(row.n_new for row in joined))
-        positions = position_ids[tokens].view(len(joined), -1)
-        if is_isolated and (length := padded_length(joined[0])) > 0:
-            stored = _pool_slice([row.start for row in joined], length, memory.size, positions.device)
-            yield RowRun(tokens, stored, positions, is_causal=False, sees_all=False)
-        else:
-            lengths = [row.n_before + n_new for row in joined]
-            yield RowRun(
-                tokens,
-                PoolSlice(len(joined), max(lengths), joined[0].start, joined[0].region.capacity),
-                positions,
-                is_causal=max(lengths) == n_new,
-                sees_all=n_new == 1 and min(lengths) == max(lengths),
-                prefix=_find_shared_prefix(joined, memory, positions.device) if n_new == 1 else None,
-            )
+        tokens = slice(n_tokens, n_tokens + len(joined) * n_new)
+        positions = position_ids[tokens].view(len(joined), n_new)
+        lengths = [row.n_before + n_new for row in joined]
+        yield RowRun(
+            tokens,
+            PoolSlice(len(joined), max(lengths), joined[0].start, joined[0].region.capacity),
+            positions,
+            is_causal=max(lengths) == n_new,
+            sees_all=n_new == 1 and min(lengths) == max(lengths),
+            prefix=_find_shared_prefix(joined, memory, positions.device) if n_new == 1 else None,
+        )
         first, n_tokens = end, tokens.stop
+
+
+def _is_neighbor(row: Row, before: Row) -> bool:
+    capacity = before.region.capacity
+    return row.n_new == before.n_new and row.region.capacity == capacity and row.start == before.start + capacity
 
 
 def _find_shared_prefix(rows: Sequence[Row], memory: KVMemory, device: torch.device) -> SharedPrefix | None:
@@ -220,31 +223,8 @@ def _find_shared_prefix(rows: Sequence[Row], memory: KVMemory, device: torch.dev
     for i, group in enumerate(groups.values()):
         members[i] = [*group, *[group[0]] * (n_slots - len(group))]
         slots[group] = i * n_slots + np.arange(len(group))
-    stored = _pool_slice([rows[group[0]].start for group in groups.values()], best * UNIT, memory.size, device)
+    stored = pool_slice([rows[group[0]].start for group in groups.values()], best * UNIT, memory.size, device)
     return SharedPrefix(stored, torch.from_numpy(members), torch.from_numpy(slots))
-
-
-def _can_join(first: Row, row: Row, distance: int, *, is_isolated: bool) -> bool:
-    """Return True if a row continues the run of `first`. The run has `distance` rows so far."""
-    capacity = first.region.capacity
-    is_next = row.region.capacity == capacity and row.start == first.start + distance * capacity
-    if not is_isolated:
-        return row.n_new == first.n_new and is_next
-    length = padded_length(first)
-    return 0 < length == padded_length(row) and (length <= MAX_COPIED or is_next)
-
-
-def padded_length(row: Row) -> int:
-    """Return the number of keys that a row of one token attends to in an isolated pass, or 0 for longer rows.
-
-    It depends on the row alone: the next power of two of 64-token units, or from 512 tokens on the next multiple of
-    512.
-    """
-    if row.n_new > 1:
-        return 0
-    n_units = -(-(row.n_before + 1) // UNIT)
-    n_max = MAX_COPIED // UNIT
-    return UNIT * (1 << (n_units - 1).bit_length() if n_units <= n_max else -(-n_units // n_max) * n_max)
 
 
 def packed_attention(
@@ -354,23 +334,24 @@ _attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def hidden_states(
-    model: PreTrainedModel, memory: KVMemory, rows: Sequence[Row], *, is_isolated: bool = False, last_only: bool = False
+    model: PreTrainedModel,
+    memory: KVMemory,
+    rows: Sequence[Row],
+    *,
+    last_only: bool = False,
+    plan_runs: PlanRuns = join_neighbors,
 ) -> torch.Tensor:
     """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys and values.
 
     If the memory has room for experts, the chosen experts are stored, too.
 
     `last_only` returns only the states of each row's last token (n rows, H). Rows are in the order of their regions.
-
-    An `is_isolated` pass makes results independent of the other sequences. Rows are in the order of `padded_length`,
-    then of their regions, and each sequence is padded to that length instead of its neighbors' length. For the same N,
-    its states are then bitwise the same among any other sequences.
     """
     new_ids = [row.sequence.token_ids[row.n_before :][: row.n_new] for row in rows]
     input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)
     records = memory.expert_shape is not None  # of all tokens, in every layer
     narrows = not records and last_only and len(rows) <= MAX_SHARE * len(input_ids) and is_narrow(model)
-    cache = PackedCache(memory, rows, model.device, is_isolated=is_isolated, narrows=narrows)
+    cache = PackedCache(memory, rows, model.device, plan_runs, narrows=narrows)
     recording = Routers.of(model).recording(cache.store_experts) if records else nullcontext()
     with use_attention(model, NAME), recording:
         output = model.base_model(

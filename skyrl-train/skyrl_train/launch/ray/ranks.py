@@ -52,9 +52,9 @@ class RankActor:
         return COLLECTIVE_TIMEOUT
 
     def call(self, role: Role, method: str, *args: Any) -> tuple[bool, Any]:
-        """Call a method of the worker, as `RankHost.call` does."""
+        """Call a method of the worker, as `RankHost.answer` does."""
         assert self._host is not None, "join() comes first"
-        return self._host.call(role, method, args)
+        return self._host.answer(role, method, args)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -21,14 +21,13 @@ from skyrl_train.checkpoint import (
     CheckpointStore,
     RemoteCheckpoints,
     RemoteFolder,
-    Upload,
-    Uploader,
     find_credentials_fault,
     upload_files,
 )
 from skyrl_train.checkpoint.manifest import MANIFEST, Fingerprint, find_damage, fingerprint
 from skyrl_train.checkpoint.store import POINTER
 from skyrl_train.errors import CheckpointError
+from skyrl_train.remote_storage import Upload, Uploader
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -160,7 +159,7 @@ def test_evaluations_are_uploaded_once(remote: RemoteCheckpoints, tmp_path: Path
 
 
 def test_a_failed_upload_is_retried_until_it_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_train.checkpoint.uploader.MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr("skyrl_train.remote_storage.MAX_BACKOFF_S", 0.01)
     n_attempts = 0
 
     def send() -> int:

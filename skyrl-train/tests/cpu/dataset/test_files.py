@@ -152,7 +152,6 @@ def test_rows_of_several_sources_are_joined_and_read_by_index(tmp_path: Path) ->
         (f"row 0 of {names[1]}", ROWS[0]),
         (f"row 1 of {names[2]}", ROWS[1]),
     ]
-    assert [rows.location(i) for i in (1, 2, 5)] == [location for location, _ in rows.read([1, 2, 5])]
     assert rows[3] == ROWS[1]
     assert list(rows.read_column("extra_info")) == [row["extra_info"] for row in ROWS] * 3
     assert list(rows.read_column("missing")) == [None] * 6

@@ -236,7 +236,7 @@ async def test_nan_weights_on_any_rank_are_found(strategies: Strategies) -> None
     rank = single_rank()
     diverged = await load_group([rank], strategies.spec("qwen3"), policy_objective(strategies.config()))
     with torch.no_grad():  # one value, in the slice of the last rank
-        rank.worker.module.get_parameter("model.model.layers.1.mlp.up_proj.weight")[-1, -1] = torch.nan
+        rank.host.workers["policy"].module.get_parameter("model.model.layers.1.mlp.up_proj.weight")[-1, -1] = torch.nan
     group = await strategies.load("qwen3", "fsdp2")
     assert await group.is_finite()
     await WeightSync(diverged, {"group": group}, SyncOptions("gloo", timeout_s=60))(1)
@@ -388,13 +388,14 @@ async def test_weights_loaded_in_bfloat16_are_trained_in_float32(strategies: Str
         reader = single_rank()
         copy_ = await load_group([reader], strategies.spec("llama"), policy_objective(strategies.config()))
         await copy_.load_state(await strategies.save(group))
-        trained = {name: p.detach().clone() for name, p in reader.worker.module.hf_model.named_parameters()}
+        model = reader.host.workers["policy"].module.hf_model
+        trained = {name: p.detach().clone() for name, p in model.named_parameters()}
         results.append(trained)
         folder = await strategies.export(group)
         assert AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
         exported = load_file(folder / "model.safetensors")
         await WeightSync(group, {"copy": copy_}, SyncOptions("gloo", timeout_s=60))(1)
-        for name, synced in reader.worker.module.hf_model.named_parameters():
+        for name, synced in model.named_parameters():
             assert torch.equal(exported[name], trained[name].bfloat16())
             assert torch.equal(exported[name].float(), synced)
     for name, start in load_on_cpu(strategies.path("llama"), **rounded).named_parameters():

@@ -249,7 +249,8 @@ def test_a_divergence_names_a_checkpoint_that_is_being_written(named: Overrides)
             if report.global_step == 2:
                 await run.begin_checkpoint()
                 assert run.is_saving
-                next(run.models.policy._ranks[0].worker.module.parameters()).data.fill_(math.nan)
+                (worker,) = run.models.policy._ranks[0].host.workers.values()
+                next(worker.module.parameters()).data.fill_(math.nan)
                 await run.check_weights(2)
 
     overrides = named("run", "trainer.ckpt_interval=-1", "trainer.eval_interval=-1")

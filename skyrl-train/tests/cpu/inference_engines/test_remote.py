@@ -113,7 +113,7 @@ async def test_calls_to_a_killed_process_fail_at_once_and_another_engine_samples
     other_engine, pid_file = new_engine(), tmp_path / "pid"
     await sync_weights(other_engine, tiny_model.named_parameters, 0, "gloo")  # its store keeps a pipe open
     async with no_leaks(temporary_folder):
-        process = await asyncio.to_thread(ServerProcess, "127.0.0.1:0", n_threads=1)
+        process = await asyncio.to_thread(ServerProcess, n_threads=1)
         make = make_engine(tiny_model_path, pid_file, max_num_seqs=3)
         engine, long = await asyncio.to_thread(process.connect, make, is_owner=True), request(400)
         listener = Listener(engine, long)

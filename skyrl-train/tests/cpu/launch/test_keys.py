@@ -11,14 +11,14 @@ from omegaconf import OmegaConf
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import iter_fields
 from skyrl_train.config.loading import load_config
-from skyrl_train.distributed import SingleStrategy
 from skyrl_train.entrypoints.engine import sync_options, sync_tolerance
 from skyrl_train.entrypoints.load_learner import model_spec
 from skyrl_train.launch.inline import InlineLauncher
+from skyrl_train.launch.process import LocalRank, RankHost
 from skyrl_train.launch.ray.launcher import list_requests
 from skyrl_train.plan import RunPlan
 from skyrl_train.types.specs import World
-from skyrl_train.workers.group import LocalRank, WorkerGroup
+from skyrl_train.workers.group import WorkerGroup
 
 PREFIXES = (
     "trainer.placement.",
@@ -113,7 +113,7 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
     sync = sync_options(generator)
     if not placement.uses_ray:
         with ThreadPoolExecutor(1) as executor:
-            group = WorkerGroup(spec, [LocalRank(executor, SingleStrategy(World()))], None)
+            group = WorkerGroup(spec, [LocalRank(executor, RankHost(World()))], None)
             sync = InlineLauncher(executor, sync, plan.receiving_servers).weight_sync(group, {})._options
     return {
         "devices": list_requests(

@@ -58,7 +58,7 @@ class Run:
 
     def on_devices(self) -> set[str]:
         """Return what has memory on the devices."""
-        optimizers = {name: group.rank.worker._state.optimizer for name, group in self._trained().items()}
+        optimizers = {name: group.worker._state.optimizer for name, group in self._trained().items()}
         moments = {
             name: [value for values in optimizer.state.values() for value in values.values()]
             for name, optimizer in optimizers.items()

@@ -66,13 +66,13 @@ def save_on_a_stalled_disk(rank: int, folder: Path, path: Path) -> None:
     """Save while the disk of rank 1 responds after torch's timeout for new groups, then save again."""
     distributed_c10d.default_pg_timeout = timedelta(seconds=3)
     host = RankHost(World(rank, 2), f"file://{folder / 'store'}", 1)
-    results = [host.call("policy", "load", (spec("policy", path, config().trainer), None))]
+    results = [host.answer("policy", "load", (spec("policy", path, config().trainer), None))]
     for name in ("stalled", "next"):
-        results.append(host.call("policy", "begin_save", (folder / name,)))
+        results.append(host.answer("policy", "begin_save", (folder / name,)))
         if name == "stalled" and rank == 1:
             time.sleep(5)
             (folder / name / "rng_1.pt").read_bytes()  # lets the writer open the pipe
-        results.append(host.call("policy", "finish_save", ()))
+        results.append(host.answer("policy", "finish_save", ()))
     assert results == [(True, None)] * 5
     host.close()
 

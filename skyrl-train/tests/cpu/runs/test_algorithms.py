@@ -16,7 +16,7 @@ from train_kit.runs import Run, assert_equal_runs, expect_error, run_of, small_r
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_train.algorithms import dynamic_sampling
+from skyrl_train.algorithms import filters
 from skyrl_train.learner import Learner
 from skyrl_train.trainer import Step, Trainer
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory
@@ -215,7 +215,7 @@ def test_an_epoch_that_ends_within_a_step_updates_the_reference(
         await refresh(self, version)
 
     monkeypatch.setattr(Learner, "refresh_reference", count)
-    monkeypatch.setattr(dynamic_sampling, "informative_groups", lambda rewards, draws, tolerance: set(draws[:8]))
+    monkeypatch.setattr(filters, "informative_groups", lambda rewards, draws, tolerance: set(draws[:8]))
     settings = [f"data.train_data=['{data}']", FILTER, REFRESH, "trainer.epochs=2", "trainer.max_training_steps=3"]
     run = train(*letters("crossing", *settings))
     assert [step["generate/n_sample_batches"] for step in run.metrics[1:]] == [2, 2, 2]

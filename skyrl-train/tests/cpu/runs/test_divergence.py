@@ -40,7 +40,7 @@ def test_weights_that_become_nan_end_the_run_and_are_not_saved(
             if (name, current.number) == (stage, step):
                 (rank,) = self.learner.policy._ranks
                 with torch.no_grad():
-                    for parameter in rank.worker.module.parameters():  # type: ignore[attr-defined]
+                    for parameter in rank.host.workers["policy"].module.parameters():  # type: ignore[attr-defined]
                         parameter.fill_(torch.nan)
 
     command = [*catch_run, "trainer.ckpt_interval=1", "trainer.eval_interval=-1", *overrides]

@@ -27,10 +27,11 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.algorithm import KLEstimator, LossReduction
 from skyrl_train.config.trainer import TrainerConfig
 from skyrl_train.dataset.batch import build_training_batch
+from skyrl_train.launch.process import LocalRank
 from skyrl_train.learner import Learner
 from skyrl_train.types import TrainingBatch
 from skyrl_train.types.specs import Role
-from skyrl_train.workers.group import LocalRank, WorkerGroup
+from skyrl_train.workers.group import WorkerGroup
 
 EXACT = 1e-5
 REDUCTIONS = get_args(LossReduction)

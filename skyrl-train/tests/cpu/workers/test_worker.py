@@ -85,7 +85,7 @@ def test_a_checkpoint_of_bfloat16_weights_resumes_in_float32(policy: PreTrainedM
     batch = random_batch(5)
     worker = make_worker(policy)
     worker.update(batch)
-    state = worker.rank.worker._strategy.copy(worker.rank.worker._state)
+    state = worker.worker._strategy.copy(worker.worker._state)
     rounded = {
         part: {
             key: value.bfloat16() if torch.is_tensor(value) and value.ndim else value for key, value in items.items()
@@ -118,7 +118,7 @@ def test_a_probe_returns_mean_and_gradient_norm_and_changes_nothing(policy: PreT
     undisturbed = make_worker(copy.deepcopy(policy), max_tokens_per_microbatch=max_tokens)
     assert worker.update(batches[0]) == undisturbed.update(batches[0])
 
-    total = worker.rank.worker.module(batches[0])[0].sum()
+    total = worker.worker.module(batches[0])[0].sum()
     gradient = torch.autograd.grad(total, list(policy.parameters()))
     norm = torch.stack([part.norm() for part in gradient]).norm().item()
     probe = complete(worker.group.probe(batches[0])).numbers()

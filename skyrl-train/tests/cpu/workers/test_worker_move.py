@@ -74,7 +74,7 @@ def test_a_call_that_needs_a_part_in_host_memory_is_an_error(part: str, policy: 
     worker.update(random_batch(0))
     complete(worker.group.move("cpu", part))  # type: ignore[arg-type]
     for method, needed in NEEDED_PARTS.items():
-        function = getattr(worker.rank.worker, method)
+        function = getattr(worker.worker, method)
         if needed not in (part, "all"):
             continue
         arguments = [None] * len(inspect.signature(function).parameters)

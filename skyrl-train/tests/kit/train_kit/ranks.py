@@ -14,14 +14,13 @@ import torch.distributed.checkpoint as dcp
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.config.trainer import TrainerConfig
-from skyrl_train.distributed import SingleStrategy
 from skyrl_train.entrypoints.load_learner import model_spec, optimizer_spec
 from skyrl_train.launch import process
-from skyrl_train.launch.process import ProcessRank
+from skyrl_train.launch.process import LocalRank, ProcessRank, RankHost
 from skyrl_train.models.loading import load_model
 from skyrl_train.types import TrainingBatch
 from skyrl_train.types.specs import ModelSpec, Role, World, lora_spec
-from skyrl_train.workers.group import LocalRank, Rank, WorkerGroup
+from skyrl_train.workers.group import Rank, WorkerGroup
 from train_kit.models import CPU
 from train_kit.processes import forked_multiprocessing, zygote
 from train_kit.workers import complete, config, policy_objective
@@ -110,7 +109,7 @@ def save_no_tokenizer(folder: str) -> None:
 
 
 def single_rank() -> LocalRank:
-    return LocalRank(ThreadPoolExecutor(1), SingleStrategy(World()))
+    return LocalRank(ThreadPoolExecutor(1), RankHost(World()))
 
 
 async def load_group(ranks: Sequence[Rank], spec: ModelSpec, objective: Objective | None = None) -> WorkerGroup:

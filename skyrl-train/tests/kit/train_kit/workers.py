@@ -16,11 +16,12 @@ from skyrl_train.algorithms.objectives import Objective, PolicyObjective
 from skyrl_train.algorithms.registry import POLICY_LOSSES, PolicyLoss
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.config.trainer import TrainerConfig
-from skyrl_train.distributed import SingleStrategy
 from skyrl_train.entrypoints.load_learner import model_spec, optimizer_spec
+from skyrl_train.launch.process import LocalRank, RankHost
 from skyrl_train.types import TokenScores, TrainingBatch
 from skyrl_train.types.specs import Role, World, lora_spec
-from skyrl_train.workers.group import LocalRank, WorkerGroup
+from skyrl_train.workers.group import WorkerGroup
+from skyrl_train.workers.worker import Worker
 
 T = TypeVar("T")
 
@@ -82,13 +83,17 @@ class SingleRankGroup:
         spec = model_spec(role, lambda: model, save_tokenizer, cfg, cfg.algorithm.temperature, optimizer, lora)
         self.model = model
         self._role = role
-        self.rank = LocalRank(InlineExecutor(), SingleStrategy(World()))
+        self.rank = LocalRank(InlineExecutor(), RankHost(World()))
         self.group = WorkerGroup(spec, [self.rank], objective)
         complete(self.group.load())
 
     @property
+    def worker(self) -> Worker:
+        return self.rank.host.workers[self._role]
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self.rank.worker._state.optimizer
+        optimizer = self.worker._state.optimizer
         assert optimizer is not None
         return optimizer
 

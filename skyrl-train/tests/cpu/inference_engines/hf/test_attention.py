@@ -5,7 +5,7 @@ from transformers import MistralConfig, PreTrainedModel
 
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf import attention
-from skyrl_train.inference_engines.hf.attention import hidden_states, padded_length
+from skyrl_train.inference_engines.hf.attention import hidden_states
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
@@ -23,37 +23,6 @@ def sequence_of(length: int, index: int, n_cached: int = 0) -> CachedSequence:
     sequence = CachedSequence(request, CAPACITY)
     sequence.region = Region(index * CAPACITY, CAPACITY, sequence.token_ids, session_id=None, n_cached=n_cached)
     return sequence
-
-
-@torch.inference_mode()
-def last_states(model: PreTrainedModel, lengths: list[int], *, is_isolated: bool) -> dict[int, torch.Tensor]:
-    """Return each sequence's last state by index. One pass reads all last tokens. Earlier tokens are cached."""
-    memory = KVMemory(len(lengths) * CAPACITY)
-    rows = []
-    for index, length in enumerate(lengths):
-        sequence = sequence_of(length, index)
-        hidden_states(model, memory, [Row(sequence, length - 1)])
-        sequence.region.n_cached = length - 1
-        rows.append(Row(sequence, 1))
-    rows.sort(key=lambda row: (padded_length(row), row.start))
-    states = hidden_states(model, memory, rows, is_isolated=is_isolated)
-    return {row.start // CAPACITY: state for row, state in zip(rows, states, strict=True)}
-
-
-@pytest.mark.parametrize("max_copied", [UNIT, 512])
-def test_states_of_isolated_passes_are_bitwise_independent_of_other_lengths(
-    tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, max_copied: int
-) -> None:
-    monkeypatch.setattr(attention, "MAX_COPIED", max_copied)
-    for length in (5, 40, 61, 100, 150):
-        single = last_states(tiny_model, [length, 7, 7, 7], is_isolated=True)
-        for batch_lengths in ([length, 90, length, 59], [length] * 4, [7, length, 130, 150]):
-            states = last_states(tiny_model, batch_lengths, is_isolated=True)
-            expected = last_states(tiny_model, batch_lengths, is_isolated=False)
-            for index, other in enumerate(batch_lengths):
-                torch.testing.assert_close(states[index], expected[index])
-                if other == length:
-                    torch.testing.assert_close(states[index], single[0], rtol=0, atol=0)
 
 
 @torch.inference_mode()
@@ -78,15 +47,6 @@ def test_a_smaller_region_beside_a_larger_one_at_the_end_of_memory(tiny_model: P
         sequence.region.n_cached = len(sequence.token_ids) - 1
     batched = hidden_states(tiny_model, memory, [Row(large, 1), Row(small, 1)])
     torch.testing.assert_close(batched, torch.stack(expected))
-
-
-def test_padded_lengths() -> None:
-    lengths = (1, 64, 65, 128, 129, 257, 512, 513, 1024, 1025)
-    rows = [Row(sequence_of(length, 0), 1) for length in lengths]
-    for row in rows:
-        row.sequence.region.n_cached = len(row.sequence.token_ids) - 1
-    assert [padded_length(row) for row in rows] == [64, 64, 128, 128, 256, 512, 512, 1024, 1024, 1536]
-    assert padded_length(Row(sequence_of(9, 0), 2)) == 0
 
 
 def make_mistral(sliding_window: int | None) -> PreTrainedModel:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.inference_engines.hf.attention import hidden_states, padded_length
+from skyrl_train.inference_engines.hf.attention import hidden_states
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy, Extents, KVMemory
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import Row
@@ -22,6 +22,7 @@ from skyrl_train.inference_engines.sampling import SampledToken, choose_tokens
 from skyrl_train.models.logprobs import CHUNK_LOGITS, lm_head_logits
 from tx.tinker.backends.requests import TurnQueue
 from tx.tinker.backends.torch.groups import TorchGroup, TorchLane, TorchRequestState, idle_sequence, top_of
+from tx.tinker.backends.torch.isolated import join_equal_lengths, padded_length
 from tx.tinker.backends.torch.weights import Weights
 from tx.tinker.types import Sample, SampleRequest, SampleResult
 
@@ -155,7 +156,8 @@ class TorchSampler:
         model = group.weights.model
         lanes = sorted(group.lanes, key=lambda lane: (padded_length(lane.row), lane.row.start))
         with group.weights.applied():
-            states = hidden_states(model, self._memory, [lane.row for lane in lanes], is_isolated=True)  # (S, H)
+            rows = [lane.row for lane in lanes]
+            states = hidden_states(model, self._memory, rows, plan_runs=join_equal_lengths)  # (S, H)
             choices = choose_tokens(lm_head_logits(model, states), [lane.draw for lane in lanes])
         for lane, choice in zip(lanes, choices, strict=True):
             if lane.request is not None:

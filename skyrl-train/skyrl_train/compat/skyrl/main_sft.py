@@ -7,7 +7,6 @@ from functools import partial
 
 from skyrl_train.entrypoints.cli import run_subcommand
 
-main = partial(run_subcommand, "sft")
+__all__ = ["main"]
 
-if __name__ == "__main__":
-    main()
+main = partial(run_subcommand, "sft")

@@ -1,1 +1,0 @@
-"""Modules that SkyRL's scripts import."""

@@ -1,1 +1,0 @@
-"""`skyrl_train.utils` under another name that SkyRL's scripts import."""

@@ -1,1 +1,0 @@
-"""Workers under the names that SkyRL's scripts import."""
