@@ -32,7 +32,7 @@ class Sizes:
         return self._create(Qwen3Config(**vars(self), **self._common))
 
     def qwen3_5(self) -> PreTrainedModel:
-        """Return a model with attention in every fourth layer, and recurrent states in the others."""
+        """Return a model with attention in every fourth layer, and recurrent states in all other layers."""
         heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 4}
         dimensions = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
         return self._create(Qwen3_5TextConfig(**vars(self), **self._common, **heads, **dimensions))
