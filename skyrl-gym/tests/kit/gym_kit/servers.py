@@ -15,6 +15,12 @@ from gym_kit.processes import free_port, wait_until
 MCP_SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
 
+class Server(ThreadingHTTPServer):
+    """A server that queues many connections. With the default, 5, the kernel resets some of 20 at once."""
+
+    request_queue_size = 128
+
+
 @contextmanager
 def run_server(command: Sequence[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program during the block, which begins when the program listens on `port`."""
@@ -84,7 +90,7 @@ def run_model_server() -> Iterator[ModelServer]:
         def log_message(self, format: str, *args: Any) -> None:
             """Do not log requests."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

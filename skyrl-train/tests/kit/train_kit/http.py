@@ -20,6 +20,12 @@ class Request:
     body: Any
 
 
+class Server(ThreadingHTTPServer):
+    """A server that queues many connections. With the default, 5, the kernel resets some of 20 at once."""
+
+    request_queue_size = 128
+
+
 Answer = Callable[[Request], tuple[int, Any]]
 """Returns the status and the content of a response: text, or any JSON value."""
 
@@ -51,7 +57,7 @@ def serving(answer: Answer, headers: Mapping[str, str] | None = None) -> Iterato
         def log_message(self, format: str, *args: Any) -> None:
             """Print nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

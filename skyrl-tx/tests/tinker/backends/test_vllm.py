@@ -40,6 +40,7 @@ def test_results_are_reported_at_once_unless_they_are_cancelled(answering: VllmS
     wait_until(lambda: answering._found.qsize() == N_SAMPLES + 1)
     cancels[7]()
     assert answering.step()
+    assert not [one for one in found if isinstance(one, Exception)]
     assert [list(one.samples[0].tokens) for one in found if isinstance(one, SampleResult)] == [[3]] * N_SAMPLES
     assert not answering.step()
 
