@@ -21,7 +21,7 @@ from examples.learning import Recipe, main
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.errors import ConfigError
 
-N_TRAIN, N_VALIDATION, N_TRACES, N_SAMPLED = 600, 64, 48, 48
+N_TRAIN, N_VALIDATION, N_TRACES, N_SAMPLED = 600, 64, 24, 48
 BATCH_SIZE = 8  # traces per step of the warm start
 TRACES, VALIDATION = "traces.jsonl", "validation.parquet"
 LIMITS = (
