@@ -122,7 +122,7 @@ class GroupCollector:
     def take(self) -> list[Trajectory]:
         """Return the trajectories of the step, group by group in the order of collection."""
         assert self.is_complete, "more batches are needed"
-        return [t for group in self._taken for t in group]
+        return [t for group in self._trained_groups for t in group]
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the step, where groups trained on = sampled - dropped + replaced.
@@ -132,7 +132,7 @@ class GroupCollector:
         generate/n_groups_replaced  groups that are copies of good groups
         generate/signal_ratio       fraction of sampled groups whose rewards are not all equal
         """
-        n_originals = len(self._taken) - self._n_copies
+        n_originals = len(self._trained_groups) - self._n_copies
         return {
             "generate/n_sample_batches": float(self._n_batches),
             "generate/n_groups_dropped": float(len(self._seen) - n_originals),
@@ -141,7 +141,7 @@ class GroupCollector:
         }
 
     @property
-    def _taken(self) -> list[Group]:
+    def _trained_groups(self) -> list[Group]:
         return self._groups if self._config.type is None else self._groups[: self._n_prompts]
 
     def _fill_up(self, groups: dict[int, Group], good: set[int], draws: Sequence[int]) -> list[Group]:

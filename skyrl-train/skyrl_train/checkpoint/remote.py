@@ -135,10 +135,11 @@ class RemoteFolder:
                 continue
             for entry in entries:
                 name = entry["name"].strip("/")
+                if name == root:  # some file systems list a folder in itself
+                    continue
                 if entry["type"] == "directory":
-                    if name != root:
-                        folders.append(entry["name"])
-                elif name != root:
+                    folders.append(entry["name"])
+                else:
                     sizes[name.removeprefix(f"{root}/")] = int(entry["size"])
         return sizes
 

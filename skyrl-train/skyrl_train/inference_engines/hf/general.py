@@ -6,7 +6,7 @@ ones (`padded_cache`). If a model's hidden states change with padding, only sequ
 the batches take turns.
 
 After a turn, its session keeps a copy of the row, so that the next turn reads only the tokens that follow. A recurrent
-state cannot go back: if the next prompt does not start with all tokens that the row has read, it is read as a whole.
+state cannot go back: a prompt that does not start with all tokens that the row has read is read from its start.
 """
 
 import logging
@@ -114,27 +114,33 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
             n_bytes = self._n_bytes(len(running) + len(new) + 1, longest)
             if n_bytes > self._max_cache_bytes:
                 break
-            session = sequence.request.session_id
-            turn = self._turns.get(session)
-            n_reused = 0 if turn is None else len(turn.token_ids)
-            if turn is None or not turn.token_ids == sequence.token_ids[:n_reused] != sequence.token_ids:
-                turn, n_reused = None, 0
+            turn = self._find_turn(sequence)
+            if turn is None:
                 prompts.add(tuple(sequence.token_ids))
-            n_continued += (len(sequence.token_ids) - n_reused) if turn else 0
+            else:
+                n_continued += len(sequence.token_ids) - len(turn.token_ids)
             n_read = n_continued + len(prompts) * max(map(len, prompts), default=0)
             if new and n_read > self._max_num_batched_tokens:
                 break
             if new and not self._is_padded and len(sequence.token_ids) != len(new[0].token_ids):
                 break
             new.append(waiting.popleft())
-            self._turns.pop(session, None)
+            self._turns.pop(sequence.request.session_id, None)
             sequence.kept = None if turn is None else turn.cache
             if sequence.n_reused is None:
-                sequence.n_reused = n_reused
+                sequence.n_reused = 0 if turn is None else len(turn.token_ids)
             while n_bytes + sum(other.cache.n_bytes for other in self._turns.values()) > self._max_cache_bytes:
                 del self._turns[next(iter(self._turns))]
         running += new
         return new
+
+    def _find_turn(self, sequence: PaddedSequence) -> KeptTurn | None:
+        """Return the kept turn that a sequence continues, if any."""
+        turn = self._turns.get(sequence.request.session_id)
+        n_read = 0 if turn is None else len(turn.token_ids)
+        if turn is None or n_read >= len(sequence.token_ids) or sequence.token_ids[:n_read] != turn.token_ids:
+            return None
+        return turn
 
     def _restart_all(self) -> None:
         super()._restart_all()
