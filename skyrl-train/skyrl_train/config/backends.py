@@ -32,8 +32,11 @@ class EngineTraits:
 
     needs_ray_for_several_devices: bool = True
 
-    unscored_sampling: tuple[str, ...] = ()
-    """Sampling parameters for which it cannot report log-probs."""
+    reports_only_own_logprobs: bool = False
+    """It reports the log-probs of the distribution that it samples from, even if that is not the policy's."""
+
+    has_samplers: bool = False
+    """It samples either on its own or with our sampler, as `generator.vllm.sampler` says."""
 
     @property
     def is_embedded(self) -> bool:
@@ -52,6 +55,7 @@ ENGINES = {
         "skyrl_train.inference_engines.vllm.start:start",
         connect="skyrl_train.inference_engines.vllm.start:connect",
         package="vllm",
+        has_samplers=True,
     ),
     "sglang": EngineTraits(
         "SGLang",
@@ -60,15 +64,7 @@ ENGINES = {
         package="sglang",
         reads_files=True,
         needs_ray_for_several_devices=False,
-        unscored_sampling=(
-            "top_p",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "min_tokens",
-        ),
+        reports_only_own_logprobs=True,
     ),
 }
 """Engines by the value of `generator.backend`."""

@@ -23,6 +23,9 @@ from skyrl_train.config.base import (
 
 EngineName = Annotated[str, AfterValidator(check_engine), Allowed(f"one of {', '.join(['auto', *ENGINES])}")]
 Temperature = Annotated[float, Ge(0), Le(100)]
+RESHAPING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+"""Sampling settings that change the distribution beyond its temperature."""
+
 SyncCheck = Annotated[
     Literal["auto", "off", "checksum", "logprobs"],
     BeforeValidator(lambda value: "off" if value is False else value),  # YAML reads off as false
@@ -90,6 +93,17 @@ class ChatTemplateConfig(Section):
     """`qwen3_with_thinking`, `qwen3_without_thinking`, or the path of a Jinja file. The conversation is then rendered
     again before each turn, and the template's `generation` blocks mark the trained tokens. Defaults to the tokenizer's
     template."""
+
+
+class VLLMConfig(Section):
+    """Settings of vLLM that `engine_init_kwargs` cannot express."""
+
+    sampler: Literal["auto", "native", "seeded"] = "auto"
+    """Who chooses the tokens. `native` is vLLM's own sampler, with asynchronous scheduling, the current model runner
+    and speculative decoding. It cannot be seeded, and it refuses `top_p`, `top_k`, `min_p`, penalties and `min_tokens`,
+    because vLLM then reports other log-probs than the policy's. `seeded` is ours: the same seed gives the same tokens
+    in any batch and in the embedded engine, and every sampling setting works. `auto` is `native` on GPUs if no sampling
+    setting forbids it, else `seeded`. For running servers, `auto` is whatever the server was started for."""
 
 
 class RewardModelConfig(Section):
@@ -273,6 +287,7 @@ class GeneratorConfig(Section):
     `engine_init_kwargs.block_size=32`. They override the keys above. `engine_init_kwargs.chat_template=<file>` replaces
     the tokenizer's chat template."""
 
+    vllm: VLLMConfig = VLLMConfig()
     sampling_params: SamplingConfig = SamplingConfig()
     eval_sampling_params: EvalSamplingConfig = EvalSamplingConfig()
 
@@ -280,6 +295,23 @@ class GeneratorConfig(Section):
     def engine(self) -> EngineTraits:
         """The traits of `backend`."""
         return ENGINES[EMBEDDED if self.backend == "auto" else self.backend]
+
+    @property
+    def reports_only_own_logprobs(self) -> bool:
+        """True if the engine reports only log-probs of the distribution that it samples from, not the policy's."""
+        return self.engine.reports_only_own_logprobs or (self.engine.has_samplers and self.vllm.sampler == "native")
+
+    def reshaped_sampling(self) -> dict[str, Any]:
+        """Return the sampling settings, by key, that make the engine sample from another distribution than the
+        policy's.
+        """
+        return {
+            f"generator.{section}.{name}": getattr(sampling, name)
+            for section in ("sampling_params", "eval_sampling_params")
+            for sampling in (getattr(self, section),)
+            for name in RESHAPING
+            if getattr(sampling, name) != type(sampling).model_fields[name].default
+        }
 
     @property
     def engine_options(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import EngineRequest
+from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread, SteppedEngine
@@ -33,6 +33,10 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
     it needs the space.
     """
 
+    _only_own_logprobs: tuple[str, str] | None = None
+    """The backend's name and an alternative to it, if it reports only log-probs of the distribution that it samples
+    from. Sampling from another distribution than the policy's is then rejected."""
+
     def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
         super().__init__(facts, tokenizer, thread)
         self._n_submitted = 0  # so far
@@ -53,6 +57,8 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
         """Do nothing. Other sequences may use the session's cached tokens, and the backend evicts unused ones."""
 
     def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
+        if self._only_own_logprobs is not None:
+            _check_scored(request.sampling, *self._only_own_logprobs)
         return ActiveSequence(request, max_tokens)
 
     def _take_finished(self) -> list[ActiveSequence]:
@@ -86,6 +92,21 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
         self._abort(list(self._by_id))
         self._by_id.clear()
         self._queue.clear()
+
+
+def _check_scored(sampling: SamplingParams, backend: str, alternative: str) -> None:
+    for name in ("top_p", "top_k", "min_p", "min_new_tokens", "with_raw_logprobs"):
+        value = getattr(sampling, name)
+        if value != getattr(SamplingParams(1), name) and (name != "with_raw_logprobs" or sampling.temperature != 1):
+            raise EngineError(
+                f"{name}={value}: {backend} does not report the log-probs of the distribution that this samples from; "
+                f"remove it, or {alternative}"
+            )
+    if sampling.penalizes:
+        raise EngineError(
+            f"{backend} reports only log-probs after penalties; remove repetition_penalty, presence_penalty and "
+            f"frequency_penalty, or {alternative}"
+        )
 
 
 class AsyncEngine(ScheduledEngine):

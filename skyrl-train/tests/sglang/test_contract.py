@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from train_kit.engines import EngineKit, SharedEngines
-from train_kit.sglang_contract import N_RESERVED_TOKENS, SGLangContract
-from train_kit.sglang_cpu import StartServer
+from train_kit.own_logprobs_contract import OwnLogprobsContract
+from train_kit.sglang_cpu import N_RESERVED_TOKENS, StartServer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.sglang.engine import SGLangEngine
@@ -46,5 +46,5 @@ async def engine_kit(
     await engines.reset()
 
 
-class TestSGLangServerContract(SGLangContract):
+class TestSGLangServerContract(OwnLogprobsContract):
     """The contract, with SGLang."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
+from skyrl_train.inference_engines.vllm.wire import Sampler
 
 NewEngine = Callable[..., VLLMEngine]
 SaveModel = Callable[[PretrainedConfig], Path]
@@ -49,8 +50,8 @@ async def new_engine(tiny_model_path: Path, tiny_tokenizer: PreTrainedTokenizerB
 
     gc.freeze()  # vLLM runs the garbage collector repeatedly at start, which takes seconds for all imported objects
 
-    def make(path: Path = tiny_model_path, **options: Any) -> VLLMEngine:
-        engines.append(VLLMEngine({"model": str(path), **OPTIONS, **options}, tiny_tokenizer))
+    def make(path: Path = tiny_model_path, sampler: Sampler = "seeded", **options: Any) -> VLLMEngine:
+        engines.append(VLLMEngine({"model": str(path), **OPTIONS, **options}, tiny_tokenizer, sampler=sampler))
         return engines[-1]
 
     yield make

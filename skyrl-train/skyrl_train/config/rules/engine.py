@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from itertools import product
 
 from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import FIELDS, show
@@ -214,14 +213,22 @@ def experts_can_be_replayed(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject options that the embedded engine lacks, and sampling whose log-probs SGLang cannot report."""
+    """Reject options that an engine lacks, and sampling for which it cannot report the policy's log-probs."""
     generator = cfg.generator
-    for section, name in product(("sampling_params", "eval_sampling_params"), generator.engine.unscored_sampling):
-        key = f"generator.{section}.{name}"
-        if (value := value_at(cfg, key)) != FIELDS[key].get_default():
+    sampler = generator.vllm.sampler
+    if sampler != "auto" and not generator.engine.has_samplers:
+        yield (
+            f"generator.vllm.sampler={sampler} is a setting of vLLM, but generator.backend={generator.backend}; remove "
+            "it, or set generator.backend=vllm"
+        )
+    if generator.reports_only_own_logprobs:
+        engine, other = f"generator.backend={generator.backend}", "generator.backend=vllm"
+        if generator.engine.has_samplers:
+            engine, other = f"generator.vllm.sampler={sampler}", "generator.vllm.sampler=seeded"
+        for key, value in generator.reshaped_sampling().items():
             yield (
-                f"generator.backend={generator.backend} cannot report the log-probs of tokens sampled with "
-                f"{key}={show(value)}; remove {key}, or set generator.backend=vllm"
+                f"{engine} cannot report the log-probs of tokens sampled with {key}={show(value)}; remove {key}, or "
+                f"set {other}"
             )
     if not generator.engine.is_embedded:
         return

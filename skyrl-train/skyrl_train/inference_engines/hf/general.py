@@ -211,8 +211,14 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
         return list(batch.sequences), self._sample(batch.sequences, states)
 
     def _read(self, cache: PaddedCache, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Read tokens of all rows. A long prompt is read in pieces, if the model can continue from its state."""
+        n_tokens = n_piece = max(map(len, rows))
+        if self._keeps_turns and all(len(row) == n_tokens for row in rows):
+            n_piece = max(1, self._max_num_batched_tokens // len(rows))
         with autocast(self._model.device, self._bf16):
-            return cache.read(rows)
+            for start in range(0, n_tokens, n_piece):
+                states = cache.read([row[start : start + n_piece] for row in rows])
+        return states
 
     def _sample(self, sequences: Sequence[PaddedSequence], states: torch.Tensor) -> list[SampledToken]:
         with autocast(self._model.device, self._bf16):

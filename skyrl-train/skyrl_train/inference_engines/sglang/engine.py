@@ -25,13 +25,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, EngineLostError
-from skyrl_train.inference_engines.base import (
-    EngineRequest,
-    EngineSetup,
-    InferenceEngine,
-    SamplingParams,
-    weight_folder,
-)
+from skyrl_train.inference_engines.base import EngineSetup, InferenceEngine, weight_folder
 from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.scheduled import Output
@@ -108,22 +102,6 @@ class SGLangEngine(HTTPEngine):
         self._end_server = end_server
         self._name = uuid4().hex  # other clients of the server also number their requests
 
-    def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
-        sampling = request.sampling
-        for name in ("top_p", "top_k", "min_p", "min_new_tokens", "with_raw_logprobs"):
-            value = getattr(sampling, name)
-            if value != getattr(SamplingParams(1), name) and (name != "with_raw_logprobs" or sampling.temperature != 1):
-                raise EngineError(
-                    f"{name}={value}: SGLang does not report the log-probs of the distribution that this samples from; "
-                    "remove it, or use generator.backend=vllm"
-                )
-        if sampling.penalizes:
-            raise EngineError(
-                "SGLang reports only log-probs after penalties; remove repetition_penalty, presence_penalty and "
-                "frequency_penalty, or use generator.backend=vllm"
-            )
-        return super()._new_sequence(request, max_tokens)
-
     def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:
         sampling = sequence.sampling
         params = {
@@ -164,7 +142,7 @@ class SGLangEngine(HTTPEngine):
                 SampledToken(
                     token_id,
                     logprob,
-                    raw_logprob=logprob if sequence.sampling.with_raw_logprobs else None,  # `_new_sequence`: T = 1
+                    raw_logprob=logprob if sequence.sampling.with_raw_logprobs else None,  # `_check_scored`: T = 1
                     top_logprobs=None if top is None else {other_id: value for value, other_id, _ in top},
                 )
             )

@@ -21,6 +21,7 @@ from skyrl_train.inference_engines.scheduled import AsyncEngine
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineThread, MemoryPart
 from skyrl_train.inference_engines.vllm.core import (
+    ENVIRONMENT,
     OWN_OPTIONS,
     cannot_run,
     cannot_start,
@@ -30,7 +31,7 @@ from skyrl_train.inference_engines.vllm.core import (
     starting,
     trial_request,
 )
-from skyrl_train.inference_engines.vllm.wire import check_results, decode_receipts, encode_plan
+from skyrl_train.inference_engines.vllm.wire import NATIVE, Sampler, check_results, decode_receipts, encode_plan
 from skyrl_train.inference_engines.vllm.worker import read_facts
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
@@ -47,7 +48,9 @@ class AsyncVLLMEngine(AsyncEngine):
     Create it in the event loop that uses it.
     """
 
-    def __init__(self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, sampler: Sampler = "seeded"
+    ) -> None:
         """Start the processes and load a model. This takes seconds to minutes.
 
         `options` are fields of vLLM's `EngineArgs`. The `tokenizer` detects stop strings.
@@ -62,8 +65,12 @@ class AsyncVLLMEngine(AsyncEngine):
                 f"vLLM needs {n_devices} GPUs for {sizes}, but this process sees only {n_gpus}; lower "
                 "generator.inference_engine_tensor_parallel_size, or give the engine more GPUs"
             )
-        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-        own = dict(OWN_OPTIONS)
+        environment = {
+            **ENVIRONMENT[sampler],
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        }
+        own = dict(OWN_OPTIONS[sampler])
         if n_devices > 1:
             own["distributed_executor_backend"] = "mp"  # in a Ray actor, vLLM would start more actors elsewhere
             if current_platform.is_cpu():  # vLLM binds each worker to a separate NUMA node and fails with fewer nodes
@@ -79,27 +86,30 @@ class AsyncVLLMEngine(AsyncEngine):
                 raise cannot_start(options, error) from error
         facts = read_facts(config, tokenizer.eos_token_id)
         super().__init__(facts, tokenizer, EngineThread(None, "vllm-engine"))
-        self._eos_token_id = tokenizer.eos_token_id
+        self._eos_token_id, self._sampler = tokenizer.eos_token_id, sampler
+        self._only_own_logprobs = NATIVE if sampler == "native" else None
         self._reading: asyncio.Task[None] | None = None
 
     async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:
         if self._reading is None:  # install the sampler, and run a trial step
-            check_results(await self._call_workers("skyrl_prepare", self._eos_token_id, os.getpid()))
+            check_results(await self._call_workers("skyrl_prepare", self._sampler, self._eos_token_id, os.getpid()))
             try:
-                await self._client.add_request_async(trial_request(self._facts))
+                await self._client.add_request_async(trial_request(self._facts, self._sampler))
                 await self._client.get_output_async()
             except Exception as error:
                 raise cannot_run(error) from error
             self._reading = asyncio.create_task(self._read())
         for request_id, sequence in new.items():
-            await self._ask(self._client.add_request_async(core_request(request_id, sequence, self._facts)))
+            core = core_request(request_id, sequence, self._facts, self._sampler)
+            await self._ask(self._client.add_request_async(core))
 
     async def _read(self) -> None:
         """Put the engine core's outputs into the queue until the core ends."""
         try:
             while True:
                 for output in (await self._client.get_output_async()).outputs:
-                    self._outputs.put_nowait(read_output(output))
+                    sequence = self._by_id.get(output.request_id)
+                    self._outputs.put_nowait(read_output(output, sequence, self._sampler))
         except EngineDeadError:
             self._outputs.put_nowait(EngineLostError(DIED))
         except Exception as error:  # noqa: BLE001, fails the waiting requests

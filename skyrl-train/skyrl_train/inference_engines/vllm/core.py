@@ -1,4 +1,13 @@
-"""Options, requests and outputs of vLLM's engine core, in this process or in another."""
+"""Options, requests and outputs of vLLM's engine core, in this process or in another.
+
+Tokens are chosen by one of two samplers:
+
+- `seeded` is ours (`sampler.py`). Tokens depend only on the seed and the position, and log-probs are known under
+  truncation and penalties too.
+- `native` is vLLM's, with everything that makes vLLM fast: asynchronous scheduling, the current model runner and
+  speculative decoding. It has no seeds, and it reports only log-probs of the distribution that it samples from. They
+  equal the policy's log-probs unless tokens are truncated or penalized.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +32,30 @@ from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineFacts
 from skyrl_train.inference_engines.vllm.sampler import from_columns
-from skyrl_train.inference_engines.vllm.wire import EXTENSION, encode_request
+from skyrl_train.inference_engines.vllm.wire import EXTENSION, NATIVE_LOGPROBS, Sampler, as_requested, encode_request
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",  # its thread would outlive the engine
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the V2 runner, on GPUs only, calls samplers differently
+NO_USAGE_STATS = {"VLLM_NO_USAGE_STATS": "1"}  # its thread would outlive the engine
+ENVIRONMENT: Mapping[Sampler, Mapping[str, str]] = {
+    "native": NO_USAGE_STATS,
+    "seeded": NO_USAGE_STATS
+    | {"VLLM_USE_V2_MODEL_RUNNER": "0"},  # the V2 runner, on GPUs only, calls samplers differently
 }
-OWN_OPTIONS = {
-    "async_scheduling": False,  # our sampler needs the last step's tokens before the next step
+COMMON_OPTIONS = {
     "disable_log_stats": True,
     "skip_tokenizer_init": True,
-    "speculative_config": None,  # drafts would bypass our sampler
     "use_tqdm_on_load": False,
     "worker_extension_cls": EXTENSION,
+}
+OWN_OPTIONS: Mapping[Sampler, Mapping[str, Any]] = {
+    "native": COMMON_OPTIONS | {"logprobs_mode": NATIVE_LOGPROBS},
+    "seeded": COMMON_OPTIONS
+    | {
+        "async_scheduling": False,  # our sampler needs the last step's tokens before the next step
+        "speculative_config": None,  # drafts would bypass our sampler
+    },
 }
 
 
@@ -65,15 +82,17 @@ def cannot_run(error: Exception) -> EngineError:
     return EngineError(f"vLLM cannot run this model here; use generator.backend=hf: {error}")
 
 
-def core_request(request_id: str, sequence: ActiveSequence, facts: EngineFacts) -> EngineCoreRequest:
+def core_request(request_id: str, sequence: ActiveSequence, facts: EngineFacts, sampler: Sampler) -> EngineCoreRequest:
     """Return the vLLM request that continues a sequence after its tokens so far."""
     sampling = sequence.sampling
+    choice: dict[str, Any] = {"temperature": sampling.temperature, "logprobs": sampling.n_top_logprobs}
+    if sampler == "seeded":  # with logprobs, vLLM returns the columns of our sampler
+        choice = {"logprobs": 0, "extra_args": encode_request(sequence.request)}
     params = SamplingParams(
         max_tokens=sequence.max_tokens - len(sequence.token_ids),
         stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else facts.eos_ids)],
-        logprobs=0,  # makes vLLM return the columns of our sampler
         detokenize=False,
-        extra_args=encode_request(sequence.request),
+        **choice,
     )
     return EngineCoreRequest(
         request_id=request_id,
@@ -88,24 +107,25 @@ def core_request(request_id: str, sequence: ActiveSequence, facts: EngineFacts) 
     )
 
 
-def trial_request(facts: EngineFacts) -> EngineCoreRequest:
+def trial_request(facts: EngineFacts, sampler: Sampler) -> EngineCoreRequest:
     """Return a request for one token. Some models load but fail in their first step."""
-    return core_request("trial", ActiveSequence(EngineRequest([0], OurParams(max_new_tokens=1), seed=0), 2), facts)
+    request = EngineRequest([0], OurParams(max_new_tokens=1), seed=0)
+    return core_request("trial", ActiveSequence(request, 2), facts, sampler)
 
 
-def read_output(output: EngineCoreOutput) -> Output:
-    """Convert vLLM's output of one request."""
+def read_output(output: EngineCoreOutput, sequence: ActiveSequence | None, sampler: Sampler) -> Output:
+    """Convert vLLM's output for `sequence`, or for a request that is over."""
     stats = output.prefill_stats
+    choices = [] if output.new_logprobs is None else from_columns(output.new_logprobs)
+    if sampler == "native" and sequence is not None:
+        choices = [as_requested(choice, sequence.sampling) for choice in choices]
     return Output(
-        output.request_id,
-        [] if output.new_logprobs is None else from_columns(output.new_logprobs),
-        None if stats is None else stats.num_cached_tokens,
-        output.finish_reason is not None,
+        output.request_id, choices, None if stats is None else stats.num_cached_tokens, output.finish_reason is not None
     )
 
 
 @contextmanager
-def starting(environment: dict[str, str]) -> Iterator[None]:
+def starting(environment: Mapping[str, str]) -> Iterator[None]:
     """Set the variables in `environment` while vLLM starts, and undo what vLLM changes in this process.
 
     vLLM seeds all random generators, sets environment variables that child processes would inherit (such as
@@ -113,7 +133,7 @@ def starting(environment: dict[str, str]) -> Iterator[None]:
     """
     before, set_num_threads = dict(os.environ), torch.set_num_threads
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    os.environ.update(ENVIRONMENT | environment)
+    os.environ.update(environment)
     try:
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
             yield

@@ -1,4 +1,4 @@
-"""The vLLM engine in this process: vLLM schedules, caches and runs the model, and our sampler chooses the tokens."""
+"""The vLLM engine in this process."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +15,7 @@ from skyrl_train.inference_engines.scheduled import Output, ScheduledEngine
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread, MemoryPart
 from skyrl_train.inference_engines.vllm.core import (
+    ENVIRONMENT,
     OWN_OPTIONS,
     cannot_run,
     cannot_start,
@@ -24,7 +25,7 @@ from skyrl_train.inference_engines.vllm.core import (
     starting,
     trial_request,
 )
-from skyrl_train.inference_engines.vllm.wire import check_results, decode_receipts, encode_plan
+from skyrl_train.inference_engines.vllm.wire import NATIVE, Sampler, check_results, decode_receipts, encode_plan
 from skyrl_train.inference_engines.vllm.worker import read_facts
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
@@ -37,7 +38,11 @@ class VLLMEngine(ScheduledEngine):
     """
 
     def __init__(
-        self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, executor: ThreadPoolExecutor | None = None
+        self,
+        options: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        executor: ThreadPoolExecutor | None = None,
+        sampler: Sampler = "seeded",
     ) -> None:
         """Load a model. This takes seconds to minutes.
 
@@ -48,8 +53,10 @@ class VLLMEngine(ScheduledEngine):
             EngineError: vLLM cannot start with these options.
         """
         thread = EngineThread(executor, "vllm-engine")
-        self._client, facts = thread.run_blocking(_start_core, options, tokenizer.eos_token_id)
+        self._client, facts = thread.run_blocking(_start_core, options, tokenizer.eos_token_id, sampler)
         super().__init__(facts, tokenizer, thread)
+        self._sampler = sampler
+        self._only_own_logprobs = NATIVE if sampler == "native" else None
         self._aborted: list[str] = []  # not yet removed from vLLM
 
     async def _exchange(self, new: Mapping[str, ActiveSequence]) -> list[Output]:
@@ -58,8 +65,11 @@ class VLLMEngine(ScheduledEngine):
     def _run_step(self, new: Mapping[str, ActiveSequence], aborted: list[str]) -> list[Output]:
         self._client.abort_requests(aborted)
         for request_id, sequence in new.items():
-            self._client.add_request(core_request(request_id, sequence, self._facts))
-        return [read_output(output) for output in self._client.get_output().outputs]
+            self._client.add_request(core_request(request_id, sequence, self._facts, self._sampler))
+        return [
+            read_output(output, self._by_id.get(output.request_id), self._sampler)
+            for output in self._client.get_output().outputs
+        ]
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         self._aborted.extend(request_ids)
@@ -95,13 +105,15 @@ class VLLMEngine(ScheduledEngine):
         await self._thread.run(self._client.shutdown)
 
 
-def _start_core(options: Mapping[str, Any], eos_token_id: int | None) -> tuple[EngineCoreClient, EngineFacts]:
+def _start_core(
+    options: Mapping[str, Any], eos_token_id: int | None, sampler: Sampler
+) -> tuple[EngineCoreClient, EngineFacts]:
     """Start vLLM's engine core in this process, and run a trial step."""
     if model_parallel_is_initialized():
         raise EngineError("this process already has a vLLM engine; call close() on it first")
-    with starting({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+    with starting({**ENVIRONMENT[sampler], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
         try:
-            config = create_config({**OWN_OPTIONS, "tensor_parallel_size": 1}, options)
+            config = create_config({**OWN_OPTIONS[sampler], "tensor_parallel_size": 1}, options)
             client = EngineCoreClient.make_client(
                 multiprocess_mode=False,
                 asyncio_mode=False,
@@ -114,8 +126,8 @@ def _start_core(options: Mapping[str, Any], eos_token_id: int | None) -> tuple[E
             raise cannot_start(options, error) from error
     facts = read_facts(config, eos_token_id)
     try:
-        check_results(client.collective_rpc("skyrl_prepare", args=(eos_token_id,)))
-        client.add_request(trial_request(facts))
+        check_results(client.collective_rpc("skyrl_prepare", args=(sampler, eos_token_id)))
+        client.add_request(trial_request(facts, sampler))
         client.get_output()
         client.reset_prefix_cache(reset_running_requests=True)
     except Exception as error:

@@ -1,12 +1,13 @@
 """vLLM behind HTTP: a server started separately with `vllm serve`. This process does not need vLLM.
 
-`START_COMMAND` starts such a server with our worker extension and open control endpoints. Anyone who can reach these
+`START_COMMAND` starts such a server with our worker extension, for our sampler, and with open control endpoints.
+`NATIVE_COMMAND` keeps vLLM's own sampler and its asynchronous scheduling. Anyone who can reach these
 endpoints controls the server, so keep its port inside a trusted network.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +21,10 @@ from skyrl_train.inference_engines.stepped import EngineFacts, MemoryPart
 from skyrl_train.inference_engines.vllm.wire import (
     EXTENSION,
     N_LEADING,
+    NATIVE,
+    NATIVE_LOGPROBS,
+    Sampler,
+    as_requested,
     check_results,
     decode_receipts,
     encode_plan,
@@ -28,6 +33,10 @@ from skyrl_train.inference_engines.vllm.wire import (
 )
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
+NATIVE_COMMAND = (
+    f"VLLM_SERVER_DEV_MODE=1 vllm serve <policy> --enable-scale-out --logprobs-mode={NATIVE_LOGPROBS} "
+    f"--max-logprobs=-1 --enable-prompt-tokens-details --worker-extension-cls {EXTENSION}"
+)
 START_COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 vllm serve <policy> --enable-scale-out --no-async-scheduling "
     f"--max-logprobs=-1 --enable-prompt-tokens-details --worker-extension-cls {EXTENSION}"
@@ -40,8 +49,12 @@ class VLLMServerEngine(HTTPEngine):
 
     GENERATE = "/inference/v1/generate"
 
-    def __init__(self, address: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Connect to the server at `address` ("host:port" or a URL) and install our sampler there.
+    def __init__(
+        self, address: str, tokenizer: PreTrainedTokenizerBase, sampler: Sampler | Literal["auto"] = "auto"
+    ) -> None:
+        """Connect to the server at `address` ("host:port" or a URL), and install our sampler there unless it is native.
+
+        `auto` uses the sampler that the server was started for.
 
         The `tokenizer` detects stop strings.
 
@@ -50,13 +63,15 @@ class VLLMServerEngine(HTTPEngine):
         """
         url = server_url(address)
         call_server(url, "GET", "/health")
-        prepare = {"method": "skyrl_prepare", "args": [tokenizer.eos_token_id]}
+        prepare = {"method": "skyrl_prepare", "args": [sampler, tokenizer.eos_token_id]}
         try:
             results = call_server(url, "POST", "/collective_rpc", json=prepare)["results"]
         except EngineError as error:
             raise EngineError(f"cannot control the server at {url}; start it with `{START_COMMAND}`") from error
         check_results(results)
-        super().__init__(url, EngineFacts(**results[0]), tokenizer)
+        super().__init__(url, EngineFacts(**results[0]["facts"]), tokenizer)
+        self._sampler: Sampler = results[0]["sampler"]
+        self._only_own_logprobs = NATIVE if self._sampler == "native" else None
         self._last_tokens: dict[str, list[SampledToken]] = {}  # of finished responses that still lack their usage
 
     def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:
@@ -65,10 +80,12 @@ class VLLMServerEngine(HTTPEngine):
             "max_tokens": sequence.max_tokens - len(sequence.token_ids),
             "stop_token_ids": [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)],
             "ignore_eos": True,  # the EOS tokens are among the stop tokens
-            "logprobs": N_LEADING + sampling.n_top_logprobs,
             "detokenize": False,
-            "extra_args": encode_request(sequence.request),
         }
+        if self._sampler == "seeded":
+            params |= {"logprobs": N_LEADING + sampling.n_top_logprobs, "extra_args": encode_request(sequence.request)}
+        else:
+            params |= {"logprobs": sampling.n_top_logprobs, "temperature": sampling.temperature}
         return {
             "token_ids": sequence.token_ids,
             "sampling_params": params,
@@ -87,7 +104,8 @@ class VLLMServerEngine(HTTPEngine):
         for position in (choice["logprobs"] or {}).get("content") or []:
             columns = [(position["token_id"], position["logprob"])]
             columns += [(top["token_id"], top["logprob"]) for top in position["top_logprobs"]]
-            tokens.append(unpack(_with_sampled(columns, sequence.request)))
+            token = unpack(_with_sampled(columns, sequence.request))
+            tokens.append(as_requested(token, sequence.sampling) if self._sampler == "native" else token)
         if choice["finish_reason"] is None:
             return Output(request_id, tokens)
         self._last_tokens[request_id] = tokens

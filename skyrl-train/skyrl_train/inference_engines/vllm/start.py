@@ -19,6 +19,9 @@ def start(setup: EngineSetup) -> InferenceEngine:
     from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
     from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 
+    sampler = generator.vllm.sampler
+    if sampler == "auto":
+        sampler = "native" if torch.cuda.is_available() and not generator.reshaped_sampling() else "seeded"
     options: dict[str, Any] = {
         "model": path,
         "dtype": cfg.engine_dtype(has_gpu=torch.cuda.is_available()),
@@ -37,16 +40,16 @@ def start(setup: EngineSetup) -> InferenceEngine:
         options["kv_cache_memory_bytes"] = min(setup.usable_bytes, max_bytes) // n_workers
     options |= generator.engine_options
     if setup.executor is not None:
-        return VLLMEngine(options, setup.tokenizer, setup.executor)
+        return VLLMEngine(options, setup.tokenizer, setup.executor, sampler)
     for name in ("tensor", "pipeline", "data"):
         size = getattr(generator, f"inference_engine_{name}_parallel_size")
         if size > 1:
             options[f"{name}_parallel_size"] = size
-    return AsyncVLLMEngine(options, setup.tokenizer)
+    return AsyncVLLMEngine(options, setup.tokenizer, sampler)
 
 
 def connect(url: str, setup: EngineSetup) -> InferenceEngine:
     """Connect to a running server."""
     from skyrl_train.inference_engines.vllm.server import VLLMServerEngine
 
-    return VLLMServerEngine(url, setup.tokenizer)
+    return VLLMServerEngine(url, setup.tokenizer, setup.cfg.generator.vllm.sampler)

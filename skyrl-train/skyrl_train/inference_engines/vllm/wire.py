@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -12,6 +12,10 @@ from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
+
+Sampler = Literal["native", "seeded"]
+NATIVE = ("generator.vllm.sampler=native", "set generator.vllm.sampler=seeded")  # for `_only_own_logprobs`
+NATIVE_LOGPROBS = "processed_logprobs"  # of vLLM's logprobs modes: at the request's temperature
 
 EXTENSION = "skyrl_train.inference_engines.vllm.worker.WorkerExtension"
 REQUEST = "skyrl"  # key of our request in the `extra_args` of vLLM's sampling parameters
@@ -48,6 +52,16 @@ def unpack(columns: Sequence[tuple[int, float]]) -> SampledToken:
     named = {i: value for i, value in others if i < 0}
     top = {i: value for i, value in others if i >= 0}
     return SampledToken(token_id, logprob, named.get(SAMPLING), named.get(RAW), top or None)
+
+
+def as_requested(choice: SampledToken, sampling: SamplingParams) -> SampledToken:
+    """Return a token of vLLM's own sampler with the log-probs that its request asked for.
+
+    vLLM reports as many most likely tokens as any request of the batch wants.
+    """
+    top = dict(list((choice.top_logprobs or {}).items())[: sampling.n_top_logprobs])
+    raw = choice.logprob if sampling.with_raw_logprobs else None  # `_check_scored`: the temperature is 1
+    return choice._replace(raw_logprob=raw, top_logprobs=top or None)
 
 
 def encode_plan(plan: SyncPlan) -> dict[str, Any]:

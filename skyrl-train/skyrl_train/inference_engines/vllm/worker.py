@@ -1,4 +1,4 @@
-"""The part of an engine that runs inside vLLM's workers: our sampler and the receiver of weights.
+"""The part of an engine that runs inside vLLM's workers: the receiver of weights, and our sampler.
 
 vLLM mixes the class named by `worker_extension_cls` (or `vllm serve … --worker-extension-cls …`) into its workers.
 """
@@ -28,7 +28,7 @@ from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.inference_engines.stepped import EngineFacts
 from skyrl_train.inference_engines.vllm.sampler import PositionSampler
-from skyrl_train.inference_engines.vllm.wire import decode_plan
+from skyrl_train.inference_engines.vllm.wire import NATIVE_LOGPROBS, decode_plan
 from skyrl_train.weight_sync import MirroredReceiver, WeightMirror
 
 if TYPE_CHECKING:
@@ -45,20 +45,23 @@ class WorkerExtension:
     rank: int
     vllm_config: VllmConfig
 
-    def skyrl_prepare(self, eos_token_id: int | None, owner_pid: int | None = None) -> dict[str, Any]:
-        """Install our sampler. Return the `EngineFacts` as a dict, or {"error": …}.
+    def skyrl_prepare(self, sampler: str, eos_token_id: int | None, owner_pid: int | None = None) -> dict[str, Any]:
+        """Install our sampler unless `sampler` is `native`. Return {"facts": …, "sampler": …} or {"error": …}.
 
-        `eos_token_id` is the tokenizer's. If the process `owner_pid` ends, this worker also ends, and vLLM with it.
+        `auto` chooses the sampler that the server was started for. `eos_token_id` is the tokenizer's. If the process
+        `owner_pid` ends, this worker also ends, and vLLM with it.
         """
-        if self.vllm_config.scheduler_config.async_scheduling:
-            return {"error": "asynchronous scheduling hides sampled tokens from the sampler; use --no-async-scheduling"}
-        if self.vllm_config.speculative_config is not None:
-            return {"error": "speculative decoding bypasses the sampler; remove --speculative-config"}
-        if not isinstance(self.model_runner, GPUModelRunner):  # the CPU runner is a subclass
-            return {"error": "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"}
-        facts = read_facts(self.vllm_config, eos_token_id)
-        runner = self.model_runner
-        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        is_native = self.vllm_config.model_config.logprobs_mode == NATIVE_LOGPROBS
+        if sampler == "auto":
+            sampler = "native" if is_native else "seeded"
+        if sampler == "native" and not is_native:
+            return {"error": f"vLLM's own sampler must report log-probs with --logprobs-mode {NATIVE_LOGPROBS}"}
+        if sampler == "seeded" and (reason := self._cannot_be_seeded()):
+            return {"error": reason}
+        native = self._native_sampler
+        facts, runner = read_facts(self.vllm_config, eos_token_id), self.model_runner
+        is_later_stage = isinstance(runner, GPUModelRunner) and not get_pp_group().is_first_rank
+        if is_later_stage and runner.intermediate_tensors is None:
             # Allocate the hidden states of the previous pipeline stage. vLLM does this in a trial pass, but skips the
             # pass on a CPU if the cache size is set.
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
@@ -66,8 +69,24 @@ class WorkerExtension:
             )
         if owner_pid is not None:
             threading.Thread(target=_end_with, args=(owner_pid,), daemon=True).start()
-        runner.sampler = PositionSampler(runner, frozenset(facts.eos_ids))
-        return facts._asdict()
+        ours = PositionSampler(runner, frozenset(facts.eos_ids)) if sampler == "seeded" else None
+        runner.sampler = native if ours is None else ours
+        return {"facts": facts._asdict(), "sampler": sampler}
+
+    def _cannot_be_seeded(self) -> str | None:
+        """Return why our sampler cannot choose the tokens, or None if it can."""
+        if self.vllm_config.scheduler_config.async_scheduling:
+            return "asynchronous scheduling hides sampled tokens from the sampler; use --no-async-scheduling"
+        if self.vllm_config.speculative_config is not None:
+            return "speculative decoding bypasses the sampler; remove --speculative-config"
+        if not isinstance(self.model_runner, GPUModelRunner):  # the CPU runner is a subclass
+            return "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"
+        return None
+
+    @cached_property
+    def _native_sampler(self) -> Any:
+        """vLLM's sampler. An earlier client may have replaced it, so it is read once, before that."""
+        return self.model_runner.sampler
 
     @cached_property
     def _weight_mirror(self) -> WeightMirror:

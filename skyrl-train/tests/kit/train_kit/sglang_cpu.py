@@ -7,6 +7,7 @@ TESTS = Path(__file__).parents[2] / "sglang"
 PYTHON = TESTS.parents[2] / ".venv-sglang/bin/python"
 COMMAND = (str(PYTHON), str(TESTS / "serve.py"))
 START_TIMEOUT_S = 200.0
+N_RESERVED_TOKENS = 6  # of the context, by SGLang
 OPTIONS = {
     "device": "cpu",
     "attention_backend": "torch_native",

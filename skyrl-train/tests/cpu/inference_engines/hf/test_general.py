@@ -1,4 +1,4 @@
-"""The general engine meets the contract. It reads prompts whole, and an edited session from its start."""
+"""The general engine meets the contract. It reads an edited session from its start."""
 
 import copy
 from collections.abc import AsyncIterator
@@ -104,6 +104,20 @@ async def test_sequences_wait_until_their_last_token_fits(engine_kit: EngineKit)
         await engine.generate([engine_kit.request(100, 20)])
 
 
+async def test_a_long_prompt_is_read_in_pieces_by_all_its_samples(hybrid_kit: EngineKit) -> None:
+    lengths: list[int] = []
+    hybrid_kit.model.base_model.register_forward_pre_hook(
+        lambda module, args, inputs: lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    engine = hybrid_kit.new(max_num_batched_tokens=64)
+    requests = [replace(hybrid_kit.request(150, 3, ignore_eos=True), seed=seed) for seed in range(2)]
+    lengths.clear()  # the probe has read, too
+    results = await engine.generate(requests)
+    assert lengths == [64, 64, 22, 1, 1]
+    for request, result in zip(requests, results, strict=True):
+        assert_agrees(hybrid_kit, request, result)
+
+
 async def test_the_oldest_kept_turn_leaves_if_a_new_sequence_needs_its_room(engine_kit: EngineKit) -> None:
     bytes_per_token = engine_kit.new()._bytes_per_token
     engine = engine_kit.new(max_cache_bytes=100 * bytes_per_token)  # two turns of 50 tokens
@@ -126,10 +140,13 @@ async def test_the_oldest_kept_turn_leaves_if_a_new_sequence_needs_its_room(engi
 async def test_sequences_and_turns_that_join_later_agree_with_the_trainer(
     name: str, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    """Prompts and replies are shorter and longer than sliding windows and chunks, whose caches are cut."""
+    """Prompts and replies are shorter and longer than sliding windows and chunks, whose caches are cut.
+
+    Prompts of more than ten tokens are read in pieces.
+    """
     create_model(tiny_config(name, tiny_tokenizer)).save_pretrained(tmp_path)
     model = load_on_cpu(tmp_path)
-    engine = GeneralEngine(model, tiny_tokenizer, **LIMITS)
+    engine = GeneralEngine(model, tiny_tokenizer, **LIMITS | {"max_num_batched_tokens": 10})
     kit = EngineKit(lambda: engine, model, tiny_tokenizer, tolerance=5e-5, cache_block_size=1)
     requests = [
         kit.request(n, n_new, seed=n, session=str(n), ignore_eos=True)

@@ -12,9 +12,10 @@ import pytest
 import torch
 from fastapi.responses import JSONResponse
 from train_kit.engines import EngineKit, Listener, assert_agrees, distance
+from train_kit.own_logprobs_contract import OwnLogprobsContract
 from train_kit.processes import wait_until
 from train_kit.runs import read_lines
-from train_kit.sglang_contract import N_RESERVED_TOKENS, SGLangContract
+from train_kit.sglang_cpu import N_RESERVED_TOKENS
 from train_kit.sglang_server import SGLangServer
 from train_kit.weight_sync import AdapterSource, TensorSource, add_random_adapter, change_adapter
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -70,7 +71,7 @@ async def engine_kit(
     assert not list((tmp_path / "weights").glob("*")), "new weights are deleted once the server has them"
 
 
-class TestSGLangContract(SGLangContract):
+class TestSGLangContract(OwnLogprobsContract):
     """The contract, with the stand-in."""
 
     @pytest.mark.nightly  # the stand-in samples as the embedded engine does

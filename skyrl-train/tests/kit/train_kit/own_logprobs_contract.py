@@ -1,4 +1,6 @@
-"""The engine contract, less what SGLang cannot report. The stand-in and SGLang itself meet it."""
+"""The engine contract of backends that report only log-probs of the distribution that they sample from."""
+
+from typing import ClassVar
 
 import pytest
 
@@ -6,11 +8,12 @@ from skyrl_train.errors import EngineError
 from train_kit.engine_contract import ENDINGS, EngineContract
 from train_kit.engines import EngineKit, assert_agrees
 
-N_RESERVED_TOKENS = 6  # of the context, by SGLang
 
+class OwnLogprobsContract(EngineContract):
+    """The engine contract, without sampling from another distribution than the policy's, which is rejected."""
 
-class SGLangContract(EngineContract):
-    """The engine contract with the refusals of `SGLangEngine`."""
+    backend: ClassVar[str] = "SGLang"
+    """Name of the backend in error messages."""
 
     endings = [ending for ending in ENDINGS if "min_new_tokens" not in ending[0]]  # noqa: RUF012
     samplings_of_nan = ({}, {"temperature": 0.0})
@@ -18,15 +21,15 @@ class SGLangContract(EngineContract):
     async def test_penalties_and_truncation_change_sampling_and_not_the_log_probs(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         for name, value in (("top_p", 0.6), ("top_k", 5), ("min_p", 0.4), ("min_new_tokens", 12)):
-            with pytest.raises(EngineError, match=f"{name}={value}: SGLang does not report"):
+            with pytest.raises(EngineError, match=f"{name}={value}: {self.backend} does not report"):
                 await engine.generate([engine_kit.request(20, 16, **{name: value})])
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-            with pytest.raises(EngineError, match="SGLang reports only log-probs after penalties"):
+            with pytest.raises(EngineError, match=f"{self.backend} reports only log-probs after penalties"):
                 await engine.generate([engine_kit.request(20, 16, **{name: 1.5})])
 
     async def test_raw_and_top_log_probs_on_request(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
-        with pytest.raises(EngineError, match="with_raw_logprobs=True: SGLang does not report"):
+        with pytest.raises(EngineError, match=f"with_raw_logprobs=True: {self.backend} does not report"):
             await engine.generate([engine_kit.request(20, 6, temperature=0.6, with_raw_logprobs=True)])
         request = engine_kit.request(20, 6, with_raw_logprobs=True, n_top_logprobs=3)
         (result,) = await engine.generate([request])
@@ -41,5 +44,5 @@ class SGLangContract(EngineContract):
             )
 
     async def test_no_response_ends_before_min_new_tokens(self, engine_kit: EngineKit) -> None:
-        with pytest.raises(EngineError, match="min_new_tokens=60: SGLang does not report"):
+        with pytest.raises(EngineError, match=f"min_new_tokens=60: {self.backend} does not report"):
             await engine_kit.new().generate([engine_kit.request(9, 60, min_new_tokens=60)])
