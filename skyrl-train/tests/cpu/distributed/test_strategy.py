@@ -8,8 +8,9 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file
+from train_kit.architectures import each_architecture, stated, tiny_config
 from train_kit.batches import as_batch, fill_in_values, random_batch, random_row, random_trajectories, score_off_policy
-from train_kit.models import load_on_cpu
+from train_kit.models import create_model, load_on_cpu
 from train_kit.oracle import OracleRow, OracleTrajectory
 from train_kit.ranks import load_group, read_gradient, single_rank, train_with_moves
 from train_kit.strategies import (
@@ -20,11 +21,12 @@ from train_kit.strategies import (
     Strategies,
     assert_same_gradient,
     assert_same_weights,
+    batch_for,
     layouts,
     param,
 )
 from train_kit.workers import largest_difference, policy_objective
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from skyrl_train.algorithms.objectives import (
     CrossEntropyObjective,
@@ -35,6 +37,7 @@ from skyrl_train.algorithms.objectives import (
 from skyrl_train.config.algorithm import LossReduction
 from skyrl_train.config.policy import FSDPConfig
 from skyrl_train.dataset.supervised import build_rewarded_segment, build_supervised_batch
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.lora import WEIGHTS
 from skyrl_train.types import DrawnPrompt, TrainingBatch
 from skyrl_train.weight_sync import SyncOptions, WeightSync
@@ -206,6 +209,27 @@ async def test_steps_equal_those_of_one_process(strategies: Strategies, case: Ca
     assert_same_weights(*(load_file(folder / "model.safetensors") for folder in folders))
     if lora:
         assert_same_weights(*(load_file(folder / "lora_adapter" / WEIGHTS) for folder in folders), atol=1e-4)
+
+
+@each_architecture({"qwen3_5_text", "gpt_oss"})
+@layouts("fsdp2", "tensor")
+async def test_each_architecture_takes_a_step_as_in_one_process_or_is_rejected(
+    strategies: Strategies, layout: str, name: str, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    folder = strategies.new_folder()
+    create_model(tiny_config(name, tiny_tokenizer)).save_pretrained(folder)
+    cell = stated()[name]["FSDP2" if layout == "fsdp2" else "Megatron"]
+    if cell == "no":
+        with pytest.raises(ConfigError, match="does not support"):
+            await strategies.load(folder, layout)
+        return
+    assert cell == "yes"
+    batch = batch_for(folder, seed=1)
+    alone, divided = [await strategies.load(folder, each) for each in (None, layout)]
+    expected = (await alone.update(batch)).numbers()
+    assert (await divided.update(batch)).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    scores, expected_scores = await divided.score(batch), await alone.score(batch)
+    torch.testing.assert_close(scores["logprobs"], expected_scores["logprobs"], rtol=0, atol=2e-5)
 
 
 @layouts("fsdp2", "pipeline", "data")

@@ -1,7 +1,10 @@
-"""A tiny configuration of each architecture in `docs/reference/models.md`."""
+"""A tiny configuration of each architecture in `docs/reference/models.md`, and what the page says of it."""
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 SIZES: dict[str, Any] = {
@@ -84,9 +87,28 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 USUAL = {"qwen3_5_text", "gpt_oss", "deepseek_v3", "gemma2", "gemma4_text", "llama4_text", "lfm2"}
 """Architectures that are tested by default. The others are tested every night."""
 
+PAGE = Path(__file__).parents[4] / "docs/reference/models.md"
 
-def tiny_config(model_type: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Return the tiny configuration of an architecture, with the special tokens of a tokenizer."""
+
+def stated() -> dict[str, dict[str, str]]:
+    """Return the cells of the page's table by architecture and column."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    header, *rows = [row for row in table if len(row) == len(table[0])]
+    return {row[0].strip("`"): dict(zip(header[1:], row[1:], strict=True)) for row in rows}
+
+
+def each_architecture(usual: Collection[str] = USUAL) -> pytest.MarkDecorator:
+    """Run a test for the `usual` architectures by default, and for the others every night."""
+    names = [name if name in usual else pytest.param(name, marks=pytest.mark.nightly) for name in ARCHITECTURES]
+    return pytest.mark.parametrize("name", names)
+
+
+def tiny_config(model_type: str, tokenizer: PreTrainedTokenizerBase, **sizes: int) -> PreTrainedConfig:
+    """Return the tiny configuration of an architecture, with the special tokens of a tokenizer.
+
+    `sizes` replace `SIZES`.
+    """
     tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**SIZES | ARCHITECTURES[model_type] | tokens)
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**SIZES | sizes | ARCHITECTURES[model_type] | tokens)
     return config

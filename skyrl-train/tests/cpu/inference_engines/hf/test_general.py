@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_kit.architectures import ARCHITECTURES, USUAL, tiny_config
+from train_kit.architectures import each_architecture, tiny_config
 from train_kit.engine_contract import (
     CacheContract,
     CallContract,
@@ -134,9 +134,7 @@ async def test_the_oldest_kept_turn_leaves_if_a_new_sequence_needs_its_room(engi
         assert_agrees(engine_kit, turn, result)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.nightly) for n in ARCHITECTURES]
-)
+@each_architecture()
 async def test_sequences_and_turns_that_join_later_agree_with_the_trainer(
     name: str, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

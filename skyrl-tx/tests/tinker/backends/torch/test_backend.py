@@ -1,12 +1,14 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from train_kit.architectures import each_architecture, stated, tiny_config
+from transformers import AutoModelForCausalLM
 from tx_kit.backends import (
     LORA,
     Load,
@@ -20,22 +22,15 @@ from tx_kit.backends import (
     target_logprobs,
     train,
 )
-from tx_kit.models import SHAPE, VOCABULARY
+from tx_kit.models import VOCABULARY
 from tx_kit.sampling_contract import SamplingContract
 from tx_kit.training_contract import TrainingContract
 
-from tx.models.config import AdapterConfig
+from tx.models.config import AdapterConfig, ModelError, read_config
 from tx.tinker.backends.base import Backend
 from tx.tinker.backends.torch import sampler, training
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"sliding_window": 8},
-    "gpt_neox": {"tie_word_embeddings": False},
-    "mixtral": {"num_local_experts": 4},
-    "phi3": {"head_dim": 8, "pad_token_id": 0},
-}
-
-
+SPECIAL_TOKENS: Any = SimpleNamespace(eos_token_id=2, pad_token_id=0)
 LANES = {"sample_lanes": 64, "cache_gib": 0.003}
 """With 8, the last bit of a log-prob depends on the lane of its sample."""
 
@@ -106,13 +101,19 @@ def test_the_head_alone(backend: Backend, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["lm_head"]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_models(name: str, tmp_path: Path) -> None:
-    """With fused projections, other names, sliding windows or experts, sampling uses the trained weights."""
+@each_architecture({"gemma3_text", "gemma2", "mixtral", "phi3"})
+def test_each_architecture_samples_with_trained_weights_or_is_rejected(name: str, tmp_path: Path) -> None:
+    """Some have fused projections, other names, sliding windows or experts."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(name, **{**SHAPE, "vocab_size": VOCABULARY, "bos_token_id": 1, **OTHERS[name]})
-    ).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(tiny_config(name, SPECIAL_TOKENS)).save_pretrained(tmp_path)
+    cell = stated()[name]["tx"]
+    if cell != "both":
+        with pytest.raises(ModelError, match="architecture .* is not supported"):
+            read_config(tmp_path)
+    if cell == "no":
+        with pytest.raises(ModelError):
+            load("torch", tmp_path)
+        return
     backend = load("torch", tmp_path)
     backend.create_model("m", LORA)
     first, *_, last = [train(backend, "m", random_data()) for _ in range(4)]
