@@ -108,7 +108,7 @@ def test_each_architecture_samples_with_trained_weights_or_is_rejected(name: str
     AutoModelForCausalLM.from_config(tiny_config(name, SPECIAL_TOKENS)).save_pretrained(tmp_path)
     cell = stated()[name]["tx"]
     if cell != "both":
-        with pytest.raises(ModelError, match="architecture .* is not supported"):
+        with pytest.raises(ModelError, match=r"architecture .* is not supported"):
             read_config(tmp_path)
     if cell == "no":
         with pytest.raises(ModelError):
