@@ -301,6 +301,12 @@ class GeneratorConfig(Section):
         """True if the engine reports only log-probs of the distribution that it samples from, not the policy's."""
         return self.engine.reports_only_own_logprobs or (self.engine.has_samplers and self.vllm.sampler == "native")
 
+    def choose_sampler(self, *, has_gpu: bool) -> Literal["native", "seeded"]:
+        """Resolve `vllm.sampler` for engines that the run starts."""
+        if self.vllm.sampler != "auto":
+            return self.vllm.sampler
+        return "native" if has_gpu and not self.reshaped_sampling() else "seeded"
+
     def reshaped_sampling(self) -> dict[str, Any]:
         """Return the sampling settings, by key, that make the engine sample from another distribution than the
         policy's.

@@ -191,6 +191,8 @@ def _describe_resources(plan: RunPlan) -> Iterator[tuple[str, str]]:
     name = generator.engine.label
     if generator.engine.is_embedded:
         name = f"embedded, {'with a copy of' if plan.has_engine_copy else 'shares'} the policy's weights"
+    elif generator.engine.has_samplers and generator.run_engines_locally:
+        name += f" with {generator.choose_sampler(has_gpu=plan.has_gpus)} sampling"
     rest = "beside the policy's weights" if plan.offloads_idle else "that training leaves free"
     if servers := generator.remote_inference_engine_urls:
         yield "engine", f"{name} at {', '.join(servers)}"

@@ -19,9 +19,7 @@ def start(setup: EngineSetup) -> InferenceEngine:
     from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
     from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 
-    sampler = generator.vllm.sampler
-    if sampler == "auto":
-        sampler = "native" if torch.cuda.is_available() and not generator.reshaped_sampling() else "seeded"
+    sampler = generator.choose_sampler(has_gpu=torch.cuda.is_available())
     options: dict[str, Any] = {
         "model": path,
         "dtype": cfg.engine_dtype(has_gpu=torch.cuda.is_available()),
