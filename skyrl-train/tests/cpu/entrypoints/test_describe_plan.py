@@ -221,7 +221,7 @@ def test_idle_models_and_engines_take_host_memory(describe: Callable[..., str]) 
     assert expected(12 + 4 + 4, 4) in inline, "the policy, the reference and the engine"
     without_reference = describe(on, VLLM, "trainer.algorithm.use_kl_loss=false")
     assert expected(8 + 4, 4) in without_reference, "the weights of the policy stay"
-    assert "vLLM · 80% of the memory beside the policy's weights" in inline
+    assert "vLLM with seeded sampling · 80% of the memory beside the policy's weights" in inline
     rounded = describe(on, VLLM, "trainer.policy.model.dtype=bfloat16")
     assert expected(12 + 2 + 2, 4) in rounded, "weights of the policy are trained in float32"
     sharded = describe(on, *TWO_NODES)
