@@ -51,15 +51,13 @@ def measure(method: str, names: Sequence[str], seed: int, n_steps: int) -> dict[
     return {contender.name: contender for contender in contenders}
 
 
-def plot(runs: Mapping[str, Sequence[Contender]], fact: str, path: Path) -> None:
-    """Draw a fact's mean over the seeds, with the range of the seeds."""
+def plot(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], fact: str, path: Path) -> None:
+    """Draw a fact's mean over the seeds, with the range of the seeds. `runs` has the facts of each seed and step."""
     figure, axes = plt.subplots(figsize=(6, 3.5))
-    for name, contenders in runs.items():
-        steps = [
-            [sample.facts[fact] for sample in samples] for samples in zip(*(c.samples for c in contenders), strict=True)
-        ]
+    for (name, seeds), style in zip(runs.items(), ("-", "--", ":"), strict=False):  # equal curves stay visible
+        steps = [[facts[fact] for facts in step] for step in zip(*seeds, strict=True)]
         numbers = range(1, len(steps) + 1)
-        (line,) = axes.plot(numbers, [statistics.fmean(step) for step in steps], label=name)
+        (line,) = axes.plot(numbers, [statistics.fmean(step) for step in steps], style, label=name)
         axes.fill_between(
             numbers, [min(step) for step in steps], [max(step) for step in steps], color=line.get_color(), alpha=0.15
         )
@@ -109,7 +107,7 @@ def main() -> None:
             name: [[s.facts for s in c.samples] for c in contenders] for name, contenders in runs.items()
         }
         if is_complete:
-            plot(runs, fact, HERE / f"{method}.png")
+            plot(records[method], fact, HERE / f"{method}.png")
     if is_complete:
         (HERE / "results.json").write_text(json.dumps({"conditions": setup, "steps": records}, indent=1) + "\n")
         (HERE / "results.md").write_text(PAGE.format(setup=setup, n_seeds=len(options.seeds), **tables, **SIZES))

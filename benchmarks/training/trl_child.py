@@ -27,6 +27,8 @@ class OnRequest(TrainerCallback):  # type: ignore[misc]
             sys.exit()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "train_runtime" in logs:  # the summary after the last step
+            return
         names = ("loss", "grad_norm") if self._is_sft else ("entropy", "grad_norm", "reward")
         self.requests.report({}, {name: float(logs[name]) for name in names})
 
