@@ -115,12 +115,13 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
             if n_bytes > self._max_cache_bytes:
                 break
             turn = self._find_turn(sequence)
+            is_read_anyway = turn is None and tuple(sequence.token_ids) in prompts
             if turn is None:
                 prompts.add(tuple(sequence.token_ids))
             else:
                 n_continued += len(sequence.token_ids) - len(turn.token_ids)
             n_read = n_continued + len(prompts) * max(map(len, prompts), default=0)
-            if new and n_read > self._max_num_batched_tokens:
+            if new and not is_read_anyway and n_read > self._max_num_batched_tokens:
                 break
             if new and not self._is_padded and len(sequence.token_ids) != len(new[0].token_ids):
                 break

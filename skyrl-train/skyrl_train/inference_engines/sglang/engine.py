@@ -53,6 +53,7 @@ class SGLangEngine(HTTPEngine):
     """
 
     GENERATE = "/generate"
+    _only_own_logprobs = ("SGLang", "use generator.backend=vllm")
     HEALTH = "/server_info"  # SGLang's /health generates a token, even while the model's memory is released
 
     def __init__(
