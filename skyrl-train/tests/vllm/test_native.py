@@ -44,7 +44,7 @@ async def engine_kit(
 ) -> AsyncIterator[EngineKit]:
     """Engines with vLLM's sampler."""
     model = copy.deepcopy(tiny_model)
-    yield EngineKit(native_engines.new, model, tiny_tokenizer, 1e-4, 32, "gloo", is_seeded=False)
+    yield EngineKit(native_engines.new, model, tiny_tokenizer, 1e-4, 32, "gloo", temperature=0.0)
     await native_engines.reset()
 
 

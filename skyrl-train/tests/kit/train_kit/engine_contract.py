@@ -221,7 +221,12 @@ class EndingContract:
         for options, _, _ in self.endings:
             stop_ids = tuple(engine_kit.tokenizer.convert_tokens_to_ids([*options.get("stop_tokens", "")]))
             sampling = {name: value for name, value in options.items() if name != "stop_tokens"}
-            sampling = {"max_new_tokens": 100, "stop_token_ids": stop_ids, **sampling}
+            sampling = {
+                "max_new_tokens": 100,
+                "stop_token_ids": stop_ids,
+                "temperature": engine_kit.temperature,
+                **sampling,
+            }
             requests.append(EngineRequest(prompt_ids, SamplingParams(**sampling), seed=0))
         results = await engine.generate(requests)
         found = [(engine_kit.tokenizer.decode(result.token_ids), result.stop_reason) for result in results]
@@ -367,7 +372,9 @@ class ControlContract:
     async def test_an_aborted_session_returns_its_tokens_so_far(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
         kept, aborted = engine_kit.request(10, 20, session="kept"), engine_kit.request(11, session="game", **LONG)
-        expected = await engine.generate([kept, replace(aborted, sampling=SamplingParams(60, ignore_eos=True))])
+        expected = await engine.generate(
+            [kept, replace(aborted, sampling=replace(aborted.sampling, max_new_tokens=60))]
+        )
         listeners = [Listener(engine, kept), Listener(engine, aborted)]
         await listeners[1].wait_for(5)
         await engine.abort("game")

@@ -81,8 +81,8 @@ class EngineKit:
     """Transport of new weights: "auto" if the engine is in another process."""
     n_reserved_tokens: int = 0
     """Number of tokens of the model's context that the backend does not use."""
-    is_seeded: bool = True
-    """The backend derives tokens from the seed. If not, requests are greedy by default."""
+    temperature: float = 1.0
+    """Temperature of requests by default. 0 for backends that do not derive tokens from the seed."""
 
     @property
     def eos_id(self) -> int:
@@ -98,8 +98,7 @@ class EngineKit:
         self, n_prompt: int, n_new: int = 8, seed: int = 0, session: str | None = None, **sampling: Any
     ) -> EngineRequest:
         """Return a request whose prompt depends on its length and seed."""
-        if not self.is_seeded:
-            sampling.setdefault("temperature", 0.0)
+        sampling.setdefault("temperature", self.temperature)
         return EngineRequest(self.prompt(n_prompt, seed), SamplingParams(n_new, **sampling), seed, session)
 
     def greedy(self, prompt_ids: list[int], n_new: int) -> list[int]:
