@@ -104,11 +104,7 @@ class Channel:
         self._wake.set()
 
     async def receive(self) -> list[Message] | None:
-        """Return the messages of the next frame, or None if the connection has ended.
-
-        Raises:
-            EngineError: the frame is too large.
-        """
+        """Return the messages of the next frame, or None if the connection ended. EngineError if it is too large."""
         await asyncio.sleep(0)  # let other tasks run even if the next frame has already arrived
         header = await receive_exactly(self._sock, _HEADER.size)
         payload = header and await receive_exactly(self._sock, _payload_size(header))

@@ -130,11 +130,7 @@ class HTTPEngine(AsyncEngine):
 
 
 def call_server(url: str, method: str, path: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **options: Any) -> Any:
-    """Call a server. Return the JSON of its answer, if any. Blocks.
-
-    Raises:
-        EngineError: the server does not answer in time, or answers with an error.
-    """
+    """Call a server and return the JSON of its answer, if any. EngineError for errors and late answers. Blocks."""
     try:
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:

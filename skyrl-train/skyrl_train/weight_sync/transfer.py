@@ -179,11 +179,7 @@ class Receiver:
         self._into = into or {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the plan.
-
-        Raises:
-            SyncError: the sender failed, or did not answer in time.
-        """
+        """Yield the tensors of the plan. SyncError if the sender fails or does not answer in time."""
         plan = self._plan
         if plan.transport == "shared":
             yield from SHARED[plan.address]

@@ -67,14 +67,6 @@ class Row:
         return self.n_before + self.n_new == len(self.sequence.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStep:
-    """One forward pass, and the copies to make before it."""
-
-    copies: list[Copy]
-    rows: list[Row]  # in the order of their regions
-
-
 class Scheduler(SequenceQueue[CachedSequence]):
     """A first-come, first-served scheduler. Sequences join and leave between steps.
 
@@ -106,8 +98,11 @@ class Scheduler(SequenceQueue[CachedSequence]):
                 self._table.give_back(sequence.region)
         return over
 
-    def next_step(self) -> EngineStep:
-        """Return the next forward pass. Requires a waiting or running sequence."""
+    def next_step(self) -> tuple[list[Copy], list[Row]]:
+        """Return the copies to make before the next forward pass, and the rows of the pass, by region.
+
+        Requires a waiting or running sequence.
+        """
         for sequence in list(self.running):  # in arrival order
             while sequence.region is not None and not self._table.grow(
                 sequence.region, len(sequence.token_ids), sequence.max_tokens
@@ -129,7 +124,7 @@ class Scheduler(SequenceQueue[CachedSequence]):
             budget -= row.n_new
             if budget <= 0:
                 break
-        return EngineStep(self._table.take_copies(), sorted(rows, key=lambda row: row.start))
+        return self._table.take_copies(), sorted(rows, key=lambda row: row.start)
 
     def restart_all(self) -> None:
         """Drop all regions. Every sequence waits and is read again."""

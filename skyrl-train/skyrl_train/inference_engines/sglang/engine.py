@@ -279,15 +279,9 @@ def launch_server(
     start_timeout_s: float,
     command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server"),
 ) -> tuple[str, Callable[[], None]]:
-    """Start a server on this machine and wait until it is healthy. Blocks.
+    """Start a server on this machine and wait until it is healthy. Return its address and a function to end it. Blocks.
 
     `options` are fields of SGLang's `ServerArgs`, such as `model_path`.
-
-    Returns:
-        The server's address, and a function that ends the server.
-
-    Raises:
-        EngineError: the server ended or was not healthy in time, or `options` has an option that we set ourselves.
     """
     if clashes := sorted((OWN_OPTIONS.keys() | {"port"}) & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
