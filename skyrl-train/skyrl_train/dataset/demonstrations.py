@@ -63,8 +63,7 @@ def read_answers(
 ) -> Iterator[tuple[Demonstration, ...]]:
     """Yield (demonstration,) or (chosen, rejected) for each row. `indices` must ascend.
 
-    Raises:
-        DataError: a row cannot be read or has no answer to train on.
+    Raise DataError if a row cannot be read or has no answer to train on.
     """
     for location, row in rows.read(indices):
         check_media(row, location)
@@ -109,8 +108,7 @@ def _answer_prompt(
 ) -> Demonstration:
     """Join a prompt and its answer. If the prompt ends with an assistant message, the answer continues that message.
 
-    Raises:
-        DataError: that assistant message has tool calls.
+    Raise DataError if that message has tool calls.
     """
     last, first = prompt[-1], answer[0]
     if last["role"] != "assistant" or first["role"] != "assistant":

@@ -222,14 +222,10 @@ class RetokenizedConversation(StepwiseConversation):
         self.rows = [row]
 
 
-MakeConversation = Callable[[Messages], TokenConversation]
-
-
-def conversation_factory(cfg: GeneratorConfig, chat: ChatEncoder) -> MakeConversation:
+def conversation_factory(cfg: GeneratorConfig, chat: ChatEncoder) -> Callable[[Messages], TokenConversation]:
     """Return a function that makes the configured kind of conversation from a prompt.
 
-    Raises:
-        ConfigError: `generator.chat_template` has no generation blocks.
+    Raise ConfigError if `generator.chat_template` has no generation blocks.
     """
     if cfg.step_wise_trajectories:
         return partial(StepwiseConversation, chat, merges=cfg.merge_stepwise_output)

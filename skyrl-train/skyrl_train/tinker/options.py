@@ -88,10 +88,9 @@ Options = TypeVar("Options", bound=TinkerOptions)
 
 
 def parse_options(options_class: type[Options], argv: Sequence[str] | None, description: str) -> Options:
-    """Parse `--option value …`, by default from the process's arguments. Options without a default are required.
+    """Parse `--option value …`, by default from the process's arguments. ConfigError if values do not fit.
 
-    Raises:
-        ConfigError: values do not fit.
+    Options without a default are required.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     types = get_type_hints(options_class)
