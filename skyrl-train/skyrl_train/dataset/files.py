@@ -189,11 +189,8 @@ class JoinedRows:
     def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Row]]:
         """Yield (location, row). `indices` must ascend. The location is text for messages.
 
-        Lone surrogates become "?", with one warning per source.
-
-        Raises:
-            DataError: a row cannot be read or is nested too deeply.
-            StorageError: a file changed after it was opened.
+        Lone surrogates become "?", with one warning per source. Raise DataError for a row that cannot be read or is
+        nested too deeply, and StorageError if a file has changed since it was opened.
         """
         start = 0
         for source, end in zip(self._sources, self._ends, strict=True):

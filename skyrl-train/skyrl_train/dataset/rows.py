@@ -24,9 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_REASON_CHARS = 400
 WRITE_PROMPT = 'write [{"role": "user", "content": "…"}]'
 
-
-LocatedRow = tuple[str, PromptRow]
-"""A row with its origin for messages, e.g. "row 17 of train.jsonl"."""
+LocatedRow = tuple[str, PromptRow]  # a row with its origin for messages, e.g. "row 17 of train.jsonl"
 
 
 def read_prompt_rows(

@@ -169,8 +169,7 @@ class SupervisedDataset:
     ) -> None:
         """Read, check and tokenize the rows for a model with a context of `n_context` tokens.
 
-        Raises:
-            DataError: a source cannot be read, a row is invalid or too long, or no row has a trained token.
+        Raise DataError if a source cannot be read, a row is invalid or too long, or no row has a trained token.
         """
         self._encoder = encoder
         self._data = data

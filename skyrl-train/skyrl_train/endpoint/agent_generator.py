@@ -33,8 +33,7 @@ from skyrl_train.types import PromptRow, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
-AGENT_TIMEOUT_S = 1800.0
-"""Time limit of agents if `generator.trajectory_timeout_seconds` is null."""
+AGENT_TIMEOUT_S = 1800.0  # limit of agents if `generator.trajectory_timeout_seconds` is null
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,7 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.rendering.template import ChatTemplate
 
-TEMPLATE_VARIANTS = 64
-"""Maximum number of cached chat encoders, one per set of template variables."""
+TEMPLATE_VARIANTS = 64  # maximum number of cached chat encoders, one per set of template variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,7 @@ class Job:
 
 Exchange = tuple[EngineRequest, EngineResult]
 
-OnTokens = Callable[[int, TokenChunk], None]
-"""Called with the index of a choice and its new tokens."""
+OnTokens = Callable[[int, TokenChunk], None]  # called with the index of a choice and its new tokens
 
 
 class ModelService:

@@ -268,11 +268,9 @@ class _LocalEpisode(Episode):
 
 
 async def await_within(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
-    """Await a coroutine of an environment, an agent, a task or a tool for at most `limit_s` seconds.
+    """Await a coroutine of an environment, an agent, a task or a tool, or raise EnvTimeout after `limit_s` seconds.
 
-    Raises:
-        EnvTimeout: it exceeded the limit.
-        Exception: its own error, see `errors_as_exceptions`.
+    Its own errors become `Exception`s, see `errors_as_exceptions`.
     """
     limit = asyncio.timeout(limit_s)
     try:

@@ -59,9 +59,7 @@ class Rollouts:
     async def take(self, step: int) -> StepData:
         """Return a step's data. An error leaves the position unchanged.
 
-        Raises:
-            EnvError: a batch has no trajectory to train on.
-            DataError: dynamic sampling did not find enough groups.
+        Raise EnvError if a batch has no trajectory to train on, and DataError if dynamic sampling lacks groups.
         """
         position = self._prompts.state_dict()
         try:

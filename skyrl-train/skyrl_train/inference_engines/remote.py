@@ -37,14 +37,13 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 
 logger = logging.getLogger(__name__)
 
-TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 10.0
 START = 0  # number of the first request of a connection
 
 
 def new_token() -> bytes:
     """Create a secret for the connections to one process."""
-    return secrets.token_bytes(TOKEN_BYTES)
+    return secrets.token_bytes(32)
 
 
 class _PendingCall(NamedTuple):
@@ -61,11 +60,8 @@ class RemoteClient:
     fail.
     """
 
-    ATTRIBUTES: ClassVar[tuple[str, ...]] = ()
-    """Attributes of the object that are copied to the client."""
-
-    SLOW_START_ADVICE: ClassVar[str] = ""
-    """End of the error message if the object is not ready in time."""
+    ATTRIBUTES: ClassVar[tuple[str, ...]] = ()  # attributes of the object that are copied to the client
+    SLOW_START_ADVICE: ClassVar[str] = ""  # end of the error message if the object is not ready in time
 
     def __init__(
         self,
@@ -77,7 +73,7 @@ class RemoteClient:
         *,
         start_timeout_s: float = 600.0,
     ) -> None:
-        """Connect to `serve`, let it make the object, and wait until it is ready. Blocks.
+        """Connect to `serve`, let it make the object, and wait until it is ready. Blocks. Raises any error of `make`.
 
         Args:
             make: pickled and called in the other process. Pickled by value if it is defined in `__main__`. None for
@@ -87,7 +83,6 @@ class RemoteClient:
 
         Raises:
             EngineError: the token is wrong, the process ended, or the object was not ready in time.
-            Exception: any error of `make`.
         """
         try:
             pickled = None if make is None else cloudpickle.dumps(make)  # by value, with what it uses from `__main__`

@@ -75,10 +75,8 @@ class SenderEndpoint:
     def gather(self, stage: str, deadline: float | None = None) -> dict[int, Any]:
         """Return the next message of every receiver, by rank. `stage` completes "did not …" in error messages.
 
-        `deadline` is the `time.monotonic()` value to give up at. Defaults to the plan's timeout from now.
-
-        Raises:
-            SyncError: an end has failed, or a receiver sent nothing in time.
+        Raise SyncError if an end has failed, or a receiver has sent nothing until `deadline`, a value of
+        `time.monotonic()`. Defaults to the plan's timeout from now.
         """
         deadline = deadline or time.monotonic() + self._plan.timeout_s
         while missing := [rank for rank in self._receivers if not self._messages(rank)]:

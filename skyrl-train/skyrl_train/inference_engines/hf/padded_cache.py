@@ -42,11 +42,8 @@ KNOWN_LAYERS = (
 )
 """Layers whose whole state is in the tensors below."""
 
-BY_TOKEN = ("keys", "values", "indexer_keys")
-"""Tensors (b, …, tokens, d) of a layer."""
-
-BY_ROW = ("conv_states", "recurrent_states")
-"""Dicts of tensors (b, …) of a layer."""
+BY_TOKEN = ("keys", "values", "indexer_keys")  # tensors (b, …, tokens, d) of a layer
+BY_ROW = ("conv_states", "recurrent_states")  # dicts of tensors (b, …) of a layer
 
 
 class PaddedCache:

@@ -42,8 +42,7 @@ class Row:
 
     sequence: CachedSequence
     n_new: int
-    n_skipped: int = 0
-    """Number of tokens before the new ones whose keys the same pass stores."""
+    n_skipped: int = 0  # tokens before the new ones whose keys the same pass stores
 
     @property
     def n_before(self) -> int:

@@ -50,10 +50,8 @@ class AsyncVLLMEngine(AsyncEngine):
     def __init__(self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
         """Start the processes and load a model. This takes seconds to minutes.
 
-        `options` are fields of vLLM's `EngineArgs`. The `tokenizer` detects stop strings.
-
-        Raises:
-            EngineError: this machine has too few GPUs, or vLLM cannot start with these options.
+        `options` are fields of vLLM's `EngineArgs`. The `tokenizer` detects stop strings. Raise EngineError if this
+        machine has too few GPUs, or vLLM cannot start with these options.
         """
         n_devices = math.prod(int(options.get(name, 1)) for name in PARALLEL_SIZES)
         if current_platform.is_cuda_alike() and n_devices > (n_gpus := torch.cuda.device_count()):

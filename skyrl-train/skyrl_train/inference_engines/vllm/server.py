@@ -43,10 +43,8 @@ class VLLMServerEngine(HTTPEngine):
     def __init__(self, address: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Connect to the server at `address` ("host:port" or a URL) and install our sampler there.
 
-        The `tokenizer` detects stop strings.
-
-        Raises:
-            EngineError: the server does not answer, or was not started with `START_COMMAND`.
+        The `tokenizer` detects stop strings. Raise EngineError if the server does not answer, or was not started with
+        `START_COMMAND`.
         """
         url = server_url(address)
         call_server(url, "GET", "/health")

@@ -74,9 +74,7 @@ def check_results(results: Sequence[Mapping[str, Any]]) -> None:
 def decode_receipts(results: Sequence[Mapping[str, Any]]) -> Receipt:
     """Return the receipt that all workers agree on.
 
-    Raises:
-        SyncError: a worker did not receive the weights, or received different ones.
-        EngineError: a worker could not load the weights.
+    Raise SyncError if one did not receive these weights, and EngineError if one could not load them.
     """
     for result in results:
         if "sync_error" in result:
