@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.endpoint.recorder import Prompt, Recording
 from skyrl_train.endpoint.responses import (
     ChatResponseBuilder,
@@ -269,13 +270,7 @@ class ModelService:
             assert result is not None, "the last chunk has the result"
             return result
 
-        tasks = [asyncio.create_task(stream(index, request)) for index, request in enumerate(requests)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await gather_or_cancel(stream(index, request) for index, request in enumerate(requests))
 
     def _record(self, job: Job, exchanges: Sequence[Exchange], texts: Sequence[str]) -> list[FinishedChoice]:
         replies = []

@@ -154,10 +154,7 @@ def cannot_fit(messages: Messages, max_tokens: int) -> bool:
 
 
 def load_chat_template(config: ChatTemplateConfig) -> str | None:
-    """Return the chat template set in `generator.chat_template`, or None to use the tokenizer's.
-
-    Raise ConfigError if the template is unknown or the file cannot be read.
-    """
+    """Return the template of `generator.chat_template`, or None for the tokenizer's. ConfigError if it is missing."""
     name = config.name_or_path
     if name is None:
         return None

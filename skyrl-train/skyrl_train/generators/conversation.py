@@ -223,10 +223,7 @@ class RetokenizedConversation(StepwiseConversation):
 
 
 def conversation_factory(cfg: GeneratorConfig, chat: ChatEncoder) -> Callable[[Messages], TokenConversation]:
-    """Return a function that makes the configured kind of conversation from a prompt.
-
-    Raise ConfigError if `generator.chat_template` has no generation blocks.
-    """
+    """Return a function that makes the configured kind of conversation. ConfigError for an unfit chat template."""
     if cfg.step_wise_trajectories:
         return partial(StepwiseConversation, chat, merges=cfg.merge_stepwise_output)
     if not cfg.use_conversation_multi_turn:

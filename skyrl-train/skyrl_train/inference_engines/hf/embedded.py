@@ -80,10 +80,7 @@ class EmbeddedEngine(SteppedEngine[S]):
 
     @abstractmethod
     def _probe(self) -> tuple[int, int]:
-        """Return the bytes of cache for each sequence and for each of its tokens.
-
-        Run a few tokens first, and raise EngineError if their hidden states are wrong.
-        """
+        """Test the model on a few tokens, or raise EngineError. Return bytes of cache per sequence and per token."""
 
     @abstractmethod
     def _create_cache(self, n_tokens: int) -> None:

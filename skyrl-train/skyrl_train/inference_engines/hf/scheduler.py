@@ -98,10 +98,7 @@ class Scheduler(SequenceQueue[CachedSequence]):
         return over
 
     def next_step(self) -> tuple[list[Copy], list[Row]]:
-        """Return the copies to make before the next forward pass, and the rows of the pass, by region.
-
-        Requires a waiting or running sequence.
-        """
+        """Return the copies to make before the next forward pass, and its rows by region. Needs an active sequence."""
         for sequence in list(self.running):  # in arrival order
             while sequence.region is not None and not self._table.grow(
                 sequence.region, len(sequence.token_ids), sequence.max_tokens

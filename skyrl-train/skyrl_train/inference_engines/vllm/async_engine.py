@@ -42,10 +42,7 @@ PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parall
 
 
 class AsyncVLLMEngine(AsyncEngine):
-    """An engine that generates with vLLM in other processes, on one or several GPUs.
-
-    Create it in the event loop that uses it.
-    """
+    """An engine that runs vLLM in other processes, on one or several GPUs. Create it in the event loop that uses it."""
 
     def __init__(self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
         """Start the processes and load a model. This takes seconds to minutes.
