@@ -246,15 +246,19 @@ class RewardModel:
         token_ids = [sample.trajectory.segments[-1].token_ids for sample in samples]
         fits = [i for i, ids in enumerate(token_ids) if len(ids) <= (self._context_length or len(ids))]
         rewards: list[float | None] = [None] * len(samples)
-        if not fits:
-            return rewards
-        segments = [build_rewarded_segment(token_ids[i], self._pad_token_id) for i in fits]
+        if fits:
+            scores = self.score([token_ids[i] for i in fits])
+            for i, score in zip(fits, scores, strict=True):
+                rewards[i] = score
+        return rewards
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Return one reward per row of tokens."""
+        segments = [build_rewarded_segment(row, self._pad_token_id) for row in rows]
         batch = build_supervised_batch([DrawnPrompt(i, ((s,),), i) for i, s in enumerate(segments)], pad_token_id=0)
         shards, order = split(batch, 1, self._max_tokens, shares_prefixes=self._worker.module.shares_prefixes)
         values = join(order, [self._worker.score(shard) for shard in shards], len(batch))["values"]  # (B, 1)
-        for i, value in zip(fits, values[:, 0].tolist(), strict=True):
-            rewards[i] = value
-        return rewards
+        return [float(value) for value in values[:, 0]]
 
 
 def _find_adapter(path: str) -> LoraSpec | None:
