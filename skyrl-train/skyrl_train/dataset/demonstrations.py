@@ -61,7 +61,7 @@ class Demonstration:
 def read_answers(
     rows: JoinedRows, indices: Sequence[int], data: SupervisedDataConfig
 ) -> Iterator[tuple[Demonstration, ...]]:
-    """Yield (demonstration,) or (chosen, rejected) for each row. `indices` must ascend. DataError for an unfit row."""
+    """Yield (demonstration,) or (chosen, rejected) for each row. `indices` ascend. DataError for an invalid row."""
     for location, row in rows.read(indices):
         check_media(row, location)
         if isinstance(data, PreferenceDataConfig):

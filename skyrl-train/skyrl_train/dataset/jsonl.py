@@ -97,7 +97,7 @@ def _identify(file: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)  # a run opens its data several times: to check, to count and to train
 def _index_lines(path: Path, identity: tuple[int, ...]) -> tuple[NDArray[np.int64], str]:
-    """Return the offset of each non-blank line and the file's size, and a hash. StorageError for another `identity`."""
+    """Return the offsets of non-blank lines and of the end, and a hash. StorageError if `identity` has changed."""
     digest = hashlib.blake2b(digest_size=16)
     found, n_bytes = [], 0
     carried = np.zeros(1, np.int64)  # start of a line whose first byte is in the next chunk

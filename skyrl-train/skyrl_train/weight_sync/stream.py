@@ -70,7 +70,7 @@ class StreamWriter:
     """The sender's end. With `cuda_ipc`, every rank of the model has one, and all ranks make the same calls."""
 
     def __init__(self, plan: SyncPlan) -> None:
-        """Wait until every receiver has connected. SyncError if one is missing or out of reach of `plan.transport`."""
+        """Wait until every receiver has connected. SyncError if one is missing or `plan.transport` cannot reach it."""
         self._plan = plan
         self._device = stream_device(plan)
         self._size = slot_bytes(plan)

@@ -56,7 +56,7 @@ class EmbeddedEngine(SteppedEngine[S]):
 
         The model runs in the single thread of `executor`. By default, the engine starts a thread. With `owns_model`,
         the weights move to host memory while the engine sleeps. With `records_experts`, results include the
-        experts chosen for each token. Raise ConfigError if there are none, and EngineError for other unfit models.
+        experts chosen for each token. Raise ConfigError if it has none, and EngineError if it cannot be run.
         """
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None
         config, eos_ids = model.config.get_text_config(), all_eos_ids(ids, tokenizer.eos_token_id)
