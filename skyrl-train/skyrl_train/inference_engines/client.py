@@ -141,10 +141,9 @@ class EngineClient:
                                 raise EngineError(
                                     "an engine was lost after it had streamed tokens of earlier weights; retry it"
                                 )
-                            n_streamed += n_old
                             new = replace(chunk, token_ids=chunk.token_ids[n_old:], logprobs=chunk.logprobs[n_old:])
                             received += new.token_ids
-                            n_streamed += len(new.token_ids)
+                            n_streamed += len(chunk.token_ids)
                             if new.token_ids or new.result is not None:
                                 yield new
                     return
