@@ -37,13 +37,14 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 
 logger = logging.getLogger(__name__)
 
+TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 10.0
 START = 0  # number of the first request of a connection
 
 
 def new_token() -> bytes:
     """Create a secret for the connections to one process."""
-    return secrets.token_bytes(32)
+    return secrets.token_bytes(TOKEN_BYTES)
 
 
 class _PendingCall(NamedTuple):
