@@ -46,10 +46,15 @@ _warned: set[str] = set()
 class RowSource(ABC):
     """The rows of one entry of `data.train_data` or `data.val_data`."""
 
-    digest: str  # a hash of all rows in their order
+    _digest: str
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    @property
+    def digest(self) -> str:
+        """A hash of all rows in their order."""
+        return self._digest
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -90,7 +95,7 @@ class _JSONLinesSource(RowSource):
     def __init__(self, name: str, path: Path) -> None:
         super().__init__(name)
         self._lines = JSONLines(path)
-        self.digest = self._lines.digest
+        self._digest = self._lines.digest
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -111,7 +116,7 @@ class _JSONSource(RowSource):
         if not isinstance(rows, list):
             raise ValueError(f"expected a list of rows, or one object a line, found {type(rows).__name__}")
         self._rows = rows
-        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+        self._digest = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows)
