@@ -65,7 +65,7 @@ class Sender:
             self._version,
             "auto",
             f"127.0.0.1:{free_port()}",
-            (specs,),
+            specs,
             timeout_s=600.0,
             kind=kind,
             tracks_changes=sends_changes,

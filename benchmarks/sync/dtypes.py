@@ -37,7 +37,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     shapes = model_shapes(options.layers, options.vocabulary)
     contenders = {
-        name: SyncPlan(0, transport, "", (specs_in(dtype, shapes),)) for name, (transport, dtype) in CONTENDERS.items()
+        name: SyncPlan(0, transport, "", specs_in(dtype, shapes)) for name, (transport, dtype) in CONTENDERS.items()
     }
     samples = measure({name: torch.randn(shape) for name, shape in shapes.items()}, contenders, options.rounds)
     n_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())

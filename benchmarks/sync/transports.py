@@ -64,7 +64,7 @@ def main() -> int:
     tensors = {spec.name: random.repeat(-(-spec.n_bytes // random.nbytes))[: spec.n_bytes // 2] for spec in specs}
     tensors = {spec.name: tensors[spec.name].view(spec.shape).contiguous() for spec in specs}
     contenders = {
-        name: SyncPlan(0, transport, "", (specs,), timeout_s=120.0, has_checksum=has_checksum)
+        name: SyncPlan(0, transport, "", specs, timeout_s=120.0, has_checksum=has_checksum)
         for name, (transport, has_checksum) in CONTENDERS.items()
     }
     samples = measure(tensors, contenders, options.rounds)

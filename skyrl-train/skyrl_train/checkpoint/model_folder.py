@@ -21,7 +21,6 @@ from skyrl_train.checkpoint.durable import LOCK_FILE, folder_lock, sync, sync_tr
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.weight_files import SINGLE_FILE, list_weight_files
 from skyrl_train.types.specs import TensorSpec
-from skyrl_train.weight_sync.base import split_into_chunks
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 """Dtype of the written weights. `auto` keeps the dtype of each tensor."""
@@ -148,7 +147,14 @@ def write_model(
     n_bytes = sum(spec.n_bytes for spec in specs)
     if (free := shutil.disk_usage(folder).free) < n_bytes:
         raise OSError(f"{n_bytes:,} bytes are needed, but only {free:,} are free")
-    chunks = split_into_chunks(specs, SHARD_BYTES)
+    chunks: list[list[TensorSpec]] = []  # of at most SHARD_BYTES, but a larger tensor gets one to itself
+    size = 0
+    for spec in specs:
+        if not chunks or size + spec.n_bytes > SHARD_BYTES:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(spec)
+        size += spec.n_bytes
     names = ["model.safetensors"]
     if len(chunks) > 1:
         names = [f"model-{i:05}-of-{len(chunks):05}.safetensors" for i in range(1, len(chunks) + 1)]

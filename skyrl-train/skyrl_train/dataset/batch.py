@@ -8,10 +8,7 @@ from skyrl_train.types import UNKNOWN_EXPERT, Segment, TrainingBatch, Trajectory
 
 
 def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) -> TrainingBatch:
-    """Build a batch of B rows: one per segment of the trajectories, in order. The trajectories must be valid.
-
-    Prompts are padded on the left to the longest prompt, responses on the right to the longest response.
-    """
+    """Build a batch of B rows: one per segment of the trajectories, in order. The trajectories must be valid."""
     segments = [segment for t in trajectories for segment in t.segments]
     owners = [t for t in trajectories for _ in t.segments]
     response_length = max(len(segment.loss_mask) for segment in segments)

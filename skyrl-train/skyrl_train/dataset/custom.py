@@ -23,8 +23,7 @@ from skyrl_train.dataset.rows import check_row
 from skyrl_train.errors import ConfigError, DataError, InvalidRow
 from skyrl_train.types import PromptRow
 
-N_CHECKED_ROWS = 4
-"""Number of rows per split to check before models are loaded."""
+N_CHECKED_ROWS = 4  # rows per split to check before models are loaded
 
 TENSORS = ("input_ids", "attention_mask", "position_ids", "raw_prompt_ids")
 """Columns of verl datasets that the trainer computes itself."""
@@ -41,12 +40,7 @@ class CustomDataset(PromptDataset):
     def __init__(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "validation"]
     ) -> None:
-        """Load and construct the class.
-
-        Raises:
-            ConfigError: the file has no such class, or its constructor fails.
-            DataError: the dataset is empty.
-        """
+        """Load and construct the class. ConfigError if that fails, DataError if the dataset is empty."""
         self._cfg = cfg.data.custom_cls
         self.is_checked = False
         self._is_drawn = split == "train"

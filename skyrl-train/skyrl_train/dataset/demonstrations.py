@@ -61,11 +61,7 @@ class Demonstration:
 def read_answers(
     rows: JoinedRows, indices: Sequence[int], data: SupervisedDataConfig
 ) -> Iterator[tuple[Demonstration, ...]]:
-    """Yield (demonstration,) or (chosen, rejected) for each row. `indices` must ascend.
-
-    Raises:
-        DataError: a row cannot be read or has no answer to train on.
-    """
+    """Yield (demonstration,) or (chosen, rejected) for each row. `indices` ascend. DataError for an invalid row."""
     for location, row in rows.read(indices):
         check_media(row, location)
         if isinstance(data, PreferenceDataConfig):
@@ -107,11 +103,7 @@ def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonst
 def _answer_prompt(
     location: str, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: list[Any] | None
 ) -> Demonstration:
-    """Join a prompt and its answer. If the prompt ends with an assistant message, the answer continues that message.
-
-    Raises:
-        DataError: that assistant message has tool calls.
-    """
+    """Join a prompt and its answer. If the prompt ends with an assistant message, the answer continues that message."""
     last, first = prompt[-1], answer[0]
     if last["role"] != "assistant" or first["role"] != "assistant":
         return Demonstration(location, [*prompt, *answer], len(prompt), tools)

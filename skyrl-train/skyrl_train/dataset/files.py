@@ -46,23 +46,21 @@ _warned: set[str] = set()
 class RowSource(ABC):
     """The rows of one entry of `data.train_data` or `data.val_data`."""
 
+    _digest: str
+
     def __init__(self, name: str) -> None:
         self.name = name
 
     @property
-    @abstractmethod
     def digest(self) -> str:
         """A hash of all rows in their order."""
+        return self._digest
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int]) -> Iterator[Row]:
-        """Yield rows with clean text and without null fields in their messages.
-
-        Raises:
-            DataError: a row cannot be read or is nested too deeply.
-        """
+        """Yield rows with clean text and without null fields in their messages. DataError for an unreadable row."""
         for row in self._read(indices):
             for name, value in row.items():
                 if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
@@ -97,10 +95,7 @@ class _JSONLinesSource(RowSource):
     def __init__(self, name: str, path: Path) -> None:
         super().__init__(name)
         self._lines = JSONLines(path)
-
-    @property
-    def digest(self) -> str:
-        return self._lines.digest
+        self._digest = self._lines.digest
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -122,10 +117,6 @@ class _JSONSource(RowSource):
             raise ValueError(f"expected a list of rows, or one object a line, found {type(rows).__name__}")
         self._rows = rows
         self._digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-
-    @property
-    def digest(self) -> str:
-        return self._digest
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -203,11 +194,8 @@ class JoinedRows:
     def read(self, indices: Sequence[int]) -> Iterator[tuple[str, Row]]:
         """Yield (location, row). `indices` must ascend. The location is text for messages.
 
-        Lone surrogates become "?", with one warning per source.
-
-        Raises:
-            DataError: a row cannot be read or is nested too deeply.
-            StorageError: a file changed after it was opened.
+        Lone surrogates become "?", with one warning per source. Raise DataError for a row that cannot be read or is
+        nested too deeply, and StorageError if a file has changed since it was opened.
         """
         start = 0
         for source, end in zip(self._sources, self._ends, strict=True):

@@ -18,12 +18,9 @@ from numpy.typing import NDArray
 from skyrl_gym.tools.strict_json import MAX_DEPTH
 from skyrl_train.errors import StorageError
 
-MAX_BYTES_IN_MEMORY = 64 << 20
-"""Files up to this size are kept in memory, so later changes to them do not affect the run."""
-
+MAX_BYTES_IN_MEMORY = 64 << 20  # smaller files are kept in memory, so later changes to them do not affect the run
 CHUNK_BYTES = 8 << 20
-BLOCK_ROWS = 256
-"""Maximum number of adjacent lines to read at once."""
+BLOCK_ROWS = 256  # maximum number of adjacent lines to read at once
 
 NEWLINE = 0x0A
 WHITE_SPACE = np.frombuffer(b"\t\x0b\x0c\r ", np.uint8)
@@ -52,11 +49,7 @@ class JSONLines:
         """Yield (value, is plain). A plain value needs no cleaning.
 
         The test is cheap and conservative: a plain value certainly has no lone surrogate and at most `MAX_DEPTH`
-        levels.
-
-        Raises:
-            ValueError: a line is not JSON. The message has its number.
-            StorageError: the file changed after it was opened.
+        levels. Raise ValueError for a line that is not JSON, and StorageError if the file has changed meanwhile.
         """
         for block in _split_runs(indices):
             offsets = self._offsets[block[0] : block[-1] + 2].tolist()
@@ -104,10 +97,7 @@ def _identify(file: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)  # a run opens its data several times: to check, to count and to train
 def _index_lines(path: Path, identity: tuple[int, ...]) -> tuple[NDArray[np.int64], str]:
-    """Return the offset of each non-blank line and the size of the file, and a hash of all bytes.
-
-    StorageError if the file's identity has changed.
-    """
+    """Return the offsets of non-blank lines and of the end, and a hash. StorageError if `identity` has changed."""
     digest = hashlib.blake2b(digest_size=16)
     found, n_bytes = [], 0
     carried = np.zeros(1, np.int64)  # start of a line whose first byte is in the next chunk

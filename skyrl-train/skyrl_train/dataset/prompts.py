@@ -60,7 +60,7 @@ class PromptDataset:
         self.is_checked = len(self._sample) == len(self._rows)
         """True if all rows were checked up front and rows with long prompts were dropped."""
         kept, shortest, digest = array("q"), math.inf, hashlib.blake2b(digest_size=16)
-        rows = self._read_checked(self._sample)
+        rows = read_prompt_rows(self._rows, self._sample, prompt_key, env_class_key)
         for start in range(0, len(self._sample), ROWS_AT_ONCE):
             chunk = list(islice(rows, ROWS_AT_ONCE))
             indices = self._sample[start : start + ROWS_AT_ONCE]
@@ -111,17 +111,12 @@ class PromptDataset:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> PromptRow:
-        """Return a row.
-
-        Raises:
-            SkippedRow: the prompt is too long. Only if not all rows were checked up front.
-            InvalidRow: the row cannot be used. Only if not all rows were checked up front.
-        """
+        """Return a row. If it was not checked up front, raise InvalidRow, or SkippedRow if the prompt is too long."""
         number = self._indices[index]
         if self.is_checked:
             return self._prompt_row(index, self._rows[number])
         try:
-            (checked,) = self._read_checked([number])
+            (checked,) = read_prompt_rows(self._rows, [number], self._prompt_key, self._env_class_key)
             (n_tokens,) = self._bound_lengths([checked])
             location, row = checked
             prompt_row = self._prompt_row(index, row)
@@ -135,9 +130,6 @@ class PromptDataset:
 
     def __iter__(self) -> Iterator[PromptRow]:
         return (self[index] for index in range(len(self)))
-
-    def _read_checked(self, indices: Sequence[int]) -> Iterator[tuple[str, Row]]:
-        return read_prompt_rows(self._rows, indices, self._prompt_key, self._env_class_key)
 
     def _prompt_row(self, number: int, row: Row) -> PromptRow:
         extras = {name: value for name, value in row.items() if name not in (self._prompt_key, self._env_class_key)}

@@ -24,19 +24,13 @@ logger = logging.getLogger(__name__)
 MAX_REASON_CHARS = 400
 WRITE_PROMPT = 'write [{"role": "user", "content": "…"}]'
 
-
-LocatedRow = tuple[str, PromptRow]
-"""A row with its origin for messages, e.g. "row 17 of train.jsonl"."""
+LocatedRow = tuple[str, PromptRow]  # a row with its origin for messages, e.g. "row 17 of train.jsonl"
 
 
 def read_prompt_rows(
     rows: JoinedRows, indices: Sequence[int], prompt_key: str = "prompt", env_class_key: str = "env_class"
 ) -> Iterator[tuple[str, Row]]:
-    """Yield (location, columns) of rows. `indices` must ascend.
-
-    Raises:
-        DataError: a row cannot be read, has no chat prompt, or has an invalid `env_class`.
-    """
+    """Yield (location, columns) of rows. `indices` must ascend. Raises as `JoinedRows.read` and `check_row` do."""
     for location, row in rows.read(indices):
         check_row(row, location, prompt_key, env_class_key)
         yield location, row
@@ -108,9 +102,8 @@ def check_environments(
 def _load_environment(env_class: str | None, location: str, environment: EnvironmentConfig) -> Any:
     """Return the class or function of a row's environment, or None if only `environment.skyrl_gym.python` has it.
 
-    Raises:
-        ConfigError: the interpreter that runs the environment lacks a package, or the default environment is unknown.
-        DataError: the row's environment is unknown.
+    Raise DataError if the row's environment is unknown, or ConfigError if the default environment is, or if the
+    interpreter that runs it lacks a package.
     """
     name = env_class or environment.env_class
     origin = f"{location}: env_class" if env_class else "environment.env_class"

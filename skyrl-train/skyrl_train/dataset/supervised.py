@@ -20,7 +20,7 @@ from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.demonstrations import Demonstration, read_answers
 from skyrl_train.dataset.files import JoinedRows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
-from skyrl_train.rendering.template import ChatTemplate, RenderedTurn
+from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import DrawnPrompt, Segment, StopReason, TrainingBatch, Trajectory, TrajectoryID
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,7 @@ class ConversationEncoder:
     def encode(self, demonstration: Demonstration) -> list[TokenRow]:
         """Tokenize a conversation. The result has one row, unless the template rewrites the history.
 
-        Raises:
-            DataError: the template rejects the conversation or does not render an answer.
+        Raise DataError if the template rejects the conversation or does not render an answer.
         """
         try:
             self._template.check_roles(demonstration.messages)
@@ -81,28 +80,28 @@ class ConversationEncoder:
             start = demonstration.reply_start if index == demonstration.n_context else None
             if not rows and tools:
                 self._template.check_tools(messages[: index or 1], tools)  # the reply may be the first message
-            turn = self._template.turn(messages, index, tools, start)
-            if rows and turn.prompt.startswith(text):
-                row, added = rows[-1], self._template.encode_after(text, turn.prompt[len(text) :])
+            prompt, whole_answer = self._template.turn(messages, index, tools, start)
+            if rows and prompt.startswith(text):
+                row, added = rows[-1], self._template.encode_after(text, prompt[len(text) :])
             else:
                 rows.append(row := TokenRow([], []))
-                added = self._template.encode(turn.prompt)
-            answer_ids, answer = self._encode_answer(turn, messages[index], index)
+                added = self._template.encode(prompt)
+            answer_ids, answer = self._encode_answer(prompt, whole_answer, messages[index], index)
             row.token_ids += added + answer_ids
             row.loss_mask += [0] * len(added) + [1] * len(answer_ids)
-            text = turn.prompt + answer
+            text = prompt + answer
         for row in rows:
             row.loss_mask[0] = 0  # nothing precedes the first token, so it cannot be predicted
         return rows
 
-    def _encode_answer(self, turn: RenderedTurn, message: Mapping[str, Any], index: int) -> tuple[list[int], str]:
+    def _encode_answer(self, prompt: str, answer: str, message: Mapping[str, Any], index: int) -> tuple[list[int], str]:
         """Return tokens and text of an answer up to its end-of-turn token. Append the EOS token if there is none.
 
         Templates add text after the end of a turn: ChatML a "\\n", Phi-3.5 a "\\n" and, after the last turn, its EOS
         token. The model stops at the first end token, so cut there. Search only the trailing special tokens and white
         space.
         """
-        token_ids = self._template.encode_after(turn.prompt, turn.answer)
+        token_ids = self._template.encode_after(prompt, answer)
         end_texts = self._tokenizer.convert_ids_to_tokens(sorted(self._end_ids))  # None for ids without a token
         if written := next((end for end in end_texts if end and end in str(message)), None):
             raise DataError(
@@ -119,11 +118,11 @@ class ConversationEncoder:
         ends = [i for i in range(len(token_ids) - n_tail, len(token_ids)) if token_ids[i] in self._end_ids]
         if ends:
             end_text = str(self._tokenizer.convert_ids_to_tokens(token_ids[ends[0]]))
-            return token_ids[: ends[0] + 1], turn.answer[: turn.answer.index(end_text) + len(end_text)]
-        content, stripped = str(message["content"]), turn.answer.rstrip()  # drop white space that the template adds
+            return token_ids[: ends[0] + 1], answer[: answer.index(end_text) + len(end_text)]
+        content, stripped = str(message["content"]), answer.rstrip()  # drop white space that the template adds
         with_blanks = stripped + content[len(content.rstrip()) :]
-        answer = with_blanks if turn.answer.startswith(with_blanks) else stripped
-        answer_ids = [*self._template.encode_after(turn.prompt, answer), self._tokenizer.eos_token_id]
+        answer = with_blanks if answer.startswith(with_blanks) else stripped
+        answer_ids = [*self._template.encode_after(prompt, answer), self._tokenizer.eos_token_id]
         return answer_ids, answer + str(self._tokenizer.eos_token)
 
 
@@ -170,8 +169,7 @@ class SupervisedDataset:
     ) -> None:
         """Read, check and tokenize the rows for a model with a context of `n_context` tokens.
 
-        Raises:
-            DataError: a source cannot be read, a row is invalid or too long, or no row has a trained token.
+        Raise DataError if a source cannot be read, a row is invalid or too long, or no row has a trained token.
         """
         self._encoder = encoder
         self._data = data
@@ -244,12 +242,7 @@ class SupervisedDataset:
         return len(self._rows) if self._is_checked else len(self._source)
 
     def __getitem__(self, index: int) -> Answers:
-        """Return a row.
-
-        Raises:
-            SkippedRow: no trained token is left. Raised only if not all rows were checked up front.
-            InvalidRow: the row cannot be used. Raised only if not all rows were checked up front.
-        """
+        """Return a row. If it was not checked up front, raise InvalidRow, or SkippedRow without a trained token."""
         if self._is_checked:
             return self._rows[index]
         try:

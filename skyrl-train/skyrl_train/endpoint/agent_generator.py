@@ -5,8 +5,8 @@ import copy
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -33,8 +33,7 @@ from skyrl_train.types import PromptRow, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
-AGENT_TIMEOUT_S = 1800.0
-"""Time limit of agents if `generator.trajectory_timeout_seconds` is null."""
+AGENT_TIMEOUT_S = 1800.0  # limit of agents if `generator.trajectory_timeout_seconds` is null
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +90,6 @@ class AgentGenerator(RolloutGenerator):
 
         Args:
             agent: The program to train.
-            generator_cfg: `generator.*`.
-            inference_engine_client: The engine under training.
-            tokenizer: The policy's tokenizer.
             model_name: The model name that requests use.
             host: The address to listen on.
             port: The port to listen on. 0 picks a free port.
@@ -140,13 +136,21 @@ class AgentGenerator(RolloutGenerator):
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
         """Return one trajectory per request, in order. If the agent fails, it is invalid and does not count as 0."""
-        async with self._serving():
 
-            async def play(rollouts: Sequence[Rollout]) -> None:
-                await gather_or_cancel(self._play(sampling, rollout) for rollout in rollouts)
+        async def play(rollouts: Sequence[Rollout]) -> None:
+            await gather_or_cancel(self._play(sampling, rollout) for rollout in rollouts)
 
-            n_retries = self.generator_cfg.n_rollout_retries
+        n_retries = self.generator_cfg.n_rollout_retries
+        # Outside of rollouts, requests without a session wait, because weights may change.
+        self._n_rolling += 1
+        try:
+            await (await self._get_endpoint()).serve_others()
             trajectories = await play_until_valid(requests, metadata, play, n_retries=n_retries)
+        finally:
+            self._n_rolling -= 1
+            if self._n_rolling == 0 and self._endpoint is not None:
+                with suppress(EngineLostError):  # a process that has ended holds no requests
+                    await self._endpoint.hold_others()
         return await self._rewards.add_to(trajectories)
 
     async def close(self) -> None:
@@ -155,19 +159,6 @@ class AgentGenerator(RolloutGenerator):
             await self._endpoint.close()
         if self._pool is not None:
             await self._pool.close()
-
-    @asynccontextmanager
-    async def _serving(self) -> AsyncIterator[None]:
-        """Serve requests without a session within the context. At other times they wait, because weights may change."""
-        self._n_rolling += 1
-        try:
-            await (await self._get_endpoint()).serve_others()
-            yield
-        finally:
-            self._n_rolling -= 1
-            if self._n_rolling == 0 and self._endpoint is not None:
-                with suppress(EngineLostError):  # a process that has ended holds no requests
-                    await self._endpoint.hold_others()
 
     async def _get_endpoint(self) -> Endpoint | EndpointProcess:
         """Return the endpoint. Start it on first use, and restart it if its process has crashed."""

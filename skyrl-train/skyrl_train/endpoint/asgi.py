@@ -32,11 +32,9 @@ class ActiveRequests:
         self._reasons: dict[asyncio.Task[Any], RequestError] = {}
 
     async def run(self, owners: Owners, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. Cancel it if the client disconnects or `end` is called.
+        """Return the result of `work`.
 
-        Raises:
-            ClientGone: the client disconnected.
-            RequestError: the reason passed to `end`.
+        Cancel it and raise ClientGone if the client disconnects, or the reason passed to `end` if that is called.
         """
         task = asyncio.create_task(work)
         disconnecting = asyncio.create_task(_wait_for_disconnect(receive))

@@ -15,11 +15,8 @@ Json = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
 TopLogprobs = Sequence[Mapping[int, float]]
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""The decoded text of an incomplete UTF-8 character."""
-
-MIN_LOGPROB = -9999.0
-"""Logprob of impossible tokens, because JSON has no infinity."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded text of an incomplete UTF-8 character
+MIN_LOGPROB = -9999.0  # of impossible tokens, because JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)

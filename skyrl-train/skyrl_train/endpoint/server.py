@@ -56,18 +56,14 @@ class Endpoint:
         self._is_closing = False
         self._server: _UvicornServer | None = None
         self._serving: asyncio.Task[None] | None = None
-        self.origin = ""
-        """The URL of the server, set by `start`."""
+        self.origin = ""  # URL of the server, set by `start`
 
     # -- life
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None) -> str:
-        """Start to listen, and return the server's URL.
+        """Start to listen, and return the server's URL. ConfigError if the address cannot be used.
 
         Port 0 picks a free port. `public_url` is the address for agents on other machines.
-
-        Raises:
-            ConfigError: the address cannot be used.
         """
         try:
             listening = socket.create_server((host, port), backlog=2048)

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.endpoint.recorder import Prompt, Recording
 from skyrl_train.endpoint.responses import (
     ChatResponseBuilder,
@@ -43,8 +44,7 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.rendering.template import ChatTemplate
 
-TEMPLATE_VARIANTS = 64
-"""Maximum number of cached chat encoders, one per set of template variables."""
+TEMPLATE_VARIANTS = 64  # maximum number of cached chat encoders, one per set of template variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,7 @@ class Job:
 
 Exchange = tuple[EngineRequest, EngineResult]
 
-OnTokens = Callable[[int, TokenChunk], None]
-"""Called with the index of a choice and its new tokens."""
+OnTokens = Callable[[int, TokenChunk], None]  # called with the index of a choice and its new tokens
 
 
 class ModelService:
@@ -113,11 +112,7 @@ class ModelService:
     # -- from requests to jobs
 
     def chat_job(self, request: ChatRequest, session: AgentSession | None) -> Job:
-        """Validate and encode a chat request.
-
-        Raises:
-            RequestError: the request is invalid.
-        """
+        """Validate and encode a chat request. RequestError if it is invalid."""
         self._check(request)
         with _encoding("messages"):
             effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
@@ -130,11 +125,7 @@ class ModelService:
         return Job(request, choices, ChatResponseBuilder(request, self._token_text))
 
     def completion_job(self, request: CompletionRequest, sessions: Sequence[AgentSession | None]) -> Job:
-        """Validate and encode a text completion, with one session per prompt.
-
-        Raises:
-            RequestError: the request is invalid.
-        """
+        """Validate and encode a text completion, with one session per prompt. RequestError if it is invalid."""
         self._check(request)
         if not 0 < len(request.prompts) <= MAX_PROMPTS:
             refuse(f"{len(request.prompts)} prompts; send between 1 and {MAX_PROMPTS}", param="prompt")
@@ -206,11 +197,7 @@ class ModelService:
     # -- from jobs to answers
 
     async def answer(self, job: Job) -> Json:
-        """Return the complete answer.
-
-        Raises:
-            RequestError: the engine failed.
-        """
+        """Return the complete answer. RequestError if the engine fails."""
         exchanges = await self._generate(job)
         decode, keeps_stop = self._decode(job), bool(job.request.include_stop_str_in_output)
         texts = [
@@ -219,12 +206,9 @@ class ModelService:
         return job.builder.complete(self._record(job, exchanges, texts))
 
     async def stream(self, job: Job) -> AsyncGenerator[Json]:
-        """Yield the response in chunks.
+        """Yield the response in chunks. RequestError if the engine fails.
 
         With top logprobs, each choice's logprobs come in its last chunk, because the engine reports them only then.
-
-        Raises:
-            RequestError: the engine failed.
         """
         events: asyncio.Queue[tuple[int, TokenChunk] | None] = asyncio.Queue()
         generating = asyncio.create_task(self._generate(job, lambda index, tokens: events.put_nowait((index, tokens))))
@@ -286,13 +270,7 @@ class ModelService:
             assert result is not None, "the last chunk has the result"
             return result
 
-        tasks = [asyncio.create_task(stream(index, request)) for index, request in enumerate(requests)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await gather_or_cancel(stream(index, request) for index, request in enumerate(requests))
 
     def _record(self, job: Job, exchanges: Sequence[Exchange], texts: Sequence[str]) -> list[FinishedChoice]:
         replies = []

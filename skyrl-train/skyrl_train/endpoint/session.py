@@ -61,9 +61,16 @@ class AgentSession:
 
     def sampling_for(self, request: CompletionOptions, warned: set[str]) -> SamplingParams:
         """Return the sampling parameters of a reply. Warn about each ignored field that is not in `warned` yet."""
-        for field_name, name in DISTRIBUTION_FIELDS.items():
-            self._warn(field_name, getattr(request, field_name), getattr(self.sampling, name), warned)
-        self._warn("seed", request.seed, None, warned)
+        ignored = {name: getattr(self.sampling, own) for name, own in DISTRIBUTION_FIELDS.items()} | {"seed": None}
+        for name, configured in ignored.items():
+            requested = getattr(request, name)
+            if requested is not None and requested != configured and name not in warned:
+                warned.add(name)
+                reason = "the trainer chooses the seeds" if configured is None else f"{name} is {configured}"
+                logger.warning(
+                    "Requests set %s=%s, which is ignored while they are recorded for training: %s",
+                    *(name, requested, reason),
+                )
         return _limit(self.sampling, request)
 
     def engine_request(self, prompt: Prompt, sampling: SamplingParams) -> EngineRequest:
@@ -91,15 +98,5 @@ class AgentSession:
         """Release the seed of a failed request, so that a retry samples the same tokens."""
         self._seeds.discard(request.seed)
 
-    def _warn(self, name: str, requested: object, configured: object, warned: set[str]) -> None:
-        if requested is None or requested == configured or name in warned:
-            return
-        warned.add(name)
-        logger.warning(
-            "Requests set %s=%s, which is ignored while they are recorded for training: %s",
-            *(name, requested, "the trainer chooses the seeds" if configured is None else f"{name} is {configured}"),
-        )
 
-
-Owners = frozenset[AgentSession | None]
-"""The sessions of a request. None stands for a choice without a session."""
+Owners = frozenset[AgentSession | None]  # the sessions of a request, None for a choice without a session

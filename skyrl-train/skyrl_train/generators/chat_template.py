@@ -6,6 +6,7 @@ The template renders the messages that enter a conversation: first the prompt, t
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +24,23 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 class _Cached:
-    """A function from JSON to token ids with an LRU cache of `CACHED_TOKENS` tokens."""
+    """A function from messages to token ids with an LRU cache of `CACHED_TOKENS` tokens."""
 
-    def __init__(self, render: Callable[[str], tuple[int, ...]]) -> None:
-        self._render = render
-        self._results: OrderedDict[str, tuple[int, ...]] = OrderedDict()  # most recently used last
+    def __init__(self, encode: Callable[[Messages], list[int]]) -> None:
+        self._encode = encode
+        self._results: OrderedDict[str, list[int]] = OrderedDict()  # by JSON, most recently used last
         self._n_tokens = 0
 
-    def __call__(self, text: str) -> tuple[int, ...]:
-        if text in self._results:
-            self._results.move_to_end(text)
-            return self._results[text]
-        token_ids = self._results[text] = self._render(text)
+    def __call__(self, messages: Messages) -> list[int]:
+        key = json.dumps(messages)
+        if key in self._results:
+            self._results.move_to_end(key)
+            return self._results[key].copy()
+        token_ids = self._results[key] = self._encode(json.loads(key))
         self._n_tokens += len(token_ids)
         while self._n_tokens > CACHED_TOKENS:
             self._n_tokens -= len(self._results.popitem(last=False)[1])
-        return token_ids
+        return token_ids.copy()
 
 
 class ChatEncoder:
@@ -50,18 +52,14 @@ class ChatEncoder:
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check that `template` (default: the tokenizer's) can join turns. It is rendered with `template_kwargs`.
-
-        Raises:
-            ConfigError: the chat template cannot join turns.
-        """
+        """Raise ConfigError if `template` (default: the tokenizer's), with `template_kwargs`, cannot join turns."""
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, template, template_kwargs)
-        self._prompt = _Cached(self._render_prompt)
-        self._history = _Cached(self._render_history)
-        self._after_turn = _Cached(self._render_after_turn)
+        self._prompt = _Cached(partial(self._encode_messages, self._template.prompt))
+        self._history = _Cached(partial(self._encode_messages, partial(self._template.render, adds_header=True)))
+        self._after_turn = _Cached(self._encode_after_turn)
         try:
-            tail = self._after_turn("[]")  # find a bad template now, not in the first rollout
+            tail = self._after_turn([])  # find a bad template now, not in the first rollout
         except DataError as error:
             raise ConfigError(
                 f"the chat template failed to render a user message and a reply: {error}. Correct the tokenizer's "
@@ -78,11 +76,11 @@ class ChatEncoder:
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """Tokenize a prompt and the assistant's header. If the prompt ends with a partial reply, continue the reply."""
-        return list(self._prompt(json.dumps(messages)))
+        return self._prompt(messages)
 
     def history_ids(self, messages: Messages) -> list[int]:
         """Tokenize complete messages and the header of the next assistant turn."""
-        return list(self._history(json.dumps(messages)))
+        return self._history(messages)
 
     def observation_ids(self, observations: Messages, last_token_id: int, *, ends_turn: bool = True) -> list[int]:
         """Return the tokens between two sampled turns: end-of-turn token, observations, assistant header.
@@ -90,11 +88,11 @@ class ChatEncoder:
         The end-of-turn token is left out if the model sampled it as `last_token_id`. Turns that were cut off or ended
         at a stop string get one, to keep the conversation well formed. With `ends_turn=False`, no turn gets one.
         """
-        token_ids = self._after_turn(json.dumps(observations))
+        token_ids = self._after_turn(observations)
         end_of_turn = last_token_id if ends_turn else self.eos_token_id
         n_end = token_ids.index(end_of_turn) + 1 if end_of_turn in token_ids else 0
         is_end = not self.decode_all(token_ids[: max(0, n_end - 1)]).strip()  # some templates put a space before it
-        return list(token_ids[n_end:] if is_end else token_ids)
+        return token_ids[n_end:] if is_end else token_ids
 
     def conversation_ids(self, messages: Messages) -> tuple[list[int], list[int]]:
         """Return a conversation's tokens and a mask that is 1 in the template's generation blocks."""
@@ -130,20 +128,13 @@ class ChatEncoder:
         """Decode for display, with all special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    def _render_prompt(self, messages: str) -> tuple[int, ...]:
-        prompt = json.loads(messages)
-        self._template.check_written(prompt)
-        return tuple(self.encode(self._template.prompt(prompt)))
+    def _encode_messages(self, render: Callable[[Messages], str], messages: Messages) -> list[int]:
+        self._template.check_written(messages)
+        return self.encode(render(messages))
 
-    def _render_history(self, messages: str) -> tuple[int, ...]:
-        history = json.loads(messages)
-        self._template.check_written(history)
-        return tuple(self.encode(self._template.render(history, adds_header=True)))
-
-    def _render_after_turn(self, observations: str) -> tuple[int, ...]:
+    def _encode_after_turn(self, observations: Messages) -> list[int]:
         """Tokenize everything that the template puts after a sampled turn: render `MARK` as the turn, cut after it."""
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-        messages = [*before, *json.loads(observations)]
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *observations]
         self._template.check_written(messages)
         text = self._template.render(messages, adds_header=True)
         turn, found, tail = text.partition(MARK)
@@ -153,7 +144,7 @@ class ChatEncoder:
                 "the chat template does not show the text of assistant messages, so turns cannot be joined; use a "
                 "template with plain user and assistant turns"
             )
-        return tuple(token_ids)
+        return token_ids
 
 
 def cannot_fit(messages: Messages, max_tokens: int) -> bool:
@@ -163,11 +154,7 @@ def cannot_fit(messages: Messages, max_tokens: int) -> bool:
 
 
 def load_chat_template(config: ChatTemplateConfig) -> str | None:
-    """Return the chat template set in `generator.chat_template`, or None to use the tokenizer's.
-
-    Raises:
-        ConfigError: the template is unknown, or the file cannot be read.
-    """
+    """Return the template of `generator.chat_template`, or None for the tokenizer's. ConfigError if it is missing."""
     name = config.name_or_path
     if name is None:
         return None

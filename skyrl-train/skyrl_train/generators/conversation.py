@@ -222,15 +222,8 @@ class RetokenizedConversation(StepwiseConversation):
         self.rows = [row]
 
 
-MakeConversation = Callable[[Messages], TokenConversation]
-
-
-def conversation_factory(cfg: GeneratorConfig, chat: ChatEncoder) -> MakeConversation:
-    """Return a function that makes the configured kind of conversation from a prompt.
-
-    Raises:
-        ConfigError: `generator.chat_template` has no generation blocks.
-    """
+def conversation_factory(cfg: GeneratorConfig, chat: ChatEncoder) -> Callable[[Messages], TokenConversation]:
+    """Return a function that makes the configured kind of conversation. ConfigError if its template marks no tokens."""
     if cfg.step_wise_trajectories:
         return partial(StepwiseConversation, chat, merges=cfg.merge_stepwise_output)
     if not cfg.use_conversation_multi_turn:

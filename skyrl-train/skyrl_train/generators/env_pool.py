@@ -32,11 +32,8 @@ from skyrl_train.errors import EnvError
 
 logger = logging.getLogger(__name__)
 
-CHECK_S = 0.005
-"""Seconds between checks for late calls. If calls wait longer than this for a thread, more threads start."""
-
-JOIN_S = 2.0
-"""Seconds that `ThreadPool.close` waits for running calls."""
+CHECK_S = 0.005  # interval of checks for late calls. If calls wait longer for a thread, more threads start.
+JOIN_S = 2.0  # maximum wait of `ThreadPool.close` for running calls
 
 
 class EnvTimeout(EnvError):
@@ -66,8 +63,7 @@ class Episode(ABC):
 class CallOwner(Protocol):
     """An object whose methods run in the pool."""
 
-    is_stuck: bool
-    """True if an abandoned call may still be using the object."""
+    is_stuck: bool  # an abandoned call may still be using the object
 
     def close_late(self) -> None:
         """Clean up after an abandoned call has returned. Called in the thread of that call."""
@@ -108,11 +104,7 @@ class ThreadPool:
         self._is_closed = False
 
     async def run(self, function: Callable[[], Any], owner: CallOwner | None = None) -> Any:
-        """Call `function` and return its result. Its errors are raised as `Exception`s.
-
-        Raises:
-            EnvTimeout: the call exceeded its time limit.
-        """
+        """Call `function` and return its result. Raise its error as an `Exception`, or EnvTimeout after the limit."""
         if self._is_closed:
             raise _closed_error()
         if not self._max_threads:
@@ -276,11 +268,9 @@ class _LocalEpisode(Episode):
 
 
 async def await_within(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
-    """Await a coroutine of an environment, an agent, a task or a tool for at most `limit_s` seconds.
+    """Await a coroutine of an environment, an agent, a task or a tool, or raise EnvTimeout after `limit_s` seconds.
 
-    Raises:
-        EnvTimeout: it exceeded the limit.
-        Exception: its own error, see `errors_as_exceptions`.
+    Its own errors become `Exception`s, see `errors_as_exceptions`.
     """
     limit = asyncio.timeout(limit_s)
     try:

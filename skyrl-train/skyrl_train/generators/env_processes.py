@@ -91,11 +91,7 @@ class _Worker(Episode):
 
     @classmethod
     async def start(cls, pool: ProcessEpisodes) -> _Worker:
-        """Start a process.
-
-        Raises:
-            EnvError: it did not start.
-        """
+        """Start a process, or raise EnvError."""
         python = pool.cfg.python or sys.executable
         ours, theirs = socket.socketpair()
         with theirs:
@@ -150,13 +146,8 @@ class _Worker(Episode):
     async def _exchange(self, method: str, args: tuple[Any, ...], limit_s: float | None) -> Any:
         """Send a call and return the environment's answer.
 
-        After a timeout, a crash, an oversized answer or a cancellation, the worker is unhealthy.
-
-        Raises:
-            EnvError: the environment raised an error, or its answer is larger than `MAX_MESSAGE_BYTES`.
-            EnvTimeout: the environment did not answer in time.
-            EnvCrashed: the process ended.
-            TypeError, ValueError: the arguments cannot be encoded as JSON.
+        After a timeout, a crash, an oversized answer or a cancellation, the worker is unhealthy. Arguments that cannot
+        be encoded as JSON raise TypeError or ValueError.
         """
         line = json.dumps([method, *args], default=to_json_value).encode() + b"\n"
         self._has_answered = False

@@ -17,9 +17,6 @@ logger = logging.getLogger(__name__)
 NOT_RETRIED = frozenset({StopReason.PROMPT_TOO_LONG, StopReason.REWARD_UNKNOWN, StopReason.ABORT})
 """Stop reasons of invalid trajectories that a retry would not change."""
 
-FailureKind = tuple[str | None, str]
-"""Stop reason of an invalid rollout, and type of its error."""
-
 
 @dataclass(slots=True)
 class Rollout:
@@ -119,7 +116,7 @@ async def play_until_valid(
     """
     rollouts: dict[int, Rollout] = {}  # by index of the request, as are the trajectories
     trajectories: dict[int, Trajectory] = {}
-    shown: set[FailureKind] = set()
+    shown: set[tuple[str | None, str]] = set()
     to_play: Sequence[int] = range(len(requests))
     for attempt in range(n_retries + 1):
         played = {i: Rollout(requests[i], metadata.seed, attempt) for i in to_play}
@@ -134,9 +131,9 @@ async def play_until_valid(
     return list(trajectories.values())
 
 
-def _warn(failed: Sequence[Rollout], n_rollouts: int, outcome: str, shown: set[FailureKind]) -> None:
-    """Log one warning per kind of failure, with the first traceback unless the kind is in `shown`."""
-    kinds: dict[FailureKind, list[Rollout]] = {}
+def _warn(failed: Sequence[Rollout], n_rollouts: int, outcome: str, shown: set[tuple[str | None, str]]) -> None:
+    """Log one warning per stop reason and type of error, with the first traceback unless the kind is in `shown`."""
+    kinds: dict[tuple[str | None, str], list[Rollout]] = {}
     for rollout in failed:
         kinds.setdefault((rollout.stop_reason, type(rollout.cause).__name__), []).append(rollout)
     for kind, alike in kinds.items():

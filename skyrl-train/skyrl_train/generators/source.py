@@ -59,9 +59,7 @@ class Rollouts:
     async def take(self, step: int) -> StepData:
         """Return a step's data. An error leaves the position unchanged.
 
-        Raises:
-            EnvError: a batch has no trajectory to train on.
-            DataError: dynamic sampling did not find enough groups.
+        Raise EnvError if a batch has no trajectory to train on, and DataError if dynamic sampling lacks groups.
         """
         position = self._prompts.state_dict()
         try:
@@ -206,10 +204,7 @@ class BufferedRollouts(Rollouts):
     async def take(self, step: int) -> StepData:
         """Wait for the oldest rollouts and return the step's data, with `async/*` metrics of its staleness.
 
-        Raises:
-            EnvError: a batch has no trajectory to train on.
-            DataError: dynamic sampling did not find enough groups.
-            Exception: the generator failed on this batch or a later one.
+        Raises as `Rollouts.take` does, or an error of the generator on this batch or a later one.
         """
         n_complete = sum(batch.rollouts.done() for batch in self._batches)
         self._n_taken = 0

@@ -213,14 +213,10 @@ class EngineSetup:
 
     cfg: SkyRLConfig
     tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel | None = None
-    """The policy, for the embedded engine."""
-    usable_bytes: int = 0
-    """Memory for everything that the engine holds, its own weights included."""
-    total_bytes: int = 1
-    """Memory of the device."""
-    executor: ThreadPoolExecutor | None = None
-    """The thread that computes, or None if the engine has the process to itself."""
+    model: PreTrainedModel | None = None  # the policy, for the embedded engine
+    usable_bytes: int = 0  # memory for everything that the engine holds, its own weights included
+    total_bytes: int = 1  # memory of the device
+    executor: ThreadPoolExecutor | None = None  # the thread that computes, or None if the process is the engine's
 
 
 def weight_folder(cfg: SkyRLConfig) -> Path:

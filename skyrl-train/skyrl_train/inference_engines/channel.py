@@ -64,8 +64,7 @@ def encode(messages: list[Message]) -> bytes:
         payload = pickle.dumps(messages, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise EngineError(f"a message cannot be pickled: {error}") from error
-    _check_size(len(payload))
-    return _HEADER.pack(len(payload)) + payload
+    return _HEADER.pack(_check_size(len(payload))) + payload
 
 
 def receive_blocking(sock: socket.socket) -> list[Message]:
@@ -75,7 +74,7 @@ def receive_blocking(sock: socket.socket) -> list[Message]:
     """
     with sock.makefile("rb") as file:
         header = file.read(_HEADER.size)
-        payload = file.read(_payload_size(header)) if len(header) == _HEADER.size else b""
+        payload = file.read(_check_size(*_HEADER.unpack(header))) if len(header) == _HEADER.size else b""
     try:
         messages: list[Message] = pickle.loads(payload)
     except pickle.UnpicklingError as error:
@@ -104,14 +103,10 @@ class Channel:
         self._wake.set()
 
     async def receive(self) -> list[Message] | None:
-        """Return the messages of the next frame, or None if the connection has ended.
-
-        Raises:
-            EngineError: the frame is too large.
-        """
+        """Return the messages of the next frame, or None if the connection ended. EngineError if it is too large."""
         await asyncio.sleep(0)  # let other tasks run even if the next frame has already arrived
         header = await receive_exactly(self._sock, _HEADER.size)
-        payload = header and await receive_exactly(self._sock, _payload_size(header))
+        payload = header and await receive_exactly(self._sock, _check_size(*_HEADER.unpack(header)))
         return pickle.loads(payload) if payload else None
 
     def finish(self) -> None:
@@ -169,14 +164,9 @@ async def receive_exactly(sock: socket.socket, size: int) -> bytearray | None:
     return received
 
 
-def _payload_size(header: bytes | bytearray) -> int:
-    size: int = _HEADER.unpack(header)[0]
-    _check_size(size)
-    return size
-
-
-def _check_size(size: int) -> None:
+def _check_size(size: int) -> int:
     if size > MAX_FRAME_BYTES:
         raise EngineError(
             f"a message of {size:,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}; send fewer requests in one call"
         )
+    return size

@@ -114,20 +114,17 @@ class EngineClient:
 
     async def _generate(self, index: int, requests: Sequence[EngineRequest]) -> list[EngineResult]:
         n_aborts = [self._n_aborts(request) for request in requests]
-        results, rows = [ABORTED] * len(requests), list(range(len(requests)))
+        rows = list(range(len(requests)))
+        results: dict[int, EngineResult] = {}
         with self._running(index, len(requests)):
-            while rows:
+            while rows and not results:
                 engine = self._engines[index]
                 try:
-                    found = await engine.generate([requests[row] for row in rows])
+                    results = dict(zip(rows, await engine.generate([requests[row] for row in rows]), strict=True))
                 except EngineError as error:
                     await self._recover(index, engine, error)
                     rows = [row for row in rows if self._n_aborts(requests[row]) == n_aborts[row]]
-                    continue
-                for row, result in zip(rows, found, strict=True):
-                    results[row] = result
-                break
-        return results
+        return [results.get(row, ABORTED) for row in range(len(requests))]
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
         await self._prepare()
@@ -144,10 +141,9 @@ class EngineClient:
                                 raise EngineError(
                                     "an engine was lost after it had streamed tokens of earlier weights; retry it"
                                 )
-                            n_streamed += n_old
                             new = replace(chunk, token_ids=chunk.token_ids[n_old:], logprobs=chunk.logprobs[n_old:])
                             received += new.token_ids
-                            n_streamed += len(new.token_ids)
+                            n_streamed += len(chunk.token_ids)
                             if new.token_ids or new.result is not None:
                                 yield new
                     return

@@ -30,11 +30,8 @@ class HTTPEngine(AsyncEngine):
     checked every `HEALTH_INTERVAL_S`.
     """
 
-    GENERATE: ClassVar[str]
-    """Server path that generates responses."""
-
-    HEALTH: ClassVar[str] = "/health"
-    """Server path that answers as long as the server's backend is alive."""
+    GENERATE: ClassVar[str]  # server path that generates responses
+    HEALTH: ClassVar[str] = "/health"  # server path that answers as long as the server's backend is alive
 
     def __init__(self, url: str, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase) -> None:
         """Create the client of the server at `url`."""
@@ -129,14 +126,10 @@ class HTTPEngine(AsyncEngine):
         await self._http.aclose()
 
 
-def call_server(url: str, method: str, path: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **options: Any) -> Any:
-    """Call a server. Return the JSON of its answer, if any. Blocks.
-
-    Raises:
-        EngineError: the server does not answer in time, or answers with an error.
-    """
+def call_server(url: str, method: str, path: str, **options: Any) -> Any:
+    """Call a server and return the JSON of its answer, if any. EngineError if it fails or is late. Blocks."""
+    timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     try:
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:
             response = client.request(method, path, **options)
     except httpx.HTTPError as error:

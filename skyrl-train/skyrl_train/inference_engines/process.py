@@ -57,10 +57,7 @@ class ServerProcess:
     def connect(
         self, make_engine: Callable[[], InferenceEngine], *, is_owner: bool = False, start_timeout_s: float = 600.0
     ) -> RemoteEngine:
-        """Make a new engine in this process. Blocks.
-
-        With `is_owner`, closing the engine also closes the process.
-        """
+        """Make a new engine in this process. With `is_owner`, closing the engine also closes the process. Blocks."""
         end_process = self.close if is_owner else None
         return RemoteEngine(
             self.address, self.token, make_engine, self.describe_end, end_process, start_timeout_s=start_timeout_s

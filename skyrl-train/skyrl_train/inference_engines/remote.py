@@ -61,11 +61,8 @@ class RemoteClient:
     fail.
     """
 
-    ATTRIBUTES: ClassVar[tuple[str, ...]] = ()
-    """Attributes of the object that are copied to the client."""
-
-    SLOW_START_ADVICE: ClassVar[str] = ""
-    """End of the error message if the object is not ready in time."""
+    ATTRIBUTES: ClassVar[tuple[str, ...]] = ()  # attributes of the object that are copied to the client
+    SLOW_START_ADVICE: ClassVar[str] = ""  # end of the error message if the object is not ready in time
 
     def __init__(
         self,
@@ -77,7 +74,7 @@ class RemoteClient:
         *,
         start_timeout_s: float = 600.0,
     ) -> None:
-        """Connect to `serve`, let it make the object, and wait until it is ready. Blocks.
+        """Connect to `serve`, let it make the object, and wait until it is ready. Blocks. Raises any error of `make`.
 
         Args:
             make: pickled and called in the other process. Pickled by value if it is defined in `__main__`. None for
@@ -87,7 +84,6 @@ class RemoteClient:
 
         Raises:
             EngineError: the token is wrong, the process ended, or the object was not ready in time.
-            Exception: any error of `make`.
         """
         try:
             pickled = None if make is None else cloudpickle.dumps(make)  # by value, with what it uses from `__main__`

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from skyrl_train.inference_engines.base import SamplingParams
 
 CHUNK = 512  # vocabulary tokens per partial sum in the search
 CPU_BLOCK = 1 << 18  # logits per pass over all rows on a CPU: 1 MiB, so that they stay in the cache
+CHUNK_LOGITS = 1 << 24  # maximum logits in memory at once: 64 MiB
 CANDIDATES = 1024  # number of most likely tokens to try first for top-p, usually enough
 
 
@@ -46,6 +47,15 @@ class SampledToken(NamedTuple):
     sampling_logprob: float | None = None  # after penalties and truncation, if any
     raw_logprob: float | None = None  # at temperature 1, on request
     top_logprobs: dict[int, float] | None = None  # on request
+
+
+def choose_in_chunks(
+    draws: Sequence[Draw], n_tokens: int, compute_logits: Callable[[slice], torch.Tensor]
+) -> list[SampledToken]:
+    """Sample one token per row, `CHUNK_LOGITS` logits at a time. `compute_logits` returns those of a slice (b, V)."""
+    n_rows = max(1, CHUNK_LOGITS // n_tokens)
+    chunks = [slice(i, i + n_rows) for i in range(0, len(draws), n_rows)]
+    return [choice for rows in chunks for choice in choose_tokens(compute_logits(rows), draws[rows])]
 
 
 def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken]:

@@ -57,12 +57,6 @@ class EngineFacts(NamedTuple):
     can_sleep: bool = False  # the backend can release its memory
     dtype: str | None = None  # of the weights, e.g. "bfloat16", if known
 
-    @property
-    def weight_dtype(self) -> torch.dtype | None:
-        """Dtype of the weights, if known."""
-        dtype: torch.dtype | None = getattr(torch, self.dtype or "", None)
-        return dtype
-
 
 class EngineThread:
     """The thread in which an engine computes: a thread of the engine, or the trainer's."""
@@ -94,7 +88,8 @@ class SteppedEngine(ABC, Generic[S]):
     """Base class of engines with everything in `InferenceEngine` except running the model."""
 
     def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
-        self.info = EngineInfo(facts.context_length, facts.context_length, facts.weight_dtype)
+        weight_dtype = getattr(torch, facts.dtype or "", None)  # None for "auto"
+        self.info = EngineInfo(facts.context_length, facts.context_length, weight_dtype)
         self._facts = facts
         self._eos_ids = frozenset(facts.eos_ids)
         self._tokenizer = tokenizer

@@ -47,8 +47,7 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     - Text parts are joined to one string, because templates disagree on parts. Qwen3's template ignores them.
     - A thought is copied to every field that a template may read, but not to `thinking` if there are content and calls.
 
-    Raises:
-        DataError: a message has an image, a video or audio.
+    Raise DataError for an image, a video or audio.
     """
     return [_prepare_message(message, index) for index, message in enumerate(messages)]
 
@@ -103,11 +102,7 @@ class CallForm:
     content_is_null: bool  # the same templates write calls only if the content is null
 
     def write(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return prepared messages in this form.
-
-        Raises:
-            DataError: a message has both content and calls, but the template writes only one of them.
-        """
+        """Return prepared messages in this form. DataError for content with calls, if it writes only one of them."""
         written = []
         for index, message in enumerate(messages):
             copy = dict(message)

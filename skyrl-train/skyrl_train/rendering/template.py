@@ -38,14 +38,6 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class RenderedTurn:
-    """An assistant turn: the prompt that the model reads, and the answer that it learns to write."""
-
-    prompt: str
-    answer: str
-
-
-@dataclass(frozen=True, slots=True)
 class SplitContent:
     """An assistant message, split into thought and answer."""
 
@@ -135,17 +127,14 @@ class ChatTemplate:
     def render(self, messages: Messages, tools: Sequence[Any] | None = None, *, adds_header: bool) -> str:
         """Return the text of a conversation, with the header of the next assistant's turn if `adds_header`.
 
-        Raises:
-            DataError: a message has an image, a video or audio, or the template rejects the messages or does not write
-                their tool calls.
+        Raises as `prepare` does, or DataError if the template rejects the messages.
         """
         return self._apply(self.prepare(messages, tools), tools, adds_header=adds_header)
 
     def prepare(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[dict[str, Any]]:
         """Return messages in the form that this template reads: `prepare_messages`, with calls in its `CallForm`.
 
-        Raises:
-            DataError: a message has an image, a video or audio, or the template does not write tool calls.
+        Raise DataError for an image, a video or audio, or if the template does not write tool calls.
         """
         prepared = prepare_messages(messages)
         index = next((i for i, message in enumerate(prepared) if message.get("tool_calls")), None)
@@ -199,10 +188,7 @@ class ChatTemplate:
 
         If the last message is from the assistant, it is the start of the reply, and the model continues its content. A
         thought in a field or between tags is complete, but if the content opens a thought without closing it, the model
-        continues the thought.
-
-        Raises:
-            DataError: the last message has tool calls, so it cannot be continued, or the template does not write it.
+        continues the thought. Raise DataError if the last message has tool calls, so it cannot be continued.
         """
         if messages[-1]["role"] != "assistant":
             return self.render(messages, tools, adds_header=True)
@@ -225,13 +211,11 @@ class ChatTemplate:
 
     def turn(
         self, messages: Messages, index: int, tools: Sequence[Any] | None = None, start: Mapping[str, Any] | None = None
-    ) -> RenderedTurn:
-        """Return the prompt and the answer of the assistant message at `index`.
+    ) -> tuple[str, str]:
+        """Return the prompt that the model reads, and the assistant message at `index` as the answer that it writes.
 
-        `start` is an assistant message with the start of that answer, which then belongs to the prompt.
-
-        Raises:
-            DataError: the template does not write a part of the message, or does not write it after the header.
+        `start` is an assistant message with the start of that answer, which then belongs to the prompt. Raise DataError
+        if the template does not write a part of the message, or does not write it after the header.
         """
         past = list(messages[:index])
         header, reply = self._render_reply(past, prepare_messages([messages[index]])[0], tools)
@@ -242,7 +226,7 @@ class ChatTemplate:
                 f"the chat template renders the begun reply ({prompt[-40:]!r}) differently from the whole message "
                 f"{index}; write the whole answer as the response"
             )
-        return RenderedTurn(prompt, text[len(prompt) :])
+        return prompt, text[len(prompt) :]
 
     def _render_reply(self, past: Messages, message: Mapping[str, Any], tools: Sequence[Any] | None) -> tuple[str, str]:
         """Return the generation prompt, and a prepared message as the reply that continues it.
@@ -346,11 +330,8 @@ class ChatTemplate:
         """Return the thought and the answer of a prepared message.
 
         If the content has only a closing tag, it starts with a thought. R1-style models write such replies, because
-        their header has the opening tag.
-
-        Raises:
-            DataError: the content opens a thought and does not close it, has text before its thought or a second tag,
-                or a field has another thought.
+        their header has the opening tag. Raise DataError if the tags are not one pair at the start, or if a field has
+        another thought.
         """
         content = str(message["content"] or "")
         for opening, closing in self._thought_tags.items():

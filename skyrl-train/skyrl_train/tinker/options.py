@@ -88,11 +88,7 @@ Options = TypeVar("Options", bound=TinkerOptions)
 
 
 def parse_options(options_class: type[Options], argv: Sequence[str] | None, description: str) -> Options:
-    """Parse `--option value …`, by default from the process's arguments. Options without a default are required.
-
-    Raises:
-        ConfigError: values do not fit.
-    """
+    """Parse `--option value …`, by default from the process's arguments. ConfigError if values do not fit."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     types = get_type_hints(options_class)
     for field in (field for field in fields(options_class) if field.init):

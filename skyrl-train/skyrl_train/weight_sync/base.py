@@ -1,26 +1,11 @@
 """The plan of a weight sync, and the receipt that each end returns."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal, NamedTuple
 
 from skyrl_train.types.specs import SyncKind, TensorSpec
 
 Transport = Literal["shared", "shared_memory", "gloo", "nccl", "cuda_ipc", "auto"]
-
-
-def split_into_chunks(specs: Sequence[TensorSpec], chunk_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Split tensors, in order, into chunks of at most `chunk_bytes`. A larger tensor gets a chunk to itself."""
-    chunks: list[list[TensorSpec]] = []
-    size = 0
-    for spec in specs:
-        if not chunks or size + spec.n_bytes > chunk_bytes:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(spec)
-        size += spec.n_bytes
-    return tuple(tuple(chunk) for chunk in chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +25,7 @@ class SyncPlan:
     version: int
     transport: Transport
     address: str  # "host:port" where the sender listens, or for `shared` the key of the references
-    chunks: tuple[tuple[TensorSpec, ...], ...] = ()  # the tensors in order
+    specs: tuple[TensorSpec, ...] = ()  # the tensors in order
     n_receivers: int = 1
     rank: int = 0  # 0 sends, 1 … n_receivers receive
     timeout_s: float = 300.0
@@ -50,11 +35,6 @@ class SyncPlan:
     tracks_changes: bool = False  # the sender keeps a copy of what it sends, so the next plan can send changes
     base_version: int | None = None  # send each tensor as its changes since this version, if that is shorter
     names: tuple[str, ...] = ()  # names of sender and receivers, for error messages
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        """The tensors in order."""
-        return list(chain.from_iterable(self.chunks))
 
     def name(self, rank: int) -> str:
         """Return the name of the sender (rank 0) or of a receiver."""

@@ -41,15 +41,14 @@ class WeightMirror:
         """Merge adapters on `device`, the CPU by default."""
         self.device = device or torch.device("cpu")
         self._peers = peers
-        self._specs: list[TensorSpec] = []
+        self._specs: tuple[TensorSpec, ...] = ()
         self.version: int | None = None  # version of all tensors, None while they are incomplete
         self.tensors: dict[str, torch.Tensor] = {}
 
     def prepare(self, plan: SyncPlan) -> dict[str, torch.Tensor]:
         """Return the tensors to receive a plan into, none if no later plan will need them.
 
-        Raises:
-            SyncError: the plan continues from weights that were not received.
+        Raise SyncError if the plan continues from weights that were not received.
         """
         held, self.version = self.version, None
         if plan.kind == "factors" or plan.base_version is not None:
@@ -60,7 +59,7 @@ class WeightMirror:
                     "the others; send all of them first"
                 )
         elif plan.transport == "shared" or (plan.kind == "full" and not plan.tracks_changes):
-            self._specs, self.tensors = [], {}
+            self._specs, self.tensors = (), {}
         elif plan.specs != self._specs:
             self._specs, self.tensors = plan.specs, {}  # drop the old ones first: there may not be memory for both
             memory = allocate_host_memory(sum(pad_size(spec.n_bytes) for spec in plan.specs), self._peers)

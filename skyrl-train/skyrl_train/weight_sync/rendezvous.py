@@ -75,10 +75,8 @@ class SenderEndpoint:
     def gather(self, stage: str, deadline: float | None = None) -> dict[int, Any]:
         """Return the next message of every receiver, by rank. `stage` completes "did not …" in error messages.
 
-        `deadline` is the `time.monotonic()` value to give up at. Defaults to the plan's timeout from now.
-
-        Raises:
-            SyncError: an end has failed, or a receiver sent nothing in time.
+        Raise SyncError if an end has failed, or a receiver has sent nothing until `deadline`, a value of
+        `time.monotonic()`. Defaults to the plan's timeout from now.
         """
         deadline = deadline or time.monotonic() + self._plan.timeout_s
         while missing := [rank for rank in self._receivers if not self._messages(rank)]:
@@ -165,11 +163,7 @@ class ReceiverEndpoint:
         self._connection.send(kind, message)
 
     def receive(self, stage: str) -> Any:
-        """Return the next message of the sender.
-
-        Raises:
-            SyncError: the sender has failed, or sent nothing in time. `stage` completes "did not …".
-        """
+        """Return the sender's next message, or raise SyncError as `SenderEndpoint.gather` does."""
         deadline = time.monotonic() + self._plan.timeout_s + GRACE_S
         while not self._connection.messages:
             if (left_s := deadline - time.monotonic()) <= 0:
@@ -178,11 +172,7 @@ class ReceiverEndpoint:
         return self._connection.messages.popleft()
 
     def check(self, stage: str, timeout_s: float = 0) -> None:
-        """Wait up to `timeout_s` for data and split it into messages.
-
-        Raises:
-            SyncError: the sender has failed or ended. `stage` completes "ended before it could …".
-        """
+        """Wait up to `timeout_s` for data and split it into messages. SyncError if the sender has failed or ended."""
         self._connection.sock.settimeout(timeout_s)
         for line in self._connection.read():
             kind, value = json.loads(line)
@@ -206,8 +196,7 @@ class ReceiverEndpoint:
 def call_off(plan: SyncPlan, reason: BaseException, failed: Sequence[int] = ()) -> bool:
     """Inform the sender that an end failed, perhaps before it connected, and which receivers have `failed`.
 
-    Returns:
-        False if the sender is not listening.
+    Return False if the sender is not listening.
     """
     try:
         with _connect(plan, CALL_OFF_TIMEOUT_S) as sock:

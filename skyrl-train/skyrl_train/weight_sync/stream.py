@@ -70,11 +70,7 @@ class StreamWriter:
     """The sender's end. With `cuda_ipc`, every rank of the model has one, and all ranks make the same calls."""
 
     def __init__(self, plan: SyncPlan) -> None:
-        """Wait until every receiver has connected.
-
-        Raises:
-            SyncError: a receiver is missing, or cannot be reached through `plan.transport`.
-        """
+        """Wait until every receiver has connected. SyncError if one is missing or `plan.transport` cannot reach it."""
         self._plan = plan
         self._device = stream_device(plan)
         self._size = slot_bytes(plan)
@@ -243,11 +239,7 @@ class StreamReader:
     """A receiver's end."""
 
     def __init__(self, plan: SyncPlan) -> None:
-        """Connect to the sender.
-
-        Raises:
-            SyncError: the sender is missing.
-        """
+        """Connect to the sender. SyncError if it is missing."""
         self._plan = plan
         self.device = stream_device(plan)
         self._group: Any = None
@@ -346,11 +338,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def process_group(plan: SyncPlan, store: dist.TCPStore, remote: Sequence[int], device: torch.device) -> Any:
-    """Connect the sender with its remote receivers. Each of these ends calls this.
-
-    Raises:
-        SyncError: an end did not connect in time.
-    """
+    """Connect the sender with its remote receivers. Each end calls this. SyncError if one does not in time."""
     ranks = [0, *remote]
     rank, timeout = ranks.index(plan.rank), timedelta(seconds=plan.timeout_s)
     if device.type == "cpu":

@@ -13,7 +13,7 @@ import torch
 from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.types import Metrics
 from skyrl_train.types.specs import SyncKind, TensorSpec
-from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport, split_into_chunks
+from skyrl_train.weight_sync.base import Receipt, SyncPlan, Transport
 from skyrl_train.weight_sync.rendezvous import LINGER_S, MAX_POLL_S, call_off
 from skyrl_train.weight_sync.stream import N_SLOTS
 from skyrl_train.weight_sync.transfer import SHARED
@@ -72,9 +72,7 @@ class WeightSync:
         """Connect a source to its sinks, by name.
 
         Args:
-            source: the model that sends.
             sinks: the holders of copies. `transport="shared"` needs all of them in this process.
-            options: settings of every sync.
             find_address: returns a free "host:port" where the source's rank 0 can listen, by default on this machine.
             kind: `full` sends merged weights. If the source has an adapter, `adapter` is for sinks that also have it,
                 and `factors` for sinks with a `WeightMirror`. The base is sent before the factors if a sink lacks it.
@@ -85,7 +83,7 @@ class WeightSync:
         self._source = source
         self._sinks = dict(sinks)
         self._options = options
-        self._find_address = find_address or _local_address
+        self._find_address = find_address
         self._kind: SyncKind = kind
         self._dtype = dtype
         self._holding_devices = holding_devices
@@ -198,8 +196,8 @@ class WeightSync:
         return SyncPlan(
             version,
             options.transport,
-            await self._find_address(),
-            split_into_chunks(specs, options.chunk_bytes),
+            f"127.0.0.1:{free_port()}" if self._find_address is None else await self._find_address(),
+            tuple(specs),
             n_receivers=len(names) - 1,
             timeout_s=options.timeout_s,
             kind=kind,
@@ -219,10 +217,6 @@ async def _end_sender(
     while not sending.done() and time.monotonic() < deadline:
         is_listening = await asyncio.to_thread(call_off, plan, reason, failed)
         await asyncio.wait([sending], timeout=LINGER_S if is_listening else MAX_POLL_S)
-
-
-async def _local_address() -> str:
-    return f"127.0.0.1:{free_port()}"
 
 
 def free_port(host: str = "127.0.0.1") -> int:

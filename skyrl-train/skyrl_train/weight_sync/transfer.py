@@ -96,10 +96,8 @@ def send(
 
     Iterating over `tensors` gathers them from all ranks, so every rank iterates to the end, even after an error. Only
     rank 0 sends. With `cuda_ipc`, all ranks write the stream, each into memory of its GPU. A plan that `tracks_changes`
-    needs the `sent_weights` of the previous call, and updates them.
-
-    Raises:
-        SyncError: the model's tensors differ from the plan, or a receiver failed or did not answer in time.
+    needs the `sent_weights` of the previous call, and updates them. Raise SyncError if the tensors differ from the
+    plan, or a receiver fails or does not answer in time.
     """
     if plan.transport == "shared":
         SHARED[plan.address] = list(tensors)
@@ -166,8 +164,7 @@ class Receiver:
     Each tensor is valid until the next one.
     """
 
-    receipt: Receipt
-    """Set after the last tensor."""
+    receipt: Receipt  # set after the last tensor
 
     def __init__(self, plan: SyncPlan, into: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write tensors straight `into` the receiver's tensors of the same name, shape and dtype, and yield these.
@@ -179,11 +176,7 @@ class Receiver:
         self._into = into or {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the plan.
-
-        Raises:
-            SyncError: the sender failed, or did not answer in time.
-        """
+        """Yield the tensors of the plan. SyncError if the sender fails or does not answer in time."""
         plan = self._plan
         if plan.transport == "shared":
             yield from SHARED[plan.address]

@@ -32,7 +32,7 @@ def model_of(engine: VLLMEngine) -> torch.nn.Module:
 
 
 async def test_both_engines_sample_the_same_tokens(kit: EngineKit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyrl_train.inference_engines.vllm.sampler.CHUNK_LOGITS", 2 * len(kit.tokenizer))
+    monkeypatch.setattr("skyrl_train.inference_engines.sampling.CHUNK_LOGITS", 2 * len(kit.tokenizer))
     shapes: list[dict[str, Any]] = [{}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 9, "frequency_penalty": 0.4}]
     requests = [kit.request(10 + 30 * i, 40, seed=i, **shapes[i % 3]) for i in range(9)]
     embedded = PackedEngine(

@@ -341,15 +341,13 @@ def hidden_states(
     last_only: bool = False,
     plan_runs: PlanRuns = join_neighbors,
 ) -> torch.Tensor:
-    """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys and values.
-
-    If the memory has room for experts, the chosen experts are stored, too.
+    """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys, values and experts.
 
     `last_only` returns only the states of each row's last token (n rows, H). Rows are in the order of their regions.
     """
     new_ids = [row.sequence.token_ids[row.n_before :][: row.n_new] for row in rows]
     input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)
-    records = memory.expert_shape is not None  # of all tokens, in every layer
+    records = memory.expert_shape is not None  # the experts of all tokens, in every layer
     narrows = not records and last_only and len(rows) <= MAX_SHARE * len(input_ids) and is_narrow(model)
     cache = PackedCache(memory, rows, model.device, plan_runs, narrows=narrows)
     recording = Routers.of(model).recording(cache.store_experts) if records else nullcontext()

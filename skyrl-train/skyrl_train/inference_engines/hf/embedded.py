@@ -11,15 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
-from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens
+from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_in_chunks
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
 from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread, MemoryPart, SteppedEngine
 from skyrl_train.models.logprobs import lm_head_logits, scaled_logits
 from skyrl_train.models.lora import trained_parameters
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
-
-CHUNK_LOGITS = 1 << 24  # logits in memory at once: 64 MiB
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +37,7 @@ class EmbeddedEngine(SteppedEngine[S]):
     """
 
     sequence_type: type[S]
-    unit = 1
-    """Tokens by which the memory of a sequence grows."""
+    unit = 1  # tokens by which the memory of a sequence grows
 
     def __init__(
         self,
@@ -59,11 +56,7 @@ class EmbeddedEngine(SteppedEngine[S]):
 
         The model runs in the single thread of `executor`. By default, the engine starts a thread. With `owns_model`,
         the weights move to host memory while the engine sleeps. With `records_experts`, results include the
-        experts chosen for each token.
-
-        Raises:
-            ConfigError: `records_experts` is set, but the model has no experts.
-            EngineError: the engine cannot run the model.
+        experts chosen for each token. Raise ConfigError if it has none, and EngineError if it cannot be run.
         """
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None
         config, eos_ids = model.config.get_text_config(), all_eos_ids(ids, tokenizer.eos_token_id)
@@ -87,10 +80,7 @@ class EmbeddedEngine(SteppedEngine[S]):
 
     @abstractmethod
     def _probe(self) -> tuple[int, int]:
-        """Return the bytes of cache for each sequence and for each of its tokens.
-
-        Run a few tokens first, and raise EngineError if their hidden states are wrong.
-        """
+        """Test the model on a few tokens, or raise EngineError. Return bytes of cache per sequence and per token."""
 
     @abstractmethod
     def _create_cache(self, n_tokens: int) -> None:
@@ -167,12 +157,7 @@ class EmbeddedEngine(SteppedEngine[S]):
 
     def _choose_tokens(self, states: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken]:
         """Sample the token after each hidden state (b, H)."""
-        n_rows = self._head.max_rows
-        return [
-            choice
-            for i in range(0, len(draws), n_rows)
-            for choice in choose_tokens(self._head.logits(states[i : i + n_rows]), draws[i : i + n_rows])
-        ]
+        return choose_in_chunks(draws, self._head.n_tokens, lambda rows: self._head.logits(states[rows]))
 
 
 class Head:
@@ -184,13 +169,8 @@ class Head:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._n_tokens = model.get_output_embeddings().weight.shape[0]
+        self.n_tokens: int = model.get_output_embeddings().weight.shape[0]
         self._memory: torch.Tensor | None = None
-
-    @property
-    def max_rows(self) -> int:
-        """Maximum number of rows to compute at once."""
-        return max(1, CHUNK_LOGITS // self._n_tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits (b, V) of hidden states (b, H), valid until the next call. Callers may change them."""
@@ -199,7 +179,7 @@ class Head:
         if not is_plain or hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
             return lm_head_logits(self._model, hidden)
         if self._memory is None or len(self._memory) < len(hidden):
-            self._memory = hidden.new_empty(len(hidden), self._n_tokens)
+            self._memory = hidden.new_empty(len(hidden), self.n_tokens)
         out = self._memory[: len(hidden)]
         torch.mm(hidden, head.weight.t(), out=out)
         return scaled_logits(self._model, out)

@@ -10,9 +10,9 @@ import torch
 
 from skyrl_train.inference_engines.hf.attention import hidden_states
 from skyrl_train.inference_engines.hf.embedded import EmbeddedEngine
-from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
+from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy, KVMemory
 from skyrl_train.inference_engines.hf.region_table import RegionTable
-from skyrl_train.inference_engines.hf.scheduler import CachedSequence, EngineStep, Scheduler
+from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row, Scheduler
 from skyrl_train.inference_engines.hf.support import check_supported
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.models.loading import autocast
@@ -50,9 +50,9 @@ class PackedEngine(EmbeddedEngine[CachedSequence]):
         self._table.end_session(session_id)
 
     async def _step(self) -> None:
-        step = self._queue.next_step()
-        choices = iter(await self._thread.run(self._forward, step))
-        for row in step.rows:
+        copies, rows = self._queue.next_step()
+        choices = iter(await self._thread.run(self._forward, copies, rows))
+        for row in rows:
             is_complete = row.is_complete
             row.region.n_cached += row.n_new
             if is_complete:
@@ -72,12 +72,12 @@ class PackedEngine(EmbeddedEngine[CachedSequence]):
         self._memory.release()
 
     @torch.inference_mode()
-    def _forward(self, step: EngineStep) -> list[SampledToken]:
+    def _forward(self, copies: list[Copy], rows: list[Row]) -> list[SampledToken]:
         """Run one forward pass, and return the next tokens of the complete rows, in order."""
-        self._memory.copy(step.copies)
+        self._memory.copy(copies)
         device = self._model.device
-        is_complete = torch.tensor([row.is_complete for row in step.rows], device=device)
+        is_complete = torch.tensor([row.is_complete for row in rows], device=device)
         with autocast(device, self._bf16):
-            states = hidden_states(self._model, self._memory, step.rows, last_only=True)[is_complete]  # (b, H)
-            draws = [row.sequence.draw for row in step.rows if row.is_complete]
+            states = hidden_states(self._model, self._memory, rows, last_only=True)[is_complete]  # (b, H)
+            draws = [row.sequence.draw for row in rows if row.is_complete]
             return self._choose_tokens(states, draws)

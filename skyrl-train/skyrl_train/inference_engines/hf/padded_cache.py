@@ -42,11 +42,8 @@ KNOWN_LAYERS = (
 )
 """Layers whose whole state is in the tensors below."""
 
-BY_TOKEN = ("keys", "values", "indexer_keys")
-"""Tensors (b, …, tokens, d) of a layer."""
-
-BY_ROW = ("conv_states", "recurrent_states")
-"""Dicts of tensors (b, …) of a layer."""
+BY_TOKEN = ("keys", "values", "indexer_keys")  # tensors (b, …, tokens, d) of a layer
+BY_ROW = ("conv_states", "recurrent_states")  # dicts of tensors (b, …) of a layer
 
 
 class PaddedCache:
@@ -68,11 +65,7 @@ class PaddedCache:
         return sum(states.nbytes for layer in self._layers() for _, _, states in _tensors(layer))
 
     def read(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Read new tokens of all rows, the same number of each if the cache is not empty.
-
-        Returns:
-            (b, H) hidden states of the last tokens.
-        """
+        """Read new tokens of all rows, equally many if the cache is not empty. Return the last hidden states (b, H)."""
         device, n_new = self._model.device, max(map(len, rows))
         n_before = self.lengths or [0] * len(rows)
         lengths = [before + len(row) for before, row in zip(n_before, rows, strict=True)]

@@ -51,7 +51,7 @@ class RegionTable:
         self._extents = Extents(self.size)
         self._idle: OrderedDict[Region, None] = OrderedDict()  # least recently used first
         self._sessions: dict[str, Region] = {}  # idle regions, by session
-        self._busy: dict[str, dict[Region, None]] = {}  # regions in use, by session
+        self._busy: set[Region] = set()  # regions in use
         self._by_prefix: dict[int, dict[Region, None]] = {}  # regions by hashes of their prefixes
         self._copies: dict[Region, Copy] = {}  # pending copies, by target
 
@@ -79,8 +79,7 @@ class RegionTable:
         if source is not None:
             self._copies[region] = Copy(source.start, start, n_common)
         self._index(region, keys())
-        if session_id is not None:
-            self._busy.setdefault(session_id, {})[region] = None
+        self._busy.add(region)
         return region
 
     def grow(self, region: Region, n_tokens: int, n_max: int) -> bool:
@@ -99,7 +98,7 @@ class RegionTable:
         if region.n_cached == 0 or region.is_ended or session_id in self._sessions:
             self.free(region)
             return
-        self._forget_busy(region)
+        self._busy.remove(region)
         region.token_ids = region.token_ids[: region.n_cached]
         self._idle[region] = None
         if session_id is not None:
@@ -111,12 +110,12 @@ class RegionTable:
         """Free the regions of a session: the idle one now, regions in use when they are given back."""
         if region := self._sessions.get(session_id):
             self.free(region)
-        for region in self._busy.get(session_id, ()):
-            region.is_ended = True
+        for region in self._busy:
+            region.is_ended = region.is_ended or region.session_id == session_id
 
     def free(self, region: Region) -> None:
         """Free a region and forget its tokens."""
-        self._forget_busy(region)
+        self._busy.discard(region)
         self._leave_idle(region)
         self._unindex(region)
         self._copies.pop(region, None)
@@ -140,8 +139,7 @@ class RegionTable:
             self._unindex(region)
         region.token_ids, region.n_cached = token_ids, n_common
         region.session_id = session_id or region.session_id
-        if region.session_id is not None:
-            self._busy.setdefault(region.session_id, {})[region] = None
+        self._busy.add(region)
         return region
 
     def _widen(self, region: Region, capacity: int, *, may_evict: bool) -> bool:
@@ -170,12 +168,6 @@ class RegionTable:
         self._idle.pop(region, None)
         if region.session_id is not None and self._sessions.get(region.session_id) is region:
             del self._sessions[region.session_id]
-
-    def _forget_busy(self, region: Region) -> None:
-        if region.session_id is not None and (busy := self._busy.get(region.session_id)):
-            busy.pop(region, None)
-            if not busy:
-                del self._busy[region.session_id]
 
     def _index(self, region: Region, keys: Sequence[int]) -> None:
         """Index the region under more of its prefixes, after the regions that already have them."""

@@ -42,8 +42,7 @@ class Row:
 
     sequence: CachedSequence
     n_new: int
-    n_skipped: int = 0
-    """Number of tokens before the new ones whose keys the same pass stores."""
+    n_skipped: int = 0  # tokens before the new ones whose keys the same pass stores
 
     @property
     def n_before(self) -> int:
@@ -65,14 +64,6 @@ class Row:
     def is_complete(self) -> bool:
         """True if the step reads the sequence's last token, so that the next token can be sampled."""
         return self.n_before + self.n_new == len(self.sequence.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStep:
-    """One forward pass, and the copies to make before it."""
-
-    copies: list[Copy]
-    rows: list[Row]  # in the order of their regions
 
 
 class Scheduler(SequenceQueue[CachedSequence]):
@@ -106,8 +97,8 @@ class Scheduler(SequenceQueue[CachedSequence]):
                 self._table.give_back(sequence.region)
         return over
 
-    def next_step(self) -> EngineStep:
-        """Return the next forward pass. Requires a waiting or running sequence."""
+    def next_step(self) -> tuple[list[Copy], list[Row]]:
+        """Return the copies to make before the next forward pass, and its rows by region. Needs an active sequence."""
         for sequence in list(self.running):  # in arrival order
             while sequence.region is not None and not self._table.grow(
                 sequence.region, len(sequence.token_ids), sequence.max_tokens
@@ -129,7 +120,7 @@ class Scheduler(SequenceQueue[CachedSequence]):
             budget -= row.n_new
             if budget <= 0:
                 break
-        return EngineStep(self._table.take_copies(), sorted(rows, key=lambda row: row.start))
+        return self._table.take_copies(), sorted(rows, key=lambda row: row.start)
 
     def restart_all(self) -> None:
         """Drop all regions. Every sequence waits and is read again."""

@@ -27,10 +27,8 @@ FIRST, SECOND = (5, 3), (1, 4)  # tokens of two sequences that the first and the
 def check_supported(model: PreTrainedModel, bf16: bool) -> None:
     """Compare the hidden states of two short sequences, packed with a cache and separate without a cache.
 
-    If only the narrowed last layer changes them, it is widened to compute all tokens.
-
-    Raises:
-        EngineError: a pass fails, or the hidden states differ.
+    Raise EngineError if a pass fails or the states differ. If only the narrowed last layer changes them, widen it to
+    compute all tokens.
     """
     _check_packed(model, bf16, last_only=False)
     if is_narrow(model):
@@ -77,11 +75,7 @@ def check_cache(model: PreTrainedModel, bf16: bool, *, is_padded: bool) -> bool:
     different lengths if `is_padded`, else the same. Finally A and C read three tokens at once, as the next turn of a
     session does.
 
-    Returns:
-        True if all states agree, False if only the last ones differ.
-
-    Raises:
-        EngineError: a pass fails, or the hidden states differ.
+    Return True if all states agree, False if only the last ones differ. Otherwise, raise EngineError.
     """
     failure = f"the embedded engine cannot run a {type(model).__name__}, use generator.backend=vllm"
     if is_padded and getattr(model.config.get_text_config(), "attn_temperature_tuning", False):

@@ -64,17 +64,11 @@ class SGLangEngine(HTTPEngine):
         weight_folder: Path,
         end_server: Callable[[], None] | None = None,
     ) -> None:
-        """Connect to the server.
+        """Connect to the server at `address` ("host:port" or a URL), which runs the model at `model_path`.
 
-        Args:
-            address: "host:port" or URL of a server that runs the model at `model_path`.
-            model_path: a Hugging Face folder or model name.
-            tokenizer: the policy's tokenizer, used to detect stop strings.
-            weight_folder: a folder for new weights, at the same path on the server's machine. Engines may share it.
-            end_server: called to end the server when the engine is closed. May block.
-
-        Raises:
-            EngineError: the server does not answer, or has an unsupported version.
+        The `tokenizer` detects stop strings. `weight_folder` is for new weights, at the same path on the server's
+        machine. Engines may share it. Closing the engine calls `end_server`, which may block. Raise EngineError if the
+        server does not answer or has an unsupported version.
         """
         url = server_url(address)
         info = call_server(url, "GET", "/server_info")
@@ -258,15 +252,9 @@ def launch_server(
     start_timeout_s: float,
     command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server"),
 ) -> tuple[str, Callable[[], None]]:
-    """Start a server on this machine and wait until it is healthy. Blocks.
+    """Start a server on this machine and wait until it is healthy. Return its address and a function to end it. Blocks.
 
     `options` are fields of SGLang's `ServerArgs`, such as `model_path`.
-
-    Returns:
-        The server's address, and a function that ends the server.
-
-    Raises:
-        EngineError: the server ended or was not healthy in time, or `options` has an option that we set ourselves.
     """
     if clashes := sorted((OWN_OPTIONS.keys() | {"port"}) & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")

@@ -43,20 +43,15 @@ PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parall
 
 
 class AsyncVLLMEngine(AsyncEngine):
-    """An engine that generates with vLLM in other processes, on one or several GPUs.
-
-    Create it in the event loop that uses it.
-    """
+    """An engine that runs vLLM in other processes, on one or several GPUs. Create it in the event loop that uses it."""
 
     def __init__(
         self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, sampler: Sampler = "seeded"
     ) -> None:
         """Start the processes and load a model. This takes seconds to minutes.
 
-        `options` are fields of vLLM's `EngineArgs`. The `tokenizer` detects stop strings.
-
-        Raises:
-            EngineError: this machine has too few GPUs, or vLLM cannot start with these options.
+        `options` are fields of vLLM's `EngineArgs`. The `tokenizer` detects stop strings. Raise EngineError if this
+        machine has too few GPUs, or vLLM cannot start with these options.
         """
         n_devices = math.prod(int(options.get(name, 1)) for name in PARALLEL_SIZES)
         if current_platform.is_cuda_alike() and n_devices > (n_gpus := torch.cuda.device_count()):

@@ -60,12 +60,7 @@ OWN_OPTIONS: Mapping[Sampler, Mapping[str, Any]] = {
 
 
 def create_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmConfig:
-    """Create vLLM's configuration from our `own` options and the user's `options`.
-
-    Raises:
-        EngineError: the user sets one of our own options.
-        Exception: vLLM rejects the options.
-    """
+    """Create vLLM's configuration from our `own` options and the user's `options`. EngineError if both set the same."""
     if clashes := sorted(own.keys() & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
     options = {"enable_sleep_mode": current_platform.is_sleep_mode_available(), **options}

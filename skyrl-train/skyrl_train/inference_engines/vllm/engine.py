@@ -47,10 +47,8 @@ class VLLMEngine(ScheduledEngine):
         """Load a model. This takes seconds to minutes.
 
         `options` are fields of vLLM's `EngineArgs`. Without `enforce_eager`, compilation threads outlive the engine.
-        The `tokenizer` detects stop strings. vLLM runs in the single thread of `executor`, by default a new one.
-
-        Raises:
-            EngineError: vLLM cannot start with these options.
+        The `tokenizer` detects stop strings. vLLM runs in the single thread of `executor`, by default a new one. Raise
+        EngineError if it cannot start.
         """
         thread = EngineThread(executor, "vllm-engine")
         self._client, facts = thread.run_blocking(_start_core, options, tokenizer.eos_token_id, sampler)

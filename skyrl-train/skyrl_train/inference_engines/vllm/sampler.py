@@ -17,7 +17,7 @@ import torch
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplerOutput
 
 from skyrl_train.inference_engines.base import MIN_TEMPERATURE, SamplingParams
-from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens
+from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_in_chunks
 from skyrl_train.inference_engines.vllm.wire import (
     MISSING,
     N_LEADING,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-CHUNK_LOGITS = 1 << 24  # maximum logits to copy at once: 64 MiB
-
 
 class PositionSampler:
     """A stateless sampler. Random numbers depend only on a request's seed and a token's position."""
@@ -48,12 +46,7 @@ class PositionSampler:
     def __call__(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> SamplerOutput:
         """Sample a token for each row of `logits` (B, V). vLLM ignores rows whose prefill is incomplete."""
         draws = [self._draw(row) for row in range(len(logits))]
-        n_rows = max(1, CHUNK_LOGITS // logits.shape[-1])
-        choices = [
-            choice
-            for i in range(0, len(draws), n_rows)
-            for choice in choose_tokens(logits[i : i + n_rows].float(), draws[i : i + n_rows])
-        ]
+        choices = choose_in_chunks(draws, logits.shape[-1], lambda rows: logits[rows].float())
         token_ids = torch.tensor([[choice.token_id] for choice in choices], dtype=torch.int32, device=logits.device)
         return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=to_columns(choices))
 

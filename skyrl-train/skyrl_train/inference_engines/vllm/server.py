@@ -56,10 +56,8 @@ class VLLMServerEngine(HTTPEngine):
 
         `auto` uses the sampler that the server was started for.
 
-        The `tokenizer` detects stop strings.
-
-        Raises:
-            EngineError: the server does not answer, or was not started with `START_COMMAND`.
+        The `tokenizer` detects stop strings. Raise EngineError if the server does not answer, or was not started with
+        `START_COMMAND`.
         """
         url = server_url(address)
         call_server(url, "GET", "/health")

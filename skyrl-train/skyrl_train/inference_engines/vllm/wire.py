@@ -67,21 +67,15 @@ def as_requested(choice: SampledToken, sampling: SamplingParams) -> SampledToken
 def encode_plan(plan: SyncPlan) -> dict[str, Any]:
     """Convert a plan to plain values."""
     encoded: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    chunks = [
-        [(spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")) for spec in chunk]
-        for chunk in plan.chunks
-    ]
-    return encoded | {"chunks": chunks}
+    specs = [(spec.name, list(spec.shape), str(spec.dtype).removeprefix("torch.")) for spec in plan.specs]
+    return encoded | {"specs": specs}
 
 
 def decode_plan(encoded: Mapping[str, Any], rank: int) -> SyncPlan:
     """Decode a plan for the worker `rank`."""
-    chunks = tuple(
-        tuple(TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in chunk)
-        for chunk in encoded["chunks"]
-    )
+    specs = tuple(TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in encoded["specs"])
     plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in encoded.items()}
-    return SyncPlan(**plain | {"chunks": chunks, "rank": encoded["rank"] + rank})
+    return SyncPlan(**plain | {"specs": specs, "rank": encoded["rank"] + rank})
 
 
 def check_results(results: Sequence[Mapping[str, Any]]) -> None:
@@ -94,9 +88,7 @@ def check_results(results: Sequence[Mapping[str, Any]]) -> None:
 def decode_receipts(results: Sequence[Mapping[str, Any]]) -> Receipt:
     """Return the receipt that all workers agree on.
 
-    Raises:
-        SyncError: a worker did not receive the weights, or received different ones.
-        EngineError: a worker could not load the weights.
+    Raise SyncError if one did not receive these weights, and EngineError if one could not load them.
     """
     for result in results:
         if "sync_error" in result:

@@ -126,9 +126,6 @@ def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, to
     """Copy tensors with checkpoint names into a worker's part of the model.
 
     vLLM fuses projections and, on a CPU, keeps packed copies of them. Reloading layer by layer rebuilds both.
-
-    Raises:
-        EngineError: the model has parameters that were not sent.
     """
     names = {name for name, _ in model.named_parameters()}
     with set_current_vllm_config(config), _packing_experts(model):

@@ -11,7 +11,7 @@ from train_kit.engines import shaped_logits
 
 from skyrl_train.inference_engines import sampling
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
-from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_tokens, uniforms
+from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_in_chunks, choose_tokens, uniforms
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.1, 0.3])
 LOGITS = PROBABILITIES.log() + 3
@@ -218,3 +218,18 @@ def test_uniforms_are_splitmix64_of_all_bits_of_a_seed() -> None:
     step = 0x9E3779B97F4A7C15  # from one position to the next
     assert (uniforms([step] * 8, range(8)) != uniforms([0] * 8, range(1, 9))).all()
     assert len(set(uniforms([1 << bit for bit in range(64)], [1] * 64))) == 64
+
+
+@pytest.mark.parametrize(("n_logits", "sizes"), [(11, [2, 2, 1]), (1, [1] * 5)])
+def test_chunks_limit_the_logits_and_change_no_token(
+    n_logits: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "CHUNK_LOGITS", n_logits)
+    logits, draws, chunks = LOGITS.repeat(5, 1), [draw(seed=seed) for seed in range(5)], []
+
+    def compute(rows: slice) -> torch.Tensor:
+        chunks.append(logits[rows].clone())
+        return chunks[-1]
+
+    assert choose_in_chunks(draws, 5, compute) == choose_tokens(logits.clone(), draws)
+    assert [len(chunk) for chunk in chunks] == sizes

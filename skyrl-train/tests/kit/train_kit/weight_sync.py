@@ -124,7 +124,7 @@ def plan_for(tensors: Mapping[str, torch.Tensor], transport: Transport = "auto",
     """Return the sender's plan; receivers are engine 0, 1 and 2."""
     names = ("rank 0 of the policy", "engine 0", "engine 1", "engine 2")
     options = {"timeout_s": 60.0, "names": names, "chunk_bytes": 1024} | options
-    return SyncPlan(1, transport, f"127.0.0.1:{free_port()}", (tuple(specs_of(tensors)),), **options)
+    return SyncPlan(1, transport, f"127.0.0.1:{free_port()}", tuple(specs_of(tensors)), **options)
 
 
 def receive(plan: SyncPlan, into: Mapping[str, torch.Tensor] | None = None) -> tuple[Tensors, Receipt]:

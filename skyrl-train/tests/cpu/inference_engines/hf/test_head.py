@@ -2,11 +2,9 @@
 
 import copy
 
-import pytest
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.inference_engines.hf import embedded
 from skyrl_train.inference_engines.hf.embedded import Head
 
 
@@ -22,9 +20,3 @@ def test_logits_equal_those_of_the_model_and_reuse_memory(tiny_model: PreTrained
         model = copy.deepcopy(tiny_model)  # a head with a bias is called directly
         model.lm_head.bias = torch.nn.Parameter(torch.arange(float(model.config.vocab_size)))
         torch.testing.assert_close(Head(model).logits(hidden), model.lm_head(hidden))
-
-
-def test_max_rows_depends_on_the_chunk_size(tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    for n_logits, max_rows in ((3 * tiny_model.config.vocab_size + 1, 3), (1, 1)):
-        monkeypatch.setattr(embedded, "CHUNK_LOGITS", n_logits)
-        assert Head(tiny_model).max_rows == max_rows

@@ -119,8 +119,7 @@ class Regions(RuleBasedStateMachine):
         indexed = {(key, region) for key, regions in self.table._by_prefix.items() for region in regions}
         assert {region for _, region in indexed} <= live
         assert indexed == {(key, region) for region in live for key in region.prefix_keys}
-        by_session = {(name, region) for name, regions in self.table._busy.items() for region in regions}
-        assert by_session == {(r.session_id, r) for r in self.busy if r.session_id is not None}
+        assert self.table._busy == set(self.busy)
         assert not any(region.is_ended for region in self.table._idle)
         assert set(self.table._sessions.values()) <= set(self.table._idle)
 

@@ -7,7 +7,7 @@ import pytest
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf.kv_memory import UNIT
 from skyrl_train.inference_engines.hf.region_table import RegionTable
-from skyrl_train.inference_engines.hf.scheduler import CachedSequence, EngineStep, Scheduler
+from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row, Scheduler
 from skyrl_train.inference_engines.sampling import SampledToken
 
 NewSequence = Callable[..., CachedSequence]
@@ -31,13 +31,13 @@ class Engine:
     def submit(self, *sequences: CachedSequence) -> None:
         self.scheduler.waiting.extend(sequences)
 
-    def step(self) -> EngineStep:
-        """Run one forward pass. A sequence stops when it has `max_tokens`."""
-        step = self.scheduler.next_step()
-        copied = [self._memory[copy.source :][: copy.n_tokens].copy() for copy in step.copies]
-        for copy, tokens in zip(step.copies, copied, strict=True):
+    def step(self) -> list[Row]:
+        """Run one forward pass and return its rows. A sequence stops when it has `max_tokens`."""
+        copies, rows = self.scheduler.next_step()
+        copied = [self._memory[copy.source :][: copy.n_tokens].copy() for copy in copies]
+        for copy, tokens in zip(copies, copied, strict=True):
             self._memory[copy.target :][: copy.n_tokens] = tokens
-        for row in step.rows:
+        for row in rows:
             sequence, region, is_complete = row.sequence, row.sequence.region, row.is_complete
             new = sequence.token_ids[sequence.n_cached :][: row.n_new]
             self._memory[row.start + sequence.n_cached :][: row.n_new] = new
@@ -48,7 +48,7 @@ class Engine:
                 sequence.append(SampledToken(sum(stored) % 61, -0.5), weight_version=0)
             if len(sequence.token_ids) == sequence.max_tokens:
                 sequence.stop_reason = "length"
-        return step
+        return rows
 
     def step_until(self, condition: Callable[[], bool]) -> None:
         """Run steps until a condition holds. Fail after 1000 steps."""
@@ -61,7 +61,7 @@ class Engine:
 
     def n_new(self, sequences: Sequence[CachedSequence]) -> list[int]:
         """Run one step and return the number of tokens it reads for each sequence."""
-        rows = {row.sequence: row.n_new for row in self.step().rows}
+        rows = {row.sequence: row.n_new for row in self.step()}
         return [rows.get(sequence, 0) for sequence in sequences]
 
 
@@ -233,7 +233,7 @@ def test_rows_are_in_the_order_of_their_regions(new_sequence: NewSequence) -> No
     engine.scheduler.take_finished()
     engine.scheduler.restart_all()
     engine.submit(late)
-    starts = [row.start for row in engine.step().rows]
+    starts = [row.start for row in engine.step()]
     assert len(starts) == 2
     assert starts == sorted(starts)
 
