@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from train_kit.architectures import stated, tiny_config
 from train_kit.engines import EngineKit, distance
 from train_kit.weight_sync import NamedTensors, TensorSource, sync_weights
 from transformers import (
@@ -65,6 +66,24 @@ async def test_weights_of_other_architectures_are_received(start: Start, name: s
         assert await distance(engine, kit) > 1e-2
         await kit.sync(engine, version)
         assert await distance(engine, kit) < 1e-4
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name, cells in stated().items() if cells["vLLM"] in ("yes", "no")])
+async def test_each_architecture_receives_weights_as_the_page_says(
+    start: Start, tiny_tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
+    """Where the page says no, the sync fails, or the check after it finds other log-probs."""
+    wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    engine, kit = start(tiny_config(name, tiny_tokenizer, **wide, head_dim=32))
+    assert await distance(engine, kit) < 1e-4
+    kit.add_noise(seed=1)
+    try:
+        await kit.sync(engine, 1)
+        has_weights = await distance(engine, kit) < 2e-4
+    except EngineError:
+        has_weights = False
+    assert has_weights == (stated()[name]["vLLM"] == "yes")
 
 
 async def test_a_tied_head_may_be_sent_as_well(start: Start) -> None:

@@ -128,7 +128,9 @@ def _failing_as(failure: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise EngineError(f"{failure}: {error}") from error
+        # A layer that finds no recurrent or latent state in the cache misses one of its attributes.
+        reason = "its layers need a different cache" if isinstance(error, AttributeError) else error
+        raise EngineError(f"{failure}: {reason}") from error
 
 
 def _compare(states: torch.Tensor, expected: torch.Tensor, model: PreTrainedModel, bf16: bool, failure: str) -> None:
