@@ -26,6 +26,9 @@ Temperature = Annotated[float, Ge(0), Le(100)]
 RESHAPING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 """Sampling settings that change the distribution beyond its temperature."""
 
+MAX_NATIVE_TEMPERATURE = 2.0
+"""vLLM's own limit."""
+
 SyncCheck = Annotated[
     Literal["auto", "off", "checksum", "logprobs"],
     BeforeValidator(lambda value: "off" if value is False else value),  # YAML reads off as false
@@ -99,11 +102,12 @@ class VLLMConfig(Section):
     """Settings of vLLM that `engine_init_kwargs` cannot express."""
 
     sampler: Literal["auto", "native", "seeded"] = "auto"
-    """Who chooses the tokens. `native` is vLLM's own sampler, with asynchronous scheduling, the current model runner
-    and speculative decoding. It cannot be seeded, and it refuses `top_p`, `top_k`, `min_p`, penalties and `min_tokens`,
-    because vLLM then reports other log-probs than the policy's. `seeded` is ours: the same seed gives the same tokens
-    in any batch and in the embedded engine, and every sampling setting works. `auto` is `native` on GPUs if no sampling
-    setting forbids it, else `seeded`. For running servers, `auto` is whatever the server was started for."""
+    """Who chooses the tokens. `native` is vLLM's own sampler, with asynchronous scheduling and the current model runner
+    on GPUs. It cannot be seeded, and it rejects temperatures above 2, and `top_p`, `top_k`, `min_p`, penalties and
+    `min_tokens`, because vLLM then reports other log-probs than the policy's. `seeded` is ours: the same seed gives the
+    same tokens in any batch and in the embedded engine, and every sampling setting works. `auto` is `native` on GPUs if
+    no sampling setting forbids it, else `seeded`. For running servers, `auto` is whatever the server was started
+    for."""
 
 
 class RewardModelConfig(Section):
@@ -305,7 +309,9 @@ class GeneratorConfig(Section):
         """Resolve `vllm.sampler` for engines that the run starts."""
         if self.vllm.sampler != "auto":
             return self.vllm.sampler
-        return "native" if has_gpu and not self.reshaped_sampling() else "seeded"
+        sections = (self.sampling_params, self.eval_sampling_params)
+        is_hot = any(section.temperature > MAX_NATIVE_TEMPERATURE for section in sections)
+        return "native" if has_gpu and not is_hot and not self.reshaped_sampling() else "seeded"
 
     def reshaped_sampling(self) -> dict[str, Any]:
         """Return the sampling settings, by key, that make the engine sample from another distribution than the

@@ -1,6 +1,7 @@
 """Base classes for engines whose backend schedules requests itself."""
 
 import asyncio
+import math
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,36 @@ class Output(NamedTuple):
     error: str | None = None  # why the backend gave up on this request
 
 
+class OwnSampler(NamedTuple):
+    """A backend that reports only log-probs of the distribution that it samples from, even if it is not the policy's."""
+
+    backend: str
+    """Its name in error messages."""
+    alternative: str
+    """What to use instead of it."""
+    max_temperature: float = math.inf
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raise EngineError if the backend cannot sample so, or cannot report the policy's log-probs then."""
+        if sampling.temperature > self.max_temperature:
+            raise EngineError(
+                f"temperature={sampling.temperature}: {self.backend} accepts at most {self.max_temperature:g}; lower "
+                f"it, or {self.alternative}"
+            )
+        for name in ("top_p", "top_k", "min_p", "min_new_tokens", "with_raw_logprobs"):
+            value = getattr(sampling, name)
+            if value != getattr(SamplingParams(1), name) and (name != "with_raw_logprobs" or sampling.temperature != 1):
+                raise EngineError(
+                    f"{name}={value}: {self.backend} does not report the log-probs of the distribution that this "
+                    f"samples from; remove it, or {self.alternative}"
+                )
+        if sampling.penalizes:
+            raise EngineError(
+                f"{self.backend} reports only log-probs after penalties; remove repetition_penalty, presence_penalty "
+                f"and frequency_penalty, or {self.alternative}"
+            )
+
+
 class ScheduledEngine(SteppedEngine[ActiveSequence]):
     """An engine whose backend decides which requests run.
 
@@ -33,9 +64,8 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
     it needs the space.
     """
 
-    _only_own_logprobs: tuple[str, str] | None = None
-    """The backend's name and an alternative to it, if it reports only log-probs of the distribution that it samples
-    from. Sampling from another distribution than the policy's is then rejected."""
+    _own_sampler: OwnSampler | None = None
+    """Set if log-probs of a truncated or penalized distribution are not the policy's."""
 
     def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
         super().__init__(facts, tokenizer, thread)
@@ -57,8 +87,8 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
         """Do nothing. Other sequences may use the session's cached tokens, and the backend evicts unused ones."""
 
     def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
-        if self._only_own_logprobs is not None:
-            _check_scored(request.sampling, *self._only_own_logprobs)
+        if self._own_sampler is not None:
+            self._own_sampler.check(request.sampling)
         return ActiveSequence(request, max_tokens)
 
     def _take_finished(self) -> list[ActiveSequence]:
@@ -92,21 +122,6 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
         self._abort(list(self._by_id))
         self._by_id.clear()
         self._queue.clear()
-
-
-def _check_scored(sampling: SamplingParams, backend: str, alternative: str) -> None:
-    for name in ("top_p", "top_k", "min_p", "min_new_tokens", "with_raw_logprobs"):
-        value = getattr(sampling, name)
-        if value != getattr(SamplingParams(1), name) and (name != "with_raw_logprobs" or sampling.temperature != 1):
-            raise EngineError(
-                f"{name}={value}: {backend} does not report the log-probs of the distribution that this samples from; "
-                f"remove it, or {alternative}"
-            )
-    if sampling.penalizes:
-        raise EngineError(
-            f"{backend} reports only log-probs after penalties; remove repetition_penalty, presence_penalty and "
-            f"frequency_penalty, or {alternative}"
-        )
 
 
 class AsyncEngine(ScheduledEngine):

@@ -46,6 +46,18 @@ async def test_both_engines_sample_the_same_tokens(kit: EngineKit, monkeypatch: 
         assert result.sampling_logprobs == pytest.approx(other.sampling_logprobs, abs=1e-4)
 
 
+async def test_vllms_own_sampler_reports_the_log_probs_of_the_policy(kit: EngineKit) -> None:
+    engine = kit.new(sampler="native")
+    with_top = kit.request(30, 20, temperature=0.7, n_top_logprobs=2, ignore_eos=True)
+    plain = kit.request(40, 20, temperature=1.3, ignore_eos=True)
+    for request, result in zip([with_top, plain], await engine.generate([with_top, plain]), strict=True):
+        assert_agrees(kit, request, result)
+        assert [len(top) for top in result.top_logprobs or ()] == ([2] * 20 if request is with_top else [])
+    for name, value in (("top_p", 0.5), ("temperature", 2.5)):
+        with pytest.raises(EngineError, match=rf"{name}={value}: generator\.vllm\.sampler=native"):
+            await engine.generate([kit.request(5, **{name: value})])
+
+
 @pytest.mark.parametrize("place", ["model", "sampler"])
 async def test_a_failing_step_fails_every_caller_and_the_engine_recovers(
     kit: EngineKit, place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

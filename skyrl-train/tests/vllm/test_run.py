@@ -154,6 +154,14 @@ def test_vllm_in_an_actor_receives_only_what_changed(
         assert 0 < others[0]["policy/adapter_norm"] < others[-1]["policy/adapter_norm"]
 
 
+def test_a_run_trains_with_vllms_own_sampler(run: list[str], tmp_path: Path) -> None:
+    main_base.main([*run, "generator.vllm.sampler=native", "trainer.run_name=native"])
+    rows = metrics(tmp_path / "skyrl/native")
+    assert rows[-1]["step"] > 0
+    assert all(row["sync/logprob_gap"] < 1e-4 for row in rows)
+    assert all(row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4 for row in rows[1:])
+
+
 def test_evaluations_equal_those_of_the_embedded_engine(run: list[str], tmp_path: Path) -> None:
     sampled = ["generator.eval_sampling_params.temperature=1", "generator.eval_n_samples_per_prompt=4"]
     for backend in ("hf", "vllm"):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from skyrl_train.config.base import value_at
+from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE
 from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.config.root import SkyRLConfig
 
@@ -221,6 +222,12 @@ def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
             f"generator.vllm.sampler={sampler} is a setting of vLLM, but generator.backend={generator.backend}; remove "
             "it, or set generator.backend=vllm"
         )
+    for key in ("generator.sampling_params.temperature", "generator.eval_sampling_params.temperature"):
+        if sampler == "native" and (temperature := value_at(cfg, key)) > MAX_NATIVE_TEMPERATURE:
+            yield (
+                f"{key}={temperature:g} must be at most {MAX_NATIVE_TEMPERATURE:g} with generator.vllm.sampler=native; "
+                "set generator.vllm.sampler=seeded"
+            )
     if generator.reports_only_own_logprobs:
         engine, other = f"generator.backend={generator.backend}", "generator.backend=vllm"
         if generator.engine.has_samplers:

@@ -82,7 +82,7 @@ class AsyncVLLMEngine(AsyncEngine):
         facts = read_facts(config, tokenizer.eos_token_id)
         super().__init__(facts, tokenizer, EngineThread(None, "vllm-engine"))
         self._eos_token_id, self._sampler = tokenizer.eos_token_id, sampler
-        self._only_own_logprobs = NATIVE if sampler == "native" else None
+        self._own_sampler = NATIVE if sampler == "native" else None
         self._reading: asyncio.Task[None] | None = None
 
     async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:

@@ -4,8 +4,7 @@ Tokens are chosen by one of two samplers:
 
 - `seeded` is ours (`sampler.py`). Tokens depend only on the seed and the position, and log-probs are known under
   truncation and penalties too.
-- `native` is vLLM's, with everything that makes vLLM fast: asynchronous scheduling, the current model runner and
-  speculative decoding. It has no seeds, and it reports only log-probs of the distribution that it samples from. They
+- `native` is vLLM's, with asynchronous scheduling and the current model runner on GPUs. It has no seeds, and it reports only log-probs of the distribution that it samples from. They
   equal the policy's log-probs unless tokens are truncated or penalized.
 """
 
@@ -46,6 +45,7 @@ ENVIRONMENT: Mapping[Sampler, Mapping[str, str]] = {
 COMMON_OPTIONS = {
     "disable_log_stats": True,
     "skip_tokenizer_init": True,
+    "speculative_config": None,  # drafts bypass our sampler, and make vLLM's report NaN
     "use_tqdm_on_load": False,
     "worker_extension_cls": EXTENSION,
 }
@@ -53,8 +53,7 @@ OWN_OPTIONS: Mapping[Sampler, Mapping[str, Any]] = {
     "native": COMMON_OPTIONS | {"logprobs_mode": NATIVE_LOGPROBS},
     "seeded": COMMON_OPTIONS
     | {
-        "async_scheduling": False,  # our sampler needs the last step's tokens before the next step
-        "speculative_config": None,  # drafts would bypass our sampler
+        "async_scheduling": False  # our sampler needs the last step's tokens before the next step
     },
 }
 

@@ -54,7 +54,7 @@ class VLLMEngine(ScheduledEngine):
         self._client, facts = thread.run_blocking(_start_core, options, tokenizer.eos_token_id, sampler)
         super().__init__(facts, tokenizer, thread)
         self._sampler = sampler
-        self._only_own_logprobs = NATIVE if sampler == "native" else None
+        self._own_sampler = NATIVE if sampler == "native" else None
         self._aborted: list[str] = []  # not yet removed from vLLM
 
     async def _exchange(self, new: Mapping[str, ActiveSequence]) -> list[Output]:

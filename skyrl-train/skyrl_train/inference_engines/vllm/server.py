@@ -69,7 +69,7 @@ class VLLMServerEngine(HTTPEngine):
         check_results(results)
         super().__init__(url, EngineFacts(**results[0]["facts"]), tokenizer)
         self._sampler: Sampler = results[0]["sampler"]
-        self._only_own_logprobs = NATIVE if self._sampler == "native" else None
+        self._own_sampler = NATIVE if self._sampler == "native" else None
         self._last_tokens: dict[str, list[SampledToken]] = {}  # of finished responses that still lack their usage
 
     def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:

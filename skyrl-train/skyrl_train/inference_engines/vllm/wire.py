@@ -7,14 +7,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE
 from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.sampling import SampledToken
+from skyrl_train.inference_engines.scheduled import OwnSampler
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 Sampler = Literal["native", "seeded"]
-NATIVE = ("generator.vllm.sampler=native", "set generator.vllm.sampler=seeded")  # for `_only_own_logprobs`
+NATIVE = OwnSampler("generator.vllm.sampler=native", "set generator.vllm.sampler=seeded", MAX_NATIVE_TEMPERATURE)
 NATIVE_LOGPROBS = "processed_logprobs"  # of vLLM's logprobs modes: at the request's temperature
 
 EXTENSION = "skyrl_train.inference_engines.vllm.worker.WorkerExtension"
@@ -60,7 +62,7 @@ def as_requested(choice: SampledToken, sampling: SamplingParams) -> SampledToken
     vLLM reports as many most likely tokens as any request of the batch wants.
     """
     top = dict(list((choice.top_logprobs or {}).items())[: sampling.n_top_logprobs])
-    raw = choice.logprob if sampling.with_raw_logprobs else None  # `_check_scored`: the temperature is 1
+    raw = choice.logprob if sampling.with_raw_logprobs else None  # `OwnSampler`: the temperature is 1
     return choice._replace(raw_logprob=raw, top_logprobs=top or None)
 
 

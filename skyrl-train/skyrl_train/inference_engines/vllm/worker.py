@@ -56,6 +56,8 @@ class WorkerExtension:
             sampler = "native" if is_native else "seeded"
         if sampler == "native" and not is_native:
             return {"error": f"vLLM's own sampler must report log-probs with --logprobs-mode {NATIVE_LOGPROBS}"}
+        if self.vllm_config.speculative_config is not None:
+            return {"error": "speculative decoding gives no reliable log-probs; remove --speculative-config"}
         if sampler == "seeded" and (reason := self._cannot_be_seeded()):
             return {"error": reason}
         native = self._native_sampler
@@ -77,8 +79,6 @@ class WorkerExtension:
         """Return why our sampler cannot choose the tokens, or None if it can."""
         if self.vllm_config.scheduler_config.async_scheduling:
             return "asynchronous scheduling hides sampled tokens from the sampler; use --no-async-scheduling"
-        if self.vllm_config.speculative_config is not None:
-            return "speculative decoding bypasses the sampler; remove --speculative-config"
         if not isinstance(self.model_runner, GPUModelRunner):  # the CPU runner is a subclass
             return "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"
         return None

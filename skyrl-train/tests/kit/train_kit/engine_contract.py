@@ -154,7 +154,10 @@ class CallContract:
 
     async def test_a_stream_includes_the_tokens_that_end_the_response(self, engine_kit: EngineKit) -> None:
         engine = engine_kit.new()
-        requests = [engine_kit.request(9, 60, seed=seed, temperature=3.0, stop=tuple("aeiou")) for seed in range(8)]
+        requests = [
+            engine_kit.request(9, 60, seed=seed, temperature=3 * engine_kit.temperature, stop=tuple("aeiou"))
+            for seed in range(8)
+        ]
         listeners = [Listener(engine, request) for request in requests]
         expected = await engine.generate(requests)
         assert "stop" in {result.stop_reason for result in expected}

@@ -31,7 +31,7 @@ class OwnLogprobsContract(EngineContract):
         engine = engine_kit.new()
         with pytest.raises(EngineError, match=f"with_raw_logprobs=True: {self.backend} does not report"):
             await engine.generate([engine_kit.request(20, 6, temperature=0.6, with_raw_logprobs=True)])
-        request = engine_kit.request(20, 6, with_raw_logprobs=True, n_top_logprobs=3)
+        request = engine_kit.request(20, 6, temperature=1.0, with_raw_logprobs=True, n_top_logprobs=3)
         (result,) = await engine.generate([request])
         assert_agrees(engine_kit, request, result)
         assert result.raw_logprobs == result.logprobs
