@@ -28,7 +28,7 @@ class Output(NamedTuple):
 
 
 class OwnSampler(NamedTuple):
-    """A backend that reports only log-probs of the distribution that it samples from, even if it is not the policy's."""
+    """A backend that reports only log-probs of the distribution that it samples from, which may not be the policy's."""
 
     backend: str
     """Its name in error messages."""

@@ -35,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     engine.engines_have_devices,
     engine.engine_fits_its_devices,
     engine.servers_can_be_used,
+    engine.sampling_has_log_probs,
     engine.engine_has_its_options,
     engine.experts_can_be_replayed,
     algorithm.reference_is_a_second_model,

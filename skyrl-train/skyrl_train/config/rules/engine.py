@@ -213,8 +213,8 @@ def experts_can_be_replayed(cfg: SkyRLConfig) -> Iterator[str]:
         )
 
 
-def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject options that an engine lacks, and sampling for which it cannot report the policy's log-probs."""
+def sampling_has_log_probs(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject sampling for which an engine cannot report the policy's log-probs, and a sampler that it does not have."""
     generator = cfg.generator
     sampler = generator.vllm.sampler
     if sampler != "auto" and not generator.engine.has_samplers:
@@ -237,6 +237,11 @@ def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
                 f"{engine} cannot report the log-probs of tokens sampled with {key}={show(value)}; remove {key}, or "
                 f"set {other}"
             )
+
+
+def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:
+    """Reject options that the embedded engine lacks."""
+    generator = cfg.generator
     if not generator.engine.is_embedded:
         return
     if kwargs := generator.engine_options:

@@ -4,8 +4,9 @@ Tokens are chosen by one of two samplers:
 
 - `seeded` is ours (`sampler.py`). Tokens depend only on the seed and the position, and log-probs are known under
   truncation and penalties too.
-- `native` is vLLM's, with asynchronous scheduling and the current model runner on GPUs. It has no seeds, and it reports only log-probs of the distribution that it samples from. They
-  equal the policy's log-probs unless tokens are truncated or penalized.
+- `native` is vLLM's, with asynchronous scheduling and the current model runner on GPUs. It has no seeds, and it reports
+  only log-probs of the distribution that it samples from. They equal the policy's unless tokens are truncated or
+  penalized.
 """
 
 from __future__ import annotations
