@@ -60,14 +60,11 @@ class SupervisedTrainer(Run):
     ) -> None:
         super().__init__(cfg, models=models, position=rows, total_steps=total_steps, callbacks=callbacks)
         self._rows = rows
-        self._flops_per_token = 0
         self._peak_flops = peak_flops() if cfg.trainer.bf16 else None
 
     async def train(self) -> None:
         """Train from the last checkpoint, or from the start, to the last step."""
         async with self.ending():
-            facts = self.models.policy.facts
-            self._flops_per_token = count_flops(facts.n_trained, facts.n_parameters)
             await self.start()
             for step in self.steps():
                 with step.timer("step"):
@@ -99,7 +96,8 @@ class SupervisedTrainer(Run):
         """Record the learning rate, progress, throughput and system metrics of a step."""
         n_tokens, seconds = count_tokens(batch), step.timer.metrics()["timing/step"]
         if self._peak_flops is not None:
-            rate = self._flops_per_token * n_tokens / seconds
+            facts = self.models.policy.facts
+            rate = count_flops(facts.n_trained, facts.n_parameters) * n_tokens / seconds
             step.record({"train/mfu": rate / (self._peak_flops * self.models.policy.n_weight_copies)})
         learning_rate = step.metrics.pop(f"train/{self.models.policy.role}_lr").number
         step.record(
@@ -124,8 +122,7 @@ class SupervisedTrainer(Run):
 class Validation(Callback):
     """A callback that measures the objective on held-out rows, as `val/loss` and others.
 
-    It runs every `trainer.eval_interval` steps, after the last step, and before training with
-    `trainer.eval_before_train`.
+    It runs every `trainer.eval_interval` steps, after the last one, and first with `trainer.eval_before_train`.
     """
 
     def __init__(

@@ -57,11 +57,7 @@ class ConnectedRank:
         self._thread = ThreadPoolExecutor(1, f"rank-{rank}")
 
     async def call(self, role: Role, method: str, *args: Any) -> Any:
-        """Call a method of the worker.
-
-        Raises:
-            WorkerError: the process has ended.
-        """
+        """Call a method of the worker. Raise WorkerError if the process has ended."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, role, method, args)
 
     def _call(self, role: Role, method: str, args: tuple[Any, ...]) -> Any:

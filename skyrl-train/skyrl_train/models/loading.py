@@ -140,8 +140,7 @@ def create_empty(path: str, role: Role, **options: Any) -> PreTrainedModel:
     if role in ("critic", "reward"):
         config.num_labels = 1
     with torch.device("meta"):
-        model: PreTrainedModel = AUTO_CLASSES[role].from_config(config)
-    return model
+        return AUTO_CLASSES[role].from_config(config)
 
 
 def load_model(
@@ -197,8 +196,7 @@ def load_model(
         check_head(model, source)
     if pad_token_id is not None:
         model.config.pad_token_id = pad_token_id
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def check_vocabulary_size(size: int, key: str, path: str, needed: int) -> None:

@@ -38,11 +38,7 @@ class Example:
 
 
 def read_evaluation(run_folder: RunFolder, step: int | None) -> list[EvaluatedTrajectory]:
-    """Read all trajectories of one evaluation. `step` is None for a run that only evaluates.
-
-    Raises:
-        DataError: a line is not a trajectory.
-    """
+    """Read all trajectories of one evaluation. `step` is None for a run that only evaluates."""
     return [parse_trajectory(row) for row in read_rows(RemoteFolder(str(run_folder.evals(step))))]
 
 

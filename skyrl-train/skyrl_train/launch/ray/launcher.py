@@ -75,11 +75,7 @@ class RayLauncher:
         self._lease = Lease() if n_engines and placement.offloads_idle(has_gpus) else None
 
     async def start(self) -> None:
-        """Reserve the devices and start the processes.
-
-        Raises:
-            ConfigError: other programs did not release the devices in time.
-        """
+        """Reserve the devices and start the processes. Raise ConfigError if the devices are not free in time."""
         await self._reservation.wait()
         for request in self._requests:
             logger.info("Reserved %s", request.describe(self._reservation.kind))
