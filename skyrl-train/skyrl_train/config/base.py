@@ -155,10 +155,7 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def value_at(tree: object, key: str, default: Any = _MISSING) -> Any:
-    """Return the value at a dotted key in nested sections or mappings, or `default` if there is none.
-
-    Without a default, raise KeyError.
-    """
+    """Return the value at a dotted key in nested sections or mappings, else `default`. Without one, raise KeyError."""
     for name in key.split("."):
         if isinstance(tree, Mapping) and name in tree:
             tree = tree[name]

@@ -340,8 +340,6 @@ def main(argv: Sequence[str] | None = None, program: Program | None = None) -> i
     `program` replaces the experiment and parser of `skyrl train`.
     """
     _add_verl()
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # a configuration may name modules in the current folder, as with python -m
     try:
         app(argv, prog_name="skyrl", obj=program)
     except SystemExit as stop:

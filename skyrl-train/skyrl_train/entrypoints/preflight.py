@@ -86,9 +86,7 @@ def _find_rank_problems(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
-    """Yield a problem for each missing file or folder of a run on fixed data, and for settings that its models do not
-    allow.
-    """
+    """Yield a problem for each missing file or folder, and for settings that the models do not allow."""
     yield from find_unusable_folders(cfg.trainer, trains=True)
     yield from _find_missing_data("data.train_data", cfg.data.train_data)
     yield from _find_missing_data("data.val_data", cfg.data.val_data)
@@ -167,10 +165,7 @@ def find_unusable_folders(trainer: RunConfig, *, trains: bool) -> Iterator[str]:
 
 
 def find_folder_fault(folder: str) -> str | None:
-    """Return why files cannot be written under a folder, or None if they can.
-
-    The folder need not exist, and nothing is created.
-    """
+    """Return why no files can be written under a folder (it need not exist), or None. Nothing is created."""
     if "\0" in folder:
         return "it contains a NUL character"
     try:

@@ -39,13 +39,10 @@ class InlineLauncher:
         offloads_idle: bool = False,
         has_engine_process: bool = False,
     ) -> None:
-        """Create the launcher.
+        """Create the launcher. `sync` is how to send weights to a second process or to the addresses of `servers`.
 
-        Args:
-            sync: how to send weights to engines in other processes.
-            servers: addresses of inference servers that receive the weights.
-            offloads_idle: offload idle models and the engine from the device. The engine must have its own weights.
-            has_engine_process: start the engine in a second process and send it the weights.
+        `has_engine_process` starts the engine in a second process. `offloads_idle` offloads idle models and the engine
+        from the device. The engine must then have its own weights.
         """
         self._executor = executor
         self._has_engine_process = has_engine_process

@@ -60,10 +60,7 @@ class Launcher(ModelLauncher, Protocol):
         """
 
     def bytes_beside_engine(self, n_bytes: int) -> int:
-        """Return how much of `n_bytes` the models will take from the engine's device.
-
-        `n_bytes` is what all ranks together have yet to allocate.
-        """
+        """Return how many of the `n_bytes` that all ranks have yet to allocate will be on the engine's device."""
 
     def weight_sync(
         self,

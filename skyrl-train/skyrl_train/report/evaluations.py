@@ -27,10 +27,7 @@ class EvaluatedTrajectory:
 
 @dataclass(frozen=True)
 class Example:
-    """A trajectory worth reading.
-
-    `role` is "best", "median" or "worst". `before` is the first evaluation's trajectory for the same prompt.
-    """
+    """A trajectory worth reading: the best, median or worst. `before` is the first evaluation's for its prompt."""
 
     role: str
     trajectory: EvaluatedTrajectory

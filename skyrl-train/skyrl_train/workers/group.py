@@ -34,10 +34,7 @@ class Rank(Protocol):
     """One rank, with its shard of one or more models."""
 
     async def call(self, role: Role, method: str, *args: Any) -> Any:
-        """Call a method of a model's worker and return its result.
-
-        The method "load" takes a spec and an objective. It loads a model and replaces an earlier one of the role.
-        """
+        """Call a method of a model's worker. "load" (spec, objective) replaces the role's earlier model."""
 
     async def close(self) -> None:
         """End the rank."""

@@ -48,13 +48,10 @@ class RayLauncher:
         n_engines: int,
         engine_size: int = 1,
     ) -> None:
-        """Connect to the cluster. Call `start` next.
+        """Connect to the cluster. Raise ConfigError if it does not answer or is too small. Call `start` next.
 
-        `placement` has the number of devices of each model in `roles`, and `engine_size` is that of each engine. `sync`
-        is None if no weights are sent between models and engines.
-
-        Raises:
-            ConfigError: the cluster does not answer or is too small.
+        `placement` has the number of devices of each model in `roles`, and `engine_size` is the number for each engine.
+        `sync` is None if no weights are sent between models and engines.
         """
         self._placement = placement
         self._roles = roles

@@ -43,10 +43,7 @@ class RankActor:
         return f"{host}:{free_port(host)}"
 
     def join(self, world: World, address: str, n_processes: int) -> timedelta:
-        """Join the process group of the model's ranks, and return the time limit of its collectives.
-
-        `n_processes` compute concurrently on this node.
-        """
+        """Join the model's process group, and return the time limit of collectives. `n_processes` share the node."""
         self._host = RankHost(world, f"tcp://{address}", threads_per_process(n_processes))
         return COLLECTIVE_TIMEOUT
 
