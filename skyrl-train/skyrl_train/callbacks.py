@@ -58,10 +58,7 @@ class SavedConfig(Callback):
 
 
 class Evaluation(Callback):
-    """A callback that evaluates every `trainer.eval_interval` steps and after the last step.
-
-    With `trainer.eval_before_train`, it also evaluates the initial weights, as step 0.
-    """
+    """A callback that evaluates before training (`eval_before_train`), every `eval_interval` steps and at the end."""
 
     def __init__(
         self, dataset: PromptDataset, generator: RolloutGenerator, run_folder: RunFolder, chat: ChatEncoder

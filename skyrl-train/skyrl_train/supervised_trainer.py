@@ -76,10 +76,8 @@ class SupervisedTrainer(Run):
     async def update(self, step: Step, batch: TrainingBatch) -> None:
         """Take one optimizer step on a batch.
 
-        The weights are checked after the last step, and after a step with a huge loss or a NaN or infinite gradient.
-
-        Raises:
-            DivergenceError: the weights are NaN or infinite, or can no longer learn.
+        Check the weights after the last step, and after a step with a huge loss or a NaN or infinite gradient. Raise
+        DivergenceError if they are NaN or infinite, or can no longer learn.
         """
         self.models.set_probe(batch)
         if self.models.ref is not None:

@@ -57,8 +57,7 @@ class ModelLoader:
         key = f"trainer.{'critic' if role == 'critic' else 'policy'}"
         optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps)
         lora = lora_spec(section.model, f"{key}.model.lora", self.cfg.seed)
-        spec = self._spec(role, load, section)
-        spec = replace(spec, optimizer=optimizer, lora=lora, replays_experts=replays_experts)
+        spec = replace(self._spec(role, load, section), optimizer=optimizer, lora=lora, replays_experts=replays_experts)
         return await self.launcher.load(spec, objective)
 
     async def load_reference(

@@ -8,10 +8,7 @@ INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
 def suggest_folder(path: str) -> str:
-    """Return a sentence that suggests the sibling folder with the most similar name to a missing one.
-
-    The sentence is empty if no name is similar, or if `path` exists.
-    """
+    """Return a sentence that suggests the sibling with the most similar name, or "" without one or if `path` exists."""
     folder = Path(path)
     try:
         if folder.exists():
