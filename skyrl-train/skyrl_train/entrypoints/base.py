@@ -184,9 +184,7 @@ class Experiment(ABC):
         """Create the launcher that `trainer.placement` selects.
 
         It runs the models in `roles` and the engines of `plan`, if any. `sync` configures weight syncs between them.
-
-        Raises:
-            ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
+        Raise ConfigError if the Ray cluster does not answer or is too small, or torchrun has started several processes.
         """
         torchrun = Torchrun.find()
         if torchrun is not None and torchrun.size > 1:

@@ -30,9 +30,7 @@ def plan_run(cfg: SkyRLConfig) -> RunPlan:
 
 
 def describe_plan(plan: RunPlan) -> str:
-    """Return the plan of a training run, one `name  value` line per fact.
-
-    Reads local files and the Hub's cache; downloads nothing.
+    """Return the plan of a training run, one `name  value` line per fact. Downloads nothing.
 
     Raises:
         ConfigError: an adapter does not fit its model, or Megatron-Core does not support a model or adapter.

@@ -68,10 +68,8 @@ class ModelLoader:
     ) -> WorkerGroup:
         """Load the frozen reference. If the reference is the policy without its adapter, return the policy.
 
-        `load` loads the causal language model at a path, the value of a configuration key.
-
-        Raises:
-            ConfigError: there is no model at the path, or its vocabulary is not the policy's.
+        `load` loads the causal language model at a path, the value of a configuration key. Raise ConfigError without a
+        model there, or if its vocabulary is not the policy's.
         """
         if trainer.policy_is_reference:
             return policy
@@ -101,10 +99,7 @@ async def load_learner(
     """Load the policy, and the critic and the reference if the configuration uses them.
 
     `get_model` loads the causal language model at a path, the value of a configuration key. `get_value_model` loads the
-    critic at a path.
-
-    Raises:
-        ConfigError: there is no model at a path, or the models do not fit together.
+    critic at a path. Raise ConfigError if there is no model at a path, or if the models do not fit together.
     """
     cfg, stop_token_ids = root.trainer, root.generator.sampling_params.stop_token_ids
     n_prompts = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch

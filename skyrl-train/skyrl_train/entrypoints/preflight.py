@@ -14,7 +14,6 @@ from skyrl_train.algorithms.registry import advantage_estimator, policy_loss
 from skyrl_train.algorithms.rules import loads_reference, reads_reference
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
-from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.config.policy import (
     CriticConfig,
     CriticModelConfig,
@@ -259,10 +258,9 @@ def _find_model_mismatches(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     path = cfg.trainer.policy.model.path
     policy = _read_model_config(path)
     n_context, n_tokens = policy.get("max_position_embeddings"), policy.get("vocab_size")
-    sections: dict[str, SamplingConfig] = {"generator.eval_sampling_params": cfg.generator.eval_sampling_params}
-    if trains:
-        sections = {"generator.sampling_params": cfg.generator.sampling_params, **sections}
-    for section, sampling in sections.items():
+    sections = ("generator.sampling_params", "generator.eval_sampling_params")
+    for section in sections if trains else sections[1:]:
+        sampling = value_at(cfg, section)
         length = sampling.max_generate_length
         if isinstance(n_context, int) and length >= n_context:
             yield (
