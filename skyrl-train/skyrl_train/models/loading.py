@@ -249,13 +249,7 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
 
 
 def _prepare(
-    model: PreTrainedModel,
-    key: str,
-    path: str,
-    device: torch.device,
-    gradient_checkpointing: bool,
-    *,
-    is_deferred: bool,
+    model: PreTrainedModel, key: str, path: str, device: torch.device, checkpointing: bool, *, is_deferred: bool
 ) -> None:
     """Prepare a loaded model for training and scoring on `device`. Deferred weights are moved later."""
     # `check_head` and `find_sharing_fault` compute only short rows, so features that depend on the length are rejected
@@ -281,7 +275,7 @@ def _prepare(
     fuse_operations(model)
     if device.type == "cpu":
         narrow_last_layer(model)
-    if gradient_checkpointing:
+    if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     role = {POLICY_PATH: "policy", REF_PATH: "reference", CRITIC_PATH: "critic"}.get(key, "model")
     n_parameters = f"{model.num_parameters():,}"
