@@ -84,7 +84,7 @@ class Evaluation(Callback):
 
 
 class Logging(Callback):
-    """A callback that logs metrics, updates the progress line, and warns once about steps without learning signal."""
+    """A callback that logs metrics, updates the progress line, and warns once if steps lack a learning signal."""
 
     def __init__(self, tracking: Tracking) -> None:
         self._tracking = tracking

@@ -120,7 +120,7 @@ class SupervisedTrainer(Run):
 class Validation(Callback):
     """A callback that measures the objective on held-out rows, as `val/loss` and others.
 
-    It runs every `trainer.eval_interval` steps, after the last one, and first with `trainer.eval_before_train`.
+    It runs every `trainer.eval_interval` steps, after the last step, and before the first with `eval_before_train`.
     """
 
     def __init__(

@@ -317,7 +317,7 @@ def open_folder(url: str | None, key: str, content: str) -> RemoteFolder | None:
 
 
 def upload_files(source: Path, target: RemoteFolder) -> int:
-    """Upload the files under a folder that do not exist remotely with the same size. Return the uploaded bytes."""
+    """Upload files that do not exist remotely with the same size, and return the number of uploaded bytes."""
     paths = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
     remote_sizes = target.sizes()
     sent = {

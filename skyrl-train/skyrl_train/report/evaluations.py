@@ -27,7 +27,7 @@ class EvaluatedTrajectory:
 
 @dataclass(frozen=True)
 class Example:
-    """A trajectory worth reading: the best, median or worst. `before` is the first evaluation's for its prompt."""
+    """A trajectory worth reading: the best, median or worst. `before` is its prompt's in the first evaluation."""
 
     role: str
     trajectory: EvaluatedTrajectory
