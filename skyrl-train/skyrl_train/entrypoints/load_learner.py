@@ -26,7 +26,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.learner import Learner
 from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, REF_PATH, check_same_vocabulary, check_vocabulary_size
-from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, Role, lora_spec
+from skyrl_train.types.specs import ModelSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -138,8 +138,6 @@ def model_spec(
     save_tokenizer: Callable[[str], Any],
     cfg: RunConfig,
     temperature: float,
-    optimizer: OptimizerSpec | None = None,
-    lora: LoraSpec | None = None,
     sharding: ShardedModelConfig | None = None,
     eos_ids: Sequence[int] = (),
 ) -> ModelSpec:
@@ -151,8 +149,6 @@ def model_spec(
         load=load,
         save_tokenizer=save_tokenizer,
         eos_ids=tuple(eos_ids),
-        optimizer=optimizer,
-        lora=lora,
         fsdp=sharding.fsdp_config,
         sequence_parallel_size=sharding.sequence_parallel_size,
         megatron=megatron if cfg.strategy_traits.is_model_parallel else None,
