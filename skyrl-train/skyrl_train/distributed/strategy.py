@@ -112,10 +112,7 @@ class DistributedStrategy(ABC, Generic[M]):
         """Score every micro-batch of a shard and pass the scores to `consume`.
 
         `consume` returns a loss and a result. Gradients are summed over micro-batches here, and over ranks here or in
-        `clip_gradients`.
-
-        Returns:
-            The results of `consume`, or an empty list on a rank without scores.
+        `clip_gradients`. Return the results, or an empty list on a rank without scores.
         """
 
     @abstractmethod

@@ -48,10 +48,7 @@ class SequenceGroup:
 
         A rank gets its query heads together with the key and value heads that they read. If the number of key and value
         heads is not a multiple of the number of ranks, heads are copied, so several ranks may have the same head.
-        `n_tokens` is U.
-
-        Raises:
-            ConfigError: the number of query heads is not a multiple of the number of ranks.
+        `n_tokens` is U. Raise ConfigError if the number of query heads is not a multiple of the number of ranks.
         """
         n_heads = query.shape[1]
         if n_heads % self.size:
