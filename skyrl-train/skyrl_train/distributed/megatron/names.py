@@ -83,8 +83,8 @@ def _find_parts_of_layer(config: TransformerConfig, layer: int, index: int) -> d
         for name in "qk":
             parts[f"{theirs}self_attn.{name}_norm.weight"] = Part(f"{attention}{name}_layernorm.weight")
     gate_up = f"{ours}mlp.linear_fc1.weight"
-    parts[f"{theirs}mlp.gate_proj.weight"] = Part(gate_up, 0, lambda joint: joint.chunk(2)[0])
-    parts[f"{theirs}mlp.up_proj.weight"] = Part(gate_up, 0, lambda joint: joint.chunk(2)[1])
+    parts[f"{theirs}mlp.gate_proj.weight"] = Part(gate_up, 0, lambda joint: joint.unflatten(0, (2, -1))[0])
+    parts[f"{theirs}mlp.up_proj.weight"] = Part(gate_up, 0, lambda joint: joint.unflatten(0, (2, -1))[1])
     return parts
 
 
