@@ -20,6 +20,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.evaluate import evaluate, trajectory_row
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.report import report_own_run
 from skyrl_train.run import Callback, Run, StepReport
 from skyrl_train.tracking import Progress, RunFolder, Tracking, find_missing_signal
 from skyrl_train.tracking.signal import N_STEPS
@@ -57,10 +58,7 @@ class SavedConfig(Callback):
 
 
 class Evaluation(Callback):
-    """A callback that evaluates every `trainer.eval_interval` steps and after the last step.
-
-    With `trainer.eval_before_train`, it also evaluates the initial weights, as step 0.
-    """
+    """A callback that evaluates before training (`eval_before_train`), every `eval_interval` steps and at the end."""
 
     def __init__(
         self, dataset: PromptDataset, generator: RolloutGenerator, run_folder: RunFolder, chat: ChatEncoder
@@ -86,9 +84,7 @@ class Evaluation(Callback):
 
 
 class Logging(Callback):
-    """A callback that sends metrics to the trackers, updates the progress line, and warns once about steps without a
-    learning signal.
-    """
+    """A callback that logs metrics, updates the progress line, and warns once if steps lack a learning signal."""
 
     def __init__(self, tracking: Tracking) -> None:
         self._tracking = tracking
@@ -170,8 +166,7 @@ class TrajectoryDump(Callback):
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         if report.trajectories:
-            success_reward = run.cfg.generator.success_reward
-            rows = [trajectory_row(t, self._chat, success_reward) for t in report.trajectories]
+            rows = [trajectory_row(t, self._chat, run.cfg.generator.success_reward) for t in report.trajectories]
             write_jsonl(self._run_folder.trajectories(report.global_step), rows)
 
 
@@ -217,8 +212,6 @@ class Reporting(Callback):
         self._run_folder = run_folder
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
-        from skyrl_train.report import report_own_run  # imports matplotlib, not needed before
-
         report_own_run(self._run_folder)
 
 

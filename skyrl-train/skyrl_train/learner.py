@@ -59,12 +59,9 @@ class TrainedModels:
         return replace(batch, ref_logprobs=scores["logprobs"])
 
     async def check_weights(self) -> None:
-        """Check that the weights are finite and still give a gradient on rows of the last update.
+        """Raise DivergenceError unless the weights are finite and still give a gradient on rows of the last update.
 
         Finite weights are not enough: after far too large an update, every token may have a gradient of 0 or NaN.
-
-        Raises:
-            DivergenceError: training has diverged.
         """
         for name, group in self._saved_groups().items():
             fault = None if await group.is_finite() else "its weights are NaN or infinite"
@@ -180,8 +177,7 @@ class Learner(TrainedModels):
         With one mini-batch and one update epoch, the update itself computes the policy's log-probs, so `old_logprobs`
         stays None unless something reads it before the update. Set `reads_old_logprobs` if the caller does.
 
-        Raises:
-            ConfigError: `router_replay`, and the batch has no experts.
+        Raise ConfigError for `router_replay` if the batch has no experts.
         """
         if self._cfg.algorithm.router_replay and batch.experts is None:
             raise ConfigError(
@@ -292,11 +288,9 @@ class Learner(TrainedModels):
 
 
 def _select_probe(batch: TrainingBatch) -> TrainingBatch | None:
-    """Return the `N_PROBED_ROWS` rows with the fewest tokens before their first trained one, truncated.
+    """Return the `N_PROBED_ROWS` rows with the fewest tokens before their first trained one, or None without any.
 
-    They keep `N_PROBED_TOKENS` columns after the last of these first tokens.
-
-    Return None if no token is trained.
+    They are truncated `N_PROBED_TOKENS` columns after the last of these first tokens.
     """
     prompt_length = batch.sequences.shape[1] - batch.response_length
     first = batch.loss_mask.argmax(dim=1)  # (B,) response column of the first trained token

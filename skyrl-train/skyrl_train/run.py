@@ -297,11 +297,7 @@ class Run(ABC):
         return Snapshot(self.global_step, self.models.checkpoint_bytes, copy, on_saved)
 
     async def check_weights(self, step: int) -> None:
-        """Check the weights after the update of `step`.
-
-        Raises:
-            DivergenceError: training has diverged. The message names the last checkpoint that is kept.
-        """
+        """Raise DivergenceError if training has diverged at `step`. The message names the last kept checkpoint."""
         try:
             await self.models.check_weights()
         except DivergenceError as error:
@@ -432,10 +428,7 @@ class Run(ABC):
 
 
 def _open_remote(trainer: RunConfig, model: str) -> RemoteCheckpoints | None:
-    """Open the run's folder under `remote_ckpt_url`, if that is set. `model` is the model's path.
-
-    ConfigError if the URL's protocol is unknown, or its package is not installed.
-    """
+    """Open the run's folder under `remote_ckpt_url`, if that is set. ConfigError if its protocol has no client."""
     root = open_folder(trainer.remote_ckpt_url, "trainer.remote_ckpt_url", "checkpoints")
     if root is None:
         return None

@@ -60,14 +60,11 @@ class SupervisedTrainer(Run):
     ) -> None:
         super().__init__(cfg, models=models, position=rows, total_steps=total_steps, callbacks=callbacks)
         self._rows = rows
-        self._flops_per_token = 0
         self._peak_flops = peak_flops() if cfg.trainer.bf16 else None
 
     async def train(self) -> None:
         """Train from the last checkpoint, or from the start, to the last step."""
         async with self.ending():
-            facts = self.models.policy.facts
-            self._flops_per_token = count_flops(facts.n_trained, facts.n_parameters)
             await self.start()
             for step in self.steps():
                 with step.timer("step"):
@@ -79,10 +76,8 @@ class SupervisedTrainer(Run):
     async def update(self, step: Step, batch: TrainingBatch) -> None:
         """Take one optimizer step on a batch.
 
-        The weights are checked after the last step, and after a step with a huge loss or a NaN or infinite gradient.
-
-        Raises:
-            DivergenceError: the weights are NaN or infinite, or can no longer learn.
+        Check the weights after the last step, and after a step with a huge loss or a NaN or infinite gradient. Raise
+        DivergenceError if they are NaN or infinite, or can no longer learn.
         """
         self.models.set_probe(batch)
         if self.models.ref is not None:
@@ -99,7 +94,8 @@ class SupervisedTrainer(Run):
         """Record the learning rate, progress, throughput and system metrics of a step."""
         n_tokens, seconds = count_tokens(batch), step.timer.metrics()["timing/step"]
         if self._peak_flops is not None:
-            rate = self._flops_per_token * n_tokens / seconds
+            facts = self.models.policy.facts
+            rate = count_flops(facts.n_trained, facts.n_parameters) * n_tokens / seconds
             step.record({"train/mfu": rate / (self._peak_flops * self.models.policy.n_weight_copies)})
         learning_rate = step.metrics.pop(f"train/{self.models.policy.role}_lr").number
         step.record(
@@ -124,8 +120,7 @@ class SupervisedTrainer(Run):
 class Validation(Callback):
     """A callback that measures the objective on held-out rows, as `val/loss` and others.
 
-    It runs every `trainer.eval_interval` steps, after the last step, and before training with
-    `trainer.eval_before_train`.
+    It runs every `trainer.eval_interval` steps, after the last step, and before the first with `eval_before_train`.
     """
 
     def __init__(

@@ -102,10 +102,7 @@ def half_of_cores() -> AbstractContextManager[int]:
 
 
 class ComputeThread(ThreadPoolExecutor):
-    """An executor with one thread. Before each call, it adapts its number of compute threads to the load.
-
-    The load is measured since the last pause.
-    """
+    """An executor with one thread. Before each call, it adapts its compute threads to the load since the last pause."""
 
     def __init__(self, n_threads: int, name: str = "compute") -> None:
         """Compute with at most `n_threads` threads."""

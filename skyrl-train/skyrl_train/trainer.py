@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SyncEngines = Callable[[int], Awaitable[Metrics]]
-"""Sends the policy's weights to the engines, labelled with a version."""
-
 STOP_GRACE_S = 20.0
 """Seconds that a step's rollouts may still take after a stop request. Then the step is abandoned."""
 
@@ -57,12 +54,12 @@ class Trainer(Run):
         *,
         source: Rollouts,
         learner: Learner,
-        sync_engines: SyncEngines,
+        sync_engines: Callable[[int], Awaitable[Metrics]],
         total_steps: int,
         pad_token_id: int,
         callbacks: Sequence[Callback],
     ) -> None:
-        """Create the trainer. `sync_engines` is called before the first step and after each update."""
+        """Create the trainer. `sync_engines` sends the weights as a version, at the start and after each update."""
         super().__init__(cfg, models=learner, position=source, total_steps=total_steps, callbacks=callbacks)
         self.cfg: SkyRLConfig = cfg
         self.learner = learner

@@ -53,8 +53,7 @@ def make_folder(folder: Path) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Replace the content of a file. After a crash, it has either the old or the new content.
 
-    The order matters: the new content is on disk before the rename makes it visible, and the rename is on disk before
-    this returns.
+    The new content is on disk before the rename makes it visible, and the rename is on disk before this returns.
     """
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")

@@ -25,6 +25,8 @@ from skyrl_train.types.specs import TensorSpec
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 """Dtype of the written weights. `auto` keeps the dtype of each tensor."""
 
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
 SHARD_BYTES = 5 * 10**9
 """Maximum size of a file, unless one tensor is larger."""
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py", ".tiktoken")
@@ -139,9 +141,7 @@ def edit_config(folder: Path, **settings: object) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def write_model(
-    folder: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]], dtype: DType
-) -> None:
+def write_model(folder: Path, specs: Sequence[TensorSpec], tensors: NamedTensors, dtype: DType) -> None:
     """Write tensors into safetensors files, in the order of their specs. Floating-point tensors become `dtype`."""
     specs = [replace(spec, dtype=output_dtype(spec, dtype)) for spec in specs]
     n_bytes = sum(spec.n_bytes for spec in specs)
@@ -180,9 +180,7 @@ def read_dtype(folder: Path) -> torch.dtype:
     return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
-def _write_safetensors(
-    path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]], progress: tqdm[Any]
-) -> None:
+def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: NamedTensors, progress: tqdm[Any]) -> None:
     """Write one file, tensor by tensor, because the safetensors library would need all of them in memory."""
     type_names = {dtype: name for name, dtype in str_to_torch_dtype.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -244,10 +244,8 @@ class RemoteCheckpoints:
     def upload(self, checkpoint: Path) -> int:
         """Upload a local checkpoint, check it, and write its `checksums.json` last.
 
-        Return the number of uploaded bytes, 0 if the checkpoint was already there.
-
-        Raises:
-            CheckpointError: a local file has changed since it was saved. A retry would not help.
+        Return the number of uploaded bytes, 0 if the checkpoint was already there. If a local file has changed since it
+        was saved, raise CheckpointError, because a retry would not help.
         """
         manifest = (checkpoint / MANIFEST).read_bytes()
         files = parse_manifest(manifest)
@@ -275,8 +273,7 @@ class RemoteCheckpoints:
     def download(self, step: int, folder: Path) -> None:
         """Copy a checkpoint into an existing local folder and compare each file with its checksum.
 
-        Raises:
-            CheckpointError: a file is missing or has changed. The message says which.
+        Raise CheckpointError if files are missing or have changed. The message names them.
         """
         source = self._folder(step)
         manifest = source.read(MANIFEST)
@@ -320,10 +317,7 @@ def open_folder(url: str | None, key: str, content: str) -> RemoteFolder | None:
 
 
 def upload_files(source: Path, target: RemoteFolder) -> int:
-    """Upload the files under a local folder, except files that exist remotely with the same size.
-
-    Return the number of uploaded bytes.
-    """
+    """Upload files that do not exist remotely with the same size, and return the number of uploaded bytes."""
     paths = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
     remote_sizes = target.sizes()
     sent = {

@@ -117,10 +117,9 @@ class CheckpointStore:
         return folder
 
     async def verify(self, folder: Path) -> None:
-        """Compare a checkpoint's files with their checksums.
+        """Raise CheckpointError if a file of a checkpoint is missing or does not match its checksum.
 
-        Raises:
-            CheckpointError: a file differs or is missing. The message gives it and the latest intact checkpoint.
+        The message names the file and the latest intact checkpoint.
         """
         if damage := await asyncio.to_thread(find_damage, folder):
             folders = (self._folder(step) for step in reversed(self.steps()))
@@ -130,11 +129,7 @@ class CheckpointStore:
             )
 
     def latest(self) -> Path | None:
-        """Return the checkpoint to resume from, if any.
-
-        Raises:
-            CheckpointError: the pointer's checkpoint does not exist.
-        """
+        """Return the checkpoint to resume from, if any. Raise CheckpointError if the pointer's does not exist."""
         self._restore_replaced()
         step = self._pointed_step()
         if step is None:
@@ -181,8 +176,7 @@ class CheckpointStore:
     def find_shortage(self, checkpoint_bytes: int) -> str | None:
         """Return why the disk cannot hold the last complete checkpoint and a new one, or None if it can.
 
-        Checkpoints that `save` would remove to make room count as free space. Nothing changes on disk, and the folder
-        need not exist.
+        Checkpoints that `save` would remove count as free space. The folder need not exist, and nothing is changed.
         """
         needed = checkpoint_bytes * (1 if self.steps() else 2) + SPARE_BYTES
         files = (path for step in self._removable() for path in self._folder(step).rglob("*") if path.is_file())
@@ -215,8 +209,7 @@ class CheckpointStore:
     def _other_steps(self, latest: int) -> list[int]:
         """Return all steps but `latest`, least useful first: steps of an abandoned future, then from the oldest on.
 
-        With steps 10, 20, 40 and latest 20, that is 40, 10, because step 40 is from before the run was resumed at an
-        earlier step.
+        With steps 10, 20, 40 and latest 20, that is 40, 10: step 40 is from before the run resumed at an earlier step.
         """
         return sorted((step for step in self.steps() if step != latest), key=lambda step: (step < latest, step))
 

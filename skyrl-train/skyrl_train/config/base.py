@@ -8,7 +8,7 @@ YAML files that Hydra reads and the reference page.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getdoc
 from types import UnionType
@@ -74,16 +74,6 @@ def as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def empty_as_null(value: object) -> object:
-    """Return None for an empty string."""
-    return None if value == "" else value
-
-
-def as_tuple(value: object) -> object:
-    """Convert a list to a tuple, because YAML has no tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(type(name) is str and _is_plain(inner) for name, inner in value.items())
@@ -139,23 +129,19 @@ def iter_fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str,
 
 def describe_field(field: FieldInfo) -> str:
     """Describe the values that a field accepts: "an integer >= 1", "one of nccl, gloo", "true or false"."""
-    return _describe(field.annotation, list(field.metadata))
+    return describe(field.annotation, field.metadata)
 
 
-def describe_values(field: FieldInfo) -> str:
-    """Describe the values that an open field accepts under each of its keys."""
-    return _describe(get_args(field.annotation)[1], [])
-
-
-def _describe(annotation: Any, metadata: list[Any]) -> str:
+def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """Describe the values of a type, as `describe_field` does."""
     for item in metadata:
         if isinstance(item, Allowed):
             return item.text
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
-        return _describe(inner, [*metadata, *more])
+        return describe(inner, [*metadata, *more])
     if get_origin(annotation) in (Union, UnionType):
-        choices = [_describe(choice, metadata) for choice in get_args(annotation) if choice is not type(None)]
+        choices = [describe(choice, metadata) for choice in get_args(annotation) if choice is not type(None)]
         return ", ".join(choices) + " or null"
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
@@ -169,10 +155,7 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
 
 
 def value_at(tree: object, key: str, default: Any = _MISSING) -> Any:
-    """Return the value at a dotted key in nested sections or mappings, or `default` if there is none.
-
-    Without a default, raise KeyError.
-    """
+    """Return the value at a dotted key in nested sections or mappings, else `default`. Without one, raise KeyError."""
     for name in key.split("."):
         if isinstance(tree, Mapping) and name in tree:
             tree = tree[name]

@@ -20,8 +20,7 @@ def describe_sections(fields: Fields, command: str) -> str:
 def describe_keys(names: Sequence[str], fields: Fields) -> str:
     """Return default, allowed values and meaning of keys, and of all keys of sections.
 
-    Raises:
-        ConfigError: there is no such key or section. The message suggests the nearest ones.
+    Raise ConfigError for an unknown key or section. The message suggests the nearest ones.
     """
     names = [name.partition("=")[0].rstrip(".") for name in names]
     raise_problems(

@@ -7,23 +7,18 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator
 
-from skyrl_train.config.base import (
-    Allowed,
-    Count,
-    OptionalStringList,
-    Resolved,
-    Section,
-    Text,
-    as_tuple,
-    resolved_later,
-)
+from skyrl_train.config.base import Allowed, Count, OptionalStringList, Resolved, Section, Text, resolved_later
 
 SchedulerName = Literal[
     "constant_with_warmup", "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"
 ]
 LearningRate = Annotated[float, Ge(0), Le(1000)]
 Beta = Annotated[float, Ge(0), Lt(1)]
-Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple), Allowed("a list of 2 numbers >= 0 and < 1")]
+Betas = Annotated[
+    tuple[Beta, Beta],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),  # YAML has no tuples
+    Allowed("a list of 2 numbers >= 0 and < 1"),
+]
 
 
 class LoraConfig(Section):
@@ -165,12 +160,9 @@ class MegatronConfig(Section):
         return " times ".join(f"{key}.{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1)
 
     def find_indivisible(self, model: Mapping[str, Any], source: str, key: str) -> Iterator[str]:
-        """Yield a sentence for each parallel size that does not divide its part of the model.
+        """Yield a sentence for each parallel size that does not divide its part of `model`, a model's configuration.
 
-        Args:
-            model: the model's configuration. Parts missing from it are not checked.
-            source: where the model is from, for the sentence.
-            key: the key of this section, for the sentence.
+        Parts missing there are not checked. `source` names the model in the sentences, and `key` this section.
         """
         n_heads = model.get("num_key_value_heads") or model.get("num_attention_heads")
         for name, count, parts in (

@@ -5,20 +5,12 @@ from contextlib import suppress
 from difflib import SequenceMatcher, get_close_matches
 from functools import reduce
 from operator import getitem
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from skyrl_train.config.base import (
-    FREE_VALUE,
-    as_section,
-    describe_field,
-    describe_values,
-    is_open,
-    iter_fields,
-    value_at,
-)
+from skyrl_train.config.base import FREE_VALUE, as_section, describe, describe_field, is_open, iter_fields, value_at
 from skyrl_train.config.dialects import TASK_OPTIONS
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.errors import ConfigError
@@ -124,9 +116,7 @@ def did_you_mean(key: str, fields: Fields = FIELDS) -> str:
 def read_validation_error(
     error: ValidationError, tree: Mapping[str, Any], fields: Fields
 ) -> tuple[dict[str, str], set[tuple[str, ...]]]:
-    """Return one sentence for each key of the validated `tree` that pydantic rejected, by key, and the paths in `tree`
-    of the rejected values.
-    """
+    """Return a sentence for each key of `tree` that pydantic rejected, by key, and the paths of the rejected values."""
     sentences: dict[str, str] = {}
     paths: set[tuple[str, ...]] = set()
     for item in error.errors(include_url=False, include_input=False, include_context=False):
@@ -163,7 +153,8 @@ def _wrong_value(known: str, below: Sequence[str], value: Any, fields: Fields) -
                 f"{key}={show(value)}: there is no key {key}; {did_you_mean(key, fields)} "
                 f"(settings for an environment of class {below[0]} are a section: {key}.<name>=<value>)"
             )
-        return key, f"{key}={show(value)} must be {FREE_VALUE if known == OPEN_SECTION else describe_values(field)}"
+        allowed = FREE_VALUE if known == OPEN_SECTION else describe(get_args(field.annotation)[1])
+        return key, f"{key}={show(value)} must be {allowed}"
     problem = f"{known}={show(value)} must be {describe_field(field)}"
     if as_section(field.annotation) is not None:
         return known, f"{problem}; set its keys one by one: {known}.<name>=<value>"

@@ -17,7 +17,6 @@ from skyrl_train.config.base import (
     StringList,
     Text,
     as_list,
-    empty_as_null,
     resolved_later,
 )
 
@@ -171,7 +170,7 @@ class RunConfig(Section):
     project_name: Resolved[Text] = resolved_later()
     """Project name for the run folder and the trackers. Defaults to `$WANDB_PROJECT` with wandb, else `skyrl`."""
 
-    run_name: Annotated[Resolved[Text], BeforeValidator(empty_as_null)] = resolved_later()
+    run_name: Annotated[Resolved[Text], BeforeValidator(lambda text: None if text == "" else text)] = resolved_later()
     """Run name for the run folder and the trackers. An existing name resumes that run. null and the empty string
     default to `$WANDB_NAME` with wandb, else `<project_name>-<date>-<time>`."""
 

@@ -65,7 +65,6 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
     """Base class of strategies for Hugging Face models, with or without an adapter."""
 
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> ScoringModule:
-        is_critic = spec.role in ("critic", "reward")
         with deferring(self.world.size > 1) as weights:
             model = spec.load()
         dtypes = train_in_float32(model, is_empty=weights.source is not None) if spec.trains_all_weights else {}
@@ -75,7 +74,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
             model,
             temperature=spec.temperature,
             entropy_grad=entropy_grad,
-            is_critic=is_critic,
+            is_critic=spec.role in ("critic", "reward"),
             sequence_group=self._sequence_group(spec),
             replays_experts=spec.replays_experts,
         )

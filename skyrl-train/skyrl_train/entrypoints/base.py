@@ -134,10 +134,7 @@ class Experiment(ABC):
         ).describe_rerun()
 
     def replaces(self, *methods: str) -> bool:
-        """Return True if a user's subclass overrides any of these methods.
-
-        Checks that assume the configured part are then skipped.
-        """
+        """Return True if a user's class overrides one of these methods, so that checks of the original are skipped."""
         owners = (next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in methods)
         return not all(cls.__module__.startswith("skyrl_train.") for cls in owners)
 
@@ -187,9 +184,7 @@ class Experiment(ABC):
         """Create the launcher that `trainer.placement` selects.
 
         It runs the models in `roles` and the engines of `plan`, if any. `sync` configures weight syncs between them.
-
-        Raises:
-            ConfigError: the Ray cluster does not answer or is too small, or torchrun has started several processes.
+        Raise ConfigError if the Ray cluster does not answer or is too small, or torchrun has started several processes.
         """
         torchrun = Torchrun.find()
         if torchrun is not None and torchrun.size > 1:

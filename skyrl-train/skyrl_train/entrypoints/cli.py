@@ -306,10 +306,7 @@ def replace_by_torchrun(arguments: Sequence[str], placement: RunPlacementConfig,
     """Replace this process by torchrun. Its processes run `skyrl` with these arguments.
 
     `flags` are additional flags of torchrun, such as `--node_rank=1`. Without a flag for the rendezvous, torchrun uses
-    a free port of this machine.
-
-    Raises:
-        ConfigError: there are several nodes, and no flag for their rendezvous.
+    a free port of this machine. Several nodes need such a flag, or a ConfigError is raised.
     """
     n_nodes, n_per_node = placement.size("policy")
     has_rendezvous = any(flag.startswith(("--standalone", "--rdzv", "--master")) for flag in flags)
@@ -340,8 +337,6 @@ def main(argv: Sequence[str] | None = None, program: Program | None = None) -> i
     `program` replaces the experiment and parser of `skyrl train`.
     """
     _add_verl()
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # a configuration may name modules in the current folder, as with python -m
     try:
         app(argv, prog_name="skyrl", obj=program)
     except SystemExit as stop:

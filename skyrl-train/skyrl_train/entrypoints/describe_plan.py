@@ -30,9 +30,7 @@ def plan_run(cfg: SkyRLConfig) -> RunPlan:
 
 
 def describe_plan(plan: RunPlan) -> str:
-    """Return the plan of a training run, one `name  value` line per fact.
-
-    Reads local files and the Hub's cache; downloads nothing.
+    """Return the plan of a training run, one `name  value` line per fact. Downloads nothing.
 
     Raises:
         ConfigError: an adapter does not fit its model, or Megatron-Core does not support a model or adapter.
@@ -57,10 +55,7 @@ def describe_plan(plan: RunPlan) -> str:
         lines.append(("data", f"{cfg.data.custom_cls.name} of {cfg.data.custom_cls.path}"))
         lines.append(("steps", str(trainer.max_training_steps or "unknown before the class is loaded")))
     else:
-        lines.append(("train data", _describe_sources(cfg.data.train_data, cfg.data.max_checked_rows)))
-        if has_evaluations:
-            lines.append(("val data", _describe_sources(cfg.data.val_data)))
-        lines.append(_describe_length(plan))
+        lines += _describe_data(plan)
     n_prompts, n_samples = trainer.train_batch_size, generator.n_samples_per_prompt
     n_updates = trainer.update_epochs_per_batch * (n_prompts // trainer.policy_mini_batch_size)
     size = f"{n_prompts:,} prompts × {n_samples} samples = {n_prompts * n_samples:,} trajectories"
@@ -90,10 +85,7 @@ def describe_supervised_plan(plan: TrainingPlan) -> str:
         smoothing = f" · label smoothing {dpo.label_smoothing:g}" if dpo.label_smoothing else ""
         lines.append(("loss", f"{dpo.loss_type} · beta {dpo.beta:g}{smoothing}"))
     _check_megatron(plan)
-    lines.append(("train data", _describe_sources(data.train_data, data.max_checked_rows)))
-    if data.val_data and trainer.eval_interval > 0:
-        lines.append(("val data", _describe_sources(data.val_data)))
-    lines.append(_describe_length(plan))
+    lines += _describe_data(plan)
     unit = "pair" if isinstance(data, PreferenceDataConfig) else "row"
     rows = format_count(trainer.train_batch_size, unit)
     length = data.row_length(read_context_length(trainer.policy.model.path))
@@ -151,14 +143,18 @@ def _describe_model(model: PlannedModel) -> Iterator[tuple[str, str]]:
         yield "", f"LoRA {kind} · {size} · float32"
 
 
-def _describe_length(plan: TrainingPlan) -> tuple[str, str]:
-    trainer, n_batches, n_steps = plan.cfg.trainer, plan.n_batches, plan.n_steps
+def _describe_data(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
+    trainer, data, n_batches, n_steps = plan.cfg.trainer, plan.cfg.data, plan.n_batches, plan.n_steps
+    yield "train data", _describe_sources(data.train_data, data.max_checked_rows)
+    if data.val_data and trainer.eval_interval > 0:
+        yield "val data", _describe_sources(data.val_data)
     if n_steps is None or n_batches is None:
-        return "steps", str(n_steps or "unknown before the download")
+        yield "steps", str(n_steps or "unknown before the download")
+        return
     total = trainer.epochs * n_batches
     limited = "" if n_steps == total else f" of {total:,}"
     epochs, batches = format_count(trainer.epochs, "epoch"), format_count(n_batches, "batch")
-    return "steps", f"{n_steps:,}{limited} ({epochs} × {batches})"
+    yield "steps", f"{n_steps:,}{limited} ({epochs} × {batches})"
 
 
 def _describe_device() -> tuple[str, str]:

@@ -71,8 +71,6 @@ logger = logging.getLogger(__name__)
 class RunParts:
     """The parts of a run from which its trainer is made."""
 
-    source_cfg: SkyRLConfig
-    """Configuration of the rollout source. Defaults to the run's."""
     launcher: Launcher
     learner: Learner
     engine: InferenceEngine
@@ -249,7 +247,6 @@ class RLExperiment(Experiment):
             async with self.playing(launcher.policy) as (engine, generator):
                 with self.open_tracker() as tracker:
                     parts = RunParts(
-                        self.cfg,
                         launcher,
                         learner,
                         engine,
@@ -265,11 +262,11 @@ class RLExperiment(Experiment):
 
     def new_trainer(self, parts: RunParts) -> Trainer:
         """Create the trainer: an instance of `trainer_class`."""
-        return self.trainer_class(self.cfg, **self.trainer_parts(parts))
+        return self.trainer_class(self.cfg, **self.trainer_parts(parts, self.cfg))
 
-    def trainer_parts(self, parts: RunParts) -> dict[str, Any]:
-        """Return the keyword arguments of a `Trainer`."""
-        cfg, total_steps = parts.source_cfg, parts.total_steps
+    def trainer_parts(self, parts: RunParts, cfg: SkyRLConfig) -> dict[str, Any]:
+        """Return the keyword arguments of a `Trainer`. `cfg` is the configuration of its rollout source."""
+        total_steps = parts.total_steps
         estimator = advantage_estimator(cfg.trainer.algorithm.advantage_estimator)
         is_greedy = bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS)
         source: Rollouts
@@ -307,9 +304,7 @@ class RLExperiment(Experiment):
             self._data_is_checked = check_data(self.cfg, trains=self.trains)
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
-        """Check all rows, unless a custom generator replaces the environments. Lazy datasets also check each row when
-        drawn.
-        """
+        """Check all rows, unless a custom generator replaces the environments. Lazy datasets also check drawn rows."""
         if self.replaces("get_generator"):
             return
         environment, max_turns = self.cfg.environment, self.cfg.generator.max_turns

@@ -26,7 +26,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.learner import Learner
 from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, REF_PATH, check_same_vocabulary, check_vocabulary_size
-from skyrl_train.types.specs import LoraSpec, ModelSpec, OptimizerSpec, Role, lora_spec
+from skyrl_train.types.specs import ModelSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,7 @@ class ModelLoader:
         key = f"trainer.{'critic' if role == 'critic' else 'policy'}"
         optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps)
         lora = lora_spec(section.model, f"{key}.model.lora", self.cfg.seed)
-        spec = self._spec(role, load, section)
-        spec = replace(spec, optimizer=optimizer, lora=lora, replays_experts=replays_experts)
+        spec = replace(self._spec(role, load, section), optimizer=optimizer, lora=lora, replays_experts=replays_experts)
         return await self.launcher.load(spec, objective)
 
     async def load_reference(
@@ -69,10 +68,8 @@ class ModelLoader:
     ) -> WorkerGroup:
         """Load the frozen reference. If the reference is the policy without its adapter, return the policy.
 
-        `load` loads the causal language model at a path, the value of a configuration key.
-
-        Raises:
-            ConfigError: there is no model at the path, or its vocabulary is not the policy's.
+        `load` loads the causal language model at a path, the value of a configuration key. Raise ConfigError if it is
+        missing, or if its vocabulary is not the policy's.
         """
         if trainer.policy_is_reference:
             return policy
@@ -102,10 +99,7 @@ async def load_learner(
     """Load the policy, and the critic and the reference if the configuration uses them.
 
     `get_model` loads the causal language model at a path, the value of a configuration key. `get_value_model` loads the
-    critic at a path.
-
-    Raises:
-        ConfigError: there is no model at a path, or the models do not fit together.
+    critic at a path. Raise ConfigError if there is no model at a path, or if the models do not fit together.
     """
     cfg, stop_token_ids = root.trainer, root.generator.sampling_params.stop_token_ids
     n_prompts = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
@@ -144,8 +138,6 @@ def model_spec(
     save_tokenizer: Callable[[str], Any],
     cfg: RunConfig,
     temperature: float,
-    optimizer: OptimizerSpec | None = None,
-    lora: LoraSpec | None = None,
     sharding: ShardedModelConfig | None = None,
     eos_ids: Sequence[int] = (),
 ) -> ModelSpec:
@@ -157,8 +149,6 @@ def model_spec(
         load=load,
         save_tokenizer=save_tokenizer,
         eos_ids=tuple(eos_ids),
-        optimizer=optimizer,
-        lora=lora,
         fsdp=sharding.fsdp_config,
         sequence_parallel_size=sharding.sequence_parallel_size,
         megatron=megatron if cfg.strategy_traits.is_model_parallel else None,

@@ -14,14 +14,7 @@ from skyrl_train.algorithms.registry import advantage_estimator, policy_loss
 from skyrl_train.algorithms.rules import loads_reference, reads_reference
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
-from skyrl_train.config.generator import SamplingConfig
-from skyrl_train.config.policy import (
-    CriticConfig,
-    CriticModelConfig,
-    DividedModelConfig,
-    PolicyModelConfig,
-    find_indivisible,
-)
+from skyrl_train.config.policy import CriticModelConfig, DividedModelConfig, PolicyModelConfig, find_indivisible
 from skyrl_train.config.problems import show
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.supervised import DPOConfig, SupervisedConfig
@@ -77,8 +70,7 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
 def _find_rank_problems(cfg: SkyRLConfig) -> Iterator[str]:
     """Yield a problem if ranks cannot divide a model, or would not wait for a weight sync."""
     for role in ("policy", "critic", *(("ref",) if loads_reference(cfg) else ())):
-        section = getattr(cfg.trainer, role)
-        yield from _find_indivisible_model(role, section, section.model.path, cfg.trainer)
+        yield from _find_indivisible_model(cfg.trainer, role)
     # A running Ray cluster has its own environment variables. Its ranks are checked when they join.
     starts_cluster = os.environ.get("RAY_ADDRESS", "local") == "local"
     if starts_cluster and math.prod(cfg.trainer.placement.size("policy")) > 1:
@@ -86,9 +78,7 @@ def _find_rank_problems(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
-    """Yield a problem for each missing file or folder of a run on fixed data, and for settings that its models do not
-    allow.
-    """
+    """Yield a problem for each missing file or folder, and for settings that the models do not allow."""
     yield from find_unusable_folders(cfg.trainer, trains=True)
     yield from _find_missing_data("data.train_data", cfg.data.train_data)
     yield from _find_missing_data("data.val_data", cfg.data.val_data)
@@ -107,9 +97,8 @@ def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
     if isinstance(cfg, DPOConfig) and cfg.trainer.ref.model.path != model:
         yield from _find_missing_model("trainer.ref.model.path", cfg.trainer.ref.model.path)
     yield from find_long_rows(cfg, read_context_length(model))
-    yield from _find_indivisible_model("policy", cfg.trainer.policy, model, cfg.trainer)
-    if isinstance(cfg, DPOConfig):
-        yield from _find_indivisible_model("ref", cfg.trainer.ref, cfg.trainer.ref.model.path, cfg.trainer)
+    for role in ("policy", "ref") if isinstance(cfg, DPOConfig) else ("policy",):
+        yield from _find_indivisible_model(cfg.trainer, role)
 
 
 def find_long_rows(cfg: SupervisedConfig, n_context: int | None) -> Iterator[str]:
@@ -167,10 +156,7 @@ def find_unusable_folders(trainer: RunConfig, *, trains: bool) -> Iterator[str]:
 
 
 def find_folder_fault(folder: str) -> str | None:
-    """Return why files cannot be written under a folder, or None if they can.
-
-    The folder need not exist, and nothing is created.
-    """
+    """Return why no files can be written under a folder (it need not exist), or None. Nothing is created."""
     if "\0" in folder:
         return "it contains a NUL character"
     try:
@@ -264,10 +250,9 @@ def _find_model_mismatches(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
     path = cfg.trainer.policy.model.path
     policy = _read_model_config(path)
     n_context, n_tokens = policy.get("max_position_embeddings"), policy.get("vocab_size")
-    sections: dict[str, SamplingConfig] = {"generator.eval_sampling_params": cfg.generator.eval_sampling_params}
-    if trains:
-        sections = {"generator.sampling_params": cfg.generator.sampling_params, **sections}
-    for section, sampling in sections.items():
+    sections = ("generator.sampling_params", "generator.eval_sampling_params")
+    for section in sections if trains else sections[1:]:
+        sampling = value_at(cfg, section)
         length = sampling.max_generate_length
         if isinstance(n_context, int) and length >= n_context:
             yield (
@@ -291,11 +276,10 @@ def _find_model_mismatches(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
             )
 
 
-def _find_indivisible_model(
-    role: str, section: DividedModelConfig | CriticConfig, path: str | None, trainer: RunConfig
-) -> Iterator[str]:
+def _find_indivisible_model(trainer: RunConfig, role: str) -> Iterator[str]:
     """Yield a problem if ranks cannot divide the heads or layers of a model on this machine."""
-    if path is None:  # there is no critic
+    section = getattr(trainer, role)
+    if (path := section.model.path) is None:  # there is no critic
         return
     model = _read_model_config(path)
     if isinstance(section, DividedModelConfig) and trainer.strategy_traits.is_model_parallel:

@@ -18,13 +18,9 @@ Split = Literal["train", "validation"]
 
 
 def load_policy_tokenizer(cfg: SkyRLConfig) -> PreTrainedTokenizerBase:
-    """Load the policy's tokenizer.
+    """Load the policy's tokenizer. Raise ConfigError if there is none, or if it has no chat template.
 
-    `generator.engine_init_kwargs.chat_template` replaces its chat template. `generator.chat_template` is used if it has
-    none.
-
-    Raises:
-        ConfigError: there is no tokenizer, or no chat template.
+    `generator.engine_init_kwargs.chat_template` replaces its template. `generator.chat_template` is the default.
     """
     generator, path = cfg.generator, cfg.trainer.policy.model.path
     key = "generator.engine_init_kwargs.chat_template"
@@ -65,9 +61,7 @@ def open_eval_prompts(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> P
 def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
     """Check that the environments accept the rows. Lazy datasets check only a sample here.
 
-    Raises:
-        ConfigError: an environment does not exist, or its settings are invalid.
-        DataError: an environment rejects a row.
+    Raise ConfigError if an environment does not exist or rejects its settings, and DataError if it rejects a row.
     """
     rows = (row for dataset in datasets for row in dataset.checked_rows())
     is_complete = all(dataset.is_checked for dataset in datasets)
@@ -75,9 +69,7 @@ def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
 
 
 def check_prompts(cfg: SkyRLConfig) -> None:
-    """Render the prompts of the data files, or check the rows of a custom dataset class.
-
-    Does nothing if the tokenizer is not on this machine.
+    """Render the prompts of the data files, or check the rows of a custom class, if the tokenizer is on this machine.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded or has no chat template, or the custom class rejects its options.

@@ -5,7 +5,7 @@ process, or on servers.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -17,12 +17,12 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.http import find_host, server_url
 from skyrl_train.inference_engines.process import start_engine
-from skyrl_train.launch.launcher import holding_devices, with_transport
+from skyrl_train.launch.launcher import MakeEngine, Sinks, holding_devices, with_transport
 from skyrl_train.launch.lease import Lease
 from skyrl_train.launch.process import LocalRank, RankHost
 from skyrl_train.models.loading import default_device
 from skyrl_train.types.specs import ModelSpec, SyncKind, World
-from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
+from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.weight_sync.sync import free_port
 from skyrl_train.workers.group import WorkerGroup
 
@@ -39,13 +39,10 @@ class InlineLauncher:
         offloads_idle: bool = False,
         has_engine_process: bool = False,
     ) -> None:
-        """Create the launcher.
+        """Create the launcher. `sync` is how to send weights to a second process or to the addresses of `servers`.
 
-        Args:
-            sync: how to send weights to engines in other processes.
-            servers: addresses of inference servers that receive the weights.
-            offloads_idle: offload idle models and the engine from the device. The engine must have its own weights.
-            has_engine_process: start the engine in a second process and send it the weights.
+        `has_engine_process` starts the engine in a second process. `offloads_idle` offloads idle models and the engine
+        from the device. The engine must then have its own weights.
         """
         self._executor = executor
         self._has_engine_process = has_engine_process
@@ -71,9 +68,7 @@ class InlineLauncher:
             await self._lease.add_model(group)
         return group
 
-    async def start_engine(
-        self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine], start_timeout_s: float
-    ) -> InferenceEngine:
+    async def start_engine(self, make_engine: MakeEngine, start_timeout_s: float) -> InferenceEngine:
         if self._has_engine_process:
 
             async def start(_index: int) -> InferenceEngine:
@@ -91,11 +86,7 @@ class InlineLauncher:
         return 0 if self._lease is not None and self.device.type == "cuda" else n_bytes
 
     def weight_sync(
-        self,
-        source: WorkerGroup,
-        sinks: Mapping[str, WeightSink],
-        kind: SyncKind = "full",
-        dtype: torch.dtype | None = None,
+        self, source: WorkerGroup, sinks: Sinks, kind: SyncKind = "full", dtype: torch.dtype | None = None
     ) -> WeightSync:
         has_receivers = self._has_engine_process or bool(self._servers)
         if not has_receivers or any(isinstance(sink, WorkerGroup) for sink in sinks.values()):

@@ -28,6 +28,13 @@ REASONS = {
 """Name of each transport that may replace the configured one, and the reason to log."""
 
 
+MakeEngine = Callable[[PreTrainedModel | None], InferenceEngine]
+"""Creates an engine that generates with the policy, or with its own weights if that is None."""
+
+Sinks = Mapping[str, WeightSink]
+"""The receivers of a weight sync, by their names in error messages."""
+
+
 class ModelLauncher(Protocol):
     """The ranks of one run."""
 
@@ -50,9 +57,7 @@ class Launcher(ModelLauncher, Protocol):
     policy: PreTrainedModel | None
     """The loaded policy if it is in this process, so that an engine may generate with its tensors."""
 
-    async def start_engine(
-        self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine], start_timeout_s: float
-    ) -> InferenceEngine:
+    async def start_engine(self, make_engine: MakeEngine, start_timeout_s: float) -> InferenceEngine:
         """Call `make_engine(policy)` in the engine's process and return the engine.
 
         Raises:
@@ -60,22 +65,12 @@ class Launcher(ModelLauncher, Protocol):
         """
 
     def bytes_beside_engine(self, n_bytes: int) -> int:
-        """Return how much of `n_bytes` the models will take from the engine's device.
-
-        `n_bytes` is what all ranks together have yet to allocate.
-        """
+        """Return how many of the `n_bytes` that all ranks have yet to allocate will be on the engine's device."""
 
     def weight_sync(
-        self,
-        source: WorkerGroup,
-        sinks: Mapping[str, WeightSink],
-        kind: SyncKind = "full",
-        dtype: torch.dtype | None = None,
+        self, source: WorkerGroup, sinks: Sinks, kind: SyncKind = "full", dtype: torch.dtype | None = None
     ) -> WeightSync:
-        """Create a weight sync from a model that this launcher has loaded.
-
-        The names of `sinks` appear in error messages. `dtype` is the dtype of their weights, by default the source's.
-        """
+        """Create a weight sync from a loaded model. `dtype` is the dtype of the sinks, by default the source's."""
 
 
 def with_transport(options: SyncOptions, device: torch.device, *, shares_devices: bool) -> SyncOptions:
@@ -98,9 +93,7 @@ def with_transport(options: SyncOptions, device: torch.device, *, shares_devices
     return replace(options, transport=transport)
 
 
-def holding_devices(
-    lease: Lease | None, sinks: Mapping[str, WeightSink]
-) -> Callable[[], AbstractAsyncContextManager[None]]:
+def holding_devices(lease: Lease | None, sinks: Sinks) -> Callable[[], AbstractAsyncContextManager[None]]:
     """Return the context manager that holds the devices for a weight sync to the engine or the reference."""
     if lease is None:
         return nullcontext

@@ -50,9 +50,7 @@ class Lease:
     async def holding(self, model: WorkerGroup, part: ModelPart) -> AsyncIterator[None]:
         """Hold the devices, with a part of a model on them.
 
-        Raises:
-            EngineError: the engine cannot sleep, because it still runs requests.
-            WorkerError: a rank failed, or host memory is too small.
+        Raise EngineError if the engine runs requests, and WorkerError if a rank fails or host memory is too small.
         """
         async with self._lock:
             if self._user is not model:  # move everything else off the devices
@@ -68,9 +66,7 @@ class Lease:
     async def enter_engine(self) -> None:
         """Wake up the engine, unless it is awake. A cancelled call does not interrupt it.
 
-        Raises:
-            EngineError: the engine is closed or failed.
-            WorkerError: a rank failed, or host memory is too small.
+        Raise EngineError if the engine is closed or fails, and WorkerError if a rank fails or host memory is too small.
         """
         if self._user is self._engine:
             return

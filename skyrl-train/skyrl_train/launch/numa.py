@@ -22,8 +22,7 @@ def bind_to_gpu() -> None:
 def bind_to_device(address: str) -> None:
     """Pin the calling thread and the threads it starts to the cores of a PCI device's NUMA node.
 
-    Does nothing if the kernel forbids pinning or assigns no node to the device (e.g. "0000:3b:00.0"), or if this
-    process may not use any core of the node.
+    Does nothing if the device (e.g. "0000:3b:00.0") has no node, or if this process may not use or pin to its cores.
     """
     try:
         node = int((SYSFS / "bus/pci/devices" / address / "numa_node").read_text())

@@ -46,10 +46,7 @@ class LocalRank:
 
 
 class ConnectedRank:
-    """A rank in the process at the other end of a connection.
-
-    Calls and results are pickled, so functions in a spec or an objective must be importable.
-    """
+    """A rank at the other end of a connection. Calls are pickled, so functions in a spec must be importable."""
 
     def __init__(self, rank: int, connection: Connection) -> None:
         self._rank = rank
@@ -57,11 +54,7 @@ class ConnectedRank:
         self._thread = ThreadPoolExecutor(1, f"rank-{rank}")
 
     async def call(self, role: Role, method: str, *args: Any) -> Any:
-        """Call a method of the worker.
-
-        Raises:
-            WorkerError: the process has ended.
-        """
+        """Call a method of the worker. Raise WorkerError if the process has ended."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, role, method, args)
 
     def _call(self, role: Role, method: str, args: tuple[Any, ...]) -> Any:
@@ -160,10 +153,7 @@ class RankHost:
         )
 
     def call(self, role: Role, method: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of a model's worker and return the result.
-
-        The method "load" loads a model and replaces an earlier one with the same role.
-        """
+        """Call a method of a model's worker. "load" loads a model in place of an earlier one with the same role."""
         if method == "load":
             spec, objective = args
             self.workers[spec.role] = Worker(spec, self._get_strategy(spec), objective)

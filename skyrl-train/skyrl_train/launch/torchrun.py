@@ -95,11 +95,7 @@ class TorchrunLauncher:
         self._ranks: list[Rank] = []
 
     async def start(self) -> None:
-        """Connect to the other ranks and join their process group.
-
-        Raises:
-            WorkerError: a rank did not connect in time.
-        """
+        """Connect to the other ranks and join their process group. Raise WorkerError if one connects too late."""
         connections = await asyncio.to_thread(_accept_ranks, self._torchrun)
         self._ranks = [ConnectedRank(rank, connection) for rank, connection in sorted(connections.items())]
         host = await asyncio.get_running_loop().run_in_executor(self._executor, self._torchrun.join)

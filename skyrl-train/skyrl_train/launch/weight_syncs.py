@@ -49,9 +49,7 @@ class EngineSync:
         self._n_tokens = max(N_TOKENS, 4 * engine.n_weight_copies)  # every copy samples some
         length = min(PROMPT_LENGTH, engine.info.longest_sequence - 1)
         generator = torch.Generator().manual_seed(0)
-        self._prompts: list[list[int]] = torch.randint(
-            n_token_ids, (self._n_tokens, length), generator=generator
-        ).tolist()
+        self._prompts = torch.randint(n_token_ids, (self._n_tokens, length), generator=generator).tolist()
 
     def is_current(self) -> bool:
         """Return True if the policy has not been updated since the last sync."""

@@ -102,8 +102,7 @@ def _rms_norm_forward(
             same = weight.to(hidden_states.dtype)  # PyTorch's kernel takes a weight of the dtype of the states
             return torch.nn.functional.rms_norm(hidden_states, weight.shape, same, _epsilon(self)).to(dtype)
     if args or kwargs or not (_is_fusible(hidden_states) and _is_fusible(weight)):
-        result: torch.Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
-        return result
+        return type(self).forward(self, hidden_states, *args, **kwargs)
     if not torch.is_grad_enabled():  # for a few tokens, `apply` alone takes a quarter of the time
         return torch.mul(hidden_states, _inverse_rms(hidden_states, _epsilon(self))).mul_(weight)
     return _RMSNorm.apply(hidden_states, weight, _epsilon(self))

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from skyrl_train.models.attributes import with_attribute
+
 FILE = "generation_config.json"
 
 
@@ -16,15 +18,9 @@ def save_model(model: PreTrainedModel, folder: Path, tensors: dict[str, torch.Te
     Transformers empties the dictionary.
     """
     dtype = model.dtype if tensors is None else next(iter(tensors.values())).dtype
-    if model.can_generate():
-        # Transformers loads some generation settings with a warning but rejects them when saving, e.g. a temperature
-        # without `do_sample`, so it saves a default.
-        generation, model.generation_config = model.generation_config, GenerationConfig()
-        try:
-            model.save_pretrained(folder, state_dict=tensors)
-        finally:
-            model.generation_config = generation
-    else:
+    # Transformers loads some generation settings with a warning but rejects them when saving, e.g. a temperature
+    # without `do_sample`, so it saves a default.
+    with with_attribute([model] if model.can_generate() else [], "generation_config", GenerationConfig()):
         model.save_pretrained(folder, state_dict=tensors)
     save_generation_config(model, folder)
     if dtype != model.dtype:

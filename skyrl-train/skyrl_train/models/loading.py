@@ -140,8 +140,7 @@ def create_empty(path: str, role: Role, **options: Any) -> PreTrainedModel:
     if role in ("critic", "reward"):
         config.num_labels = 1
     with torch.device("meta"):
-        model: PreTrainedModel = AUTO_CLASSES[role].from_config(config)
-    return model
+        return AUTO_CLASSES[role].from_config(config)
 
 
 def load_model(
@@ -197,8 +196,7 @@ def load_model(
         check_head(model, source)
     if pad_token_id is not None:
         model.config.pad_token_id = pad_token_id
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def check_vocabulary_size(size: int, key: str, path: str, needed: int) -> None:
@@ -251,13 +249,7 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
 
 
 def _prepare(
-    model: PreTrainedModel,
-    key: str,
-    path: str,
-    device: torch.device,
-    gradient_checkpointing: bool,
-    *,
-    is_deferred: bool,
+    model: PreTrainedModel, key: str, path: str, device: torch.device, checkpointing: bool, *, is_deferred: bool
 ) -> None:
     """Prepare a loaded model for training and scoring on `device`. Deferred weights are moved later."""
     # `check_head` and `find_sharing_fault` compute only short rows, so features that depend on the length are rejected
@@ -283,7 +275,7 @@ def _prepare(
     fuse_operations(model)
     if device.type == "cpu":
         narrow_last_layer(model)
-    if gradient_checkpointing:
+    if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     role = {POLICY_PATH: "policy", REF_PATH: "reference", CRITIC_PATH: "critic"}.get(key, "model")
     n_parameters = f"{model.num_parameters():,}"

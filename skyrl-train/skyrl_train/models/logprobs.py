@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from skyrl_train.models.linear_head import linear_head_scores, multiply, operand_dtype
 from skyrl_train.models.prefix_sharing import PrefixTree, remove_padding, tree_hidden_states
 from skyrl_train.models.routing import Routers
-from skyrl_train.models.sequence_parallel import SequenceGroup
+from skyrl_train.models.sequence_parallel import SequenceGroup, sum_over_ranks
 from skyrl_train.types import TokenScores
 
 CHUNK_LOGITS = 1 << 25  # logits in memory at once, for heads that are more than a matrix: 128 MiB in float32
@@ -49,7 +49,7 @@ def response_logprobs(
 def on_mask(values: torch.Tensor, mask: torch.Tensor, group: SequenceGroup | None) -> torch.Tensor:
     """Scatter values (N,) of the tokens on a mask into float32 (B, R), exactly 0 elsewhere, summed over `group`."""
     scattered = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values.float())
-    return scattered if group is None else group.sum(scattered)
+    return scattered if group is None else sum_over_ranks(scattered, group.process_group)
 
 
 def hidden_before(

@@ -102,8 +102,7 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 def count_trained(path: str, lora: LoraSpec, role: Role = "policy") -> int:
     """Return the number of trained parameters of an adapter on the model at `path`, without loading its weights.
 
-    Raises:
-        ConfigError: the adapter does not fit the model.
+    Raise ConfigError if the adapter does not fit the model.
     """
     model = create_empty(path, role, local_files_only=True)
     level = logger.level
@@ -147,17 +146,6 @@ def merged_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name.replace(".base_layer.", "."): buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def merged_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model's tensors with the adapter merged in, in the order of `merged_names`."""
-    layers = adapter_layers(model)
-    for name, parameter in merged_names(model):
-        tensor = gather(parameter)
-        path, _, part = name.rpartition(".")
-        if part == "weight" and path in layers:
-            tensor = _matrix_change(layers[path], *map(gather, _factors(layers[path]))).apply(tensor)
-        yield name, tensor
-
-
 def frozen_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the frozen tensors of a model with an adapter, under their names without the adapter."""
     for name, parameter in merged_names(model):
@@ -168,11 +156,17 @@ def frozen_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str
 def sync_tensors(model: PreTrainedModel, kind: SyncKind, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a weight sync.
 
-    These are the merged model (`full`), the adapter's parameters (`adapter`), or the low-rank factors of each change.
-    `base_and_factors` adds the frozen tensors.
+    These are the merged model (`full`) in the order of `merged_names`, the adapter's parameters (`adapter`), or the
+    low-rank factors of each change. `base_and_factors` adds the frozen tensors.
     """
     if kind == "full":
-        yield from merged_tensors(model, gather)
+        layers = adapter_layers(model)
+        for name, parameter in merged_names(model):
+            tensor = gather(parameter)
+            path, _, part = name.rpartition(".")
+            if part == "weight" and path in layers:
+                tensor = _matrix_change(layers[path], *map(gather, _factors(layers[path]))).apply(tensor)
+            yield name, tensor
     elif kind == "adapter":
         for name, parameter in trained_parameters(model).items():
             yield name, gather(parameter)
@@ -331,8 +325,7 @@ def _load_config(path: str, lora: LoraSpec) -> peft.LoraConfig:
 def read_config(path: str, source: str) -> peft.LoraConfig:
     """Return the settings of an adapter in a folder or on the Hub. `source` names it in error messages.
 
-    Raises:
-        ConfigError: there are none, or the adapter does more than add B·A to matrices.
+    Raise ConfigError if there are none, or if the adapter does more than add B·A to matrices.
     """
     try:
         config = peft.PeftConfig.from_pretrained(path)
@@ -380,8 +373,7 @@ OTHER_KINDS = (
 def read_tensors(path: str, source: str) -> dict[str, torch.Tensor]:
     """Return the tensors of an adapter in a folder or on the Hub, under their names in peft's files.
 
-    Raises:
-        ConfigError: there are none, or one has NaN or infinite values.
+    Raise ConfigError if there are none, or if one has NaN or infinite values.
     """
     try:
         tensors: dict[str, torch.Tensor] = peft.load_peft_weights(path, device="cpu")

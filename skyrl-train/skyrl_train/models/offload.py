@@ -18,8 +18,7 @@ class OffloadedTensors:
     def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
         """Release the memory of all tensors on this type of device, except files mapped into memory.
 
-        Raises:
-            RuntimeError: the host has too little memory. Nothing is released.
+        If the host has too little memory, raise RuntimeError and release nothing.
         """
         self._device = device
         self._is_pinned = device.type == "cuda"
@@ -49,10 +48,9 @@ class OffloadedTensors:
         self._copies = copies
 
     def restore(self) -> None:
-        """Allocate the memory of the tensors and copy their values back. After an error, call it again to continue.
+        """Allocate the memory of the tensors and copy their values back.
 
-        Raises:
-            RuntimeError: the device has too little memory.
+        Raise RuntimeError if the device has too little memory. Another call then continues.
         """
         while self._copies:
             storage, pieces = self._copies[-1]

@@ -324,8 +324,7 @@ def find_mask_fault(config: PretrainedConfig) -> str | None:
 def read_alone(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     """Return the hidden states (t, H) of a sequence without a cache, in float32."""
     output = model.base_model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False)
-    states: torch.Tensor = output.last_hidden_state[0].float()
-    return states
+    return output.last_hidden_state[0].float()
 
 
 @torch.no_grad()
@@ -334,10 +333,8 @@ def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = Non
 
     Some architectures mix neighboring tokens outside attention, e.g. with convolutions. So the test compares four short
     rows with the same rows computed separately. With `group`, its ranks split the tokens. If only the narrowed last
-    layer changes hidden states, it is widened again and sharing stays on.
-
-    Raises:
-        ConfigError: the model's heads cannot be split across the ranks.
+    layer changes hidden states, it is widened again and sharing stays on. Raise ConfigError if the ranks cannot split
+    the heads.
     """
     if (mask_fault := find_mask_fault(model.config)) is not None:
         return mask_fault

@@ -39,11 +39,7 @@ class Routers:
     """The routers of a model. They choose their own experts unless `replay` sets them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Attach to a model's decoder layers.
-
-        Raises:
-            ConfigError: no experts are found in the model.
-        """
+        """Attach to a model's decoder layers. Raise ConfigError if no experts are found in the model."""
         config = model.config.get_text_config()
         self.n_experts, self.n_chosen = (
             next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
@@ -79,11 +75,7 @@ class Routers:
 
     @contextmanager
     def recording(self, record: Record) -> Iterator[None]:
-        """Pass the experts that the routers choose to `record`.
-
-        Raises:
-            ConfigError: no router called `torch.topk`.
-        """
+        """Pass the experts that the routers choose to `record`. Raise ConfigError if no router called `torch.topk`."""
         self._record, self._experts, self._has_recorded = record, None, False
         try:
             yield
@@ -98,8 +90,7 @@ class Routers:
     def replay(self, experts: torch.Tensor | None, selected: torch.Tensor | None = None) -> None:
         """Use `experts` (T, layers, K) in the next forward pass and its backward pass. None stops replaying.
 
-        Where an expert is `UNKNOWN_EXPERT`, the router chooses. `selected` (M,) are the tokens that a narrowed last
-        layer computes.
+        The router chooses where an expert is `UNKNOWN_EXPERT`. `selected` (M,) are the tokens of a narrowed last layer.
         """
         self._experts, self._selected = experts, selected
 

@@ -39,8 +39,7 @@ class Scorer(torch.nn.Module):
 class ScoringModule(Scorer):
     """A scorer with a Hugging Face language model, critic or reward model.
 
-    Body and head run in one forward pass, so FSDP gathers the parameters of both. The head runs on trained positions
-    only.
+    Body and head run in one forward pass, so FSDP gathers both. The head runs on trained positions only.
     """
 
     def __init__(
@@ -55,10 +54,7 @@ class ScoringModule(Scorer):
     ) -> None:
         """Wrap a model whose logits are divided by `temperature`. `entropy_grad` makes entropies differentiable, at a
         cost of two more values per logit. The ranks of `sequence_group` get the same rows and split their tokens.
-        `replays_experts` uses the experts in `TrainingBatch.experts`.
-
-        Raises:
-            ConfigError: `replays_experts` is set, but the model has no experts.
+        `replays_experts` uses the experts in `TrainingBatch.experts`, or raises ConfigError if the model has none.
         """
         super().__init__()
         self.model = model
@@ -100,8 +96,7 @@ class ScoringModule(Scorer):
     def probe(self, source: str | None = None) -> None:
         """Run a few tokens to find out if rows can share prefixes, and to check the head if there is a `source`.
 
-        Raises:
-            ConfigError: the model's head is not supported, or its tokens cannot be split across ranks.
+        Raise ConfigError if the head is not supported, or if the tokens cannot be split across ranks.
         """
         fault = find_sharing_fault(self.model, self._sequence_group)
         self.shares_prefixes = fault is None

@@ -24,13 +24,13 @@ class SequenceGroup:
 
     def __init__(self, group: dist.ProcessGroup, key: str) -> None:
         """Use the ranks of a process group. `key` is the configuration key of its size, for error messages."""
-        self._group = group
+        self.process_group = group
         self.size = group.size()
         self.setting = f"{key}={self.size}"
 
     def slice_start(self, n_tokens: int) -> int:
         """Return the index of the first token of this rank's slice."""
-        return self._group.rank() * self._slice_length(n_tokens)
+        return self.process_group.rank() * self._slice_length(n_tokens)
 
     def _slice_length(self, n_tokens: int) -> int:
         return math.ceil(n_tokens / self.size)
@@ -48,10 +48,7 @@ class SequenceGroup:
 
         A rank gets its query heads together with the key and value heads that they read. If the number of key and value
         heads is not a multiple of the number of ranks, heads are copied, so several ranks may have the same head.
-        `n_tokens` is U.
-
-        Raises:
-            ConfigError: the number of query heads is not a multiple of the number of ranks.
+        `n_tokens` is U. Raise ConfigError if the number of query heads is not a multiple of the number of ranks.
         """
         n_heads = query.shape[1]
         if n_heads % self.size:
@@ -64,7 +61,7 @@ class SequenceGroup:
             n_copies = math.lcm(states.shape[1], self.size) // states.shape[1]
             parts.append(states.repeat_interleave(n_copies, dim=1).unflatten(1, (self.size, -1)))  # (u, size, heads, d)
         sent = torch.cat([part.flatten(2) for part in parts], dim=2).transpose(0, 1)  # (size, u, Σ heads · d)
-        received = self._exchange(sent).flatten(0, 1)[:n_tokens]  # (U, Σ heads · d)
+        received = _Exchange.apply(sent, self.process_group).flatten(0, 1)[:n_tokens]  # (U, Σ heads · d)
         columns = received.split([part[0, 0].numel() for part in parts], dim=1)
         return [states.unflatten(1, part.shape[2:]) for states, part in zip(columns, parts, strict=True)]
 
@@ -73,23 +70,14 @@ class SequenceGroup:
         n_tokens = len(states)
         n_padding = self.size * self._slice_length(n_tokens) - n_tokens
         padded = torch.nn.functional.pad(states, (0, 0, 0, 0, 0, n_padding))
-        received = self._exchange(padded.unflatten(0, (self.size, -1)))  # (size, u, heads, d)
+        received = _Exchange.apply(padded.unflatten(0, (self.size, -1)), self.process_group)  # (size, u, heads, d)
         return received.transpose(0, 1).flatten(1, 2)
-
-    def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """Send `parts[i]` to rank i, and return what each rank sent to this one."""
-        received: torch.Tensor = _Exchange.apply(parts, self._group)
-        return received
 
     def gather(self, states: torch.Tensor, n_tokens: int) -> torch.Tensor:
         """Gather the slices (u, …) of all ranks, and return the states of all tokens (U, …), detached."""
         parts = [torch.empty_like(states) for _ in range(self.size)]
-        dist.all_gather(parts, states.detach().contiguous(), group=self._group)
+        dist.all_gather(parts, states.detach().contiguous(), group=self.process_group)
         return torch.cat(parts)[:n_tokens]
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the ranks' values. Gradients are as in `sum_over_ranks`."""
-        return sum_over_ranks(values, self._group)
 
 
 def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -98,11 +86,12 @@ def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     Gradients are not summed. Each rank differentiates the same loss in its own values, and the parameters' gradients
     are summed over all ranks later, so every token counts once.
     """
-    total: torch.Tensor = _Sum.apply(values, group)
-    return total
+    return _Sum.apply(values, group)
 
 
 class _Exchange(torch.autograd.Function):
+    """Sends `parts[i]` to rank i, and returns what each rank sent to this one."""
+
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group

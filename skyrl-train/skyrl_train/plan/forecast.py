@@ -153,10 +153,7 @@ def free_bytes_of_gpus(n_gpus: int) -> int:
     """Return the free memory of the fullest of the first `n_gpus` visible GPUs, on which ranks will start.
 
     `torch.cuda.mem_get_info` would create a CUDA context that takes hundreds of MB until the process ends, on a GPU
-    that this process may not use.
-
-    Raises:
-        RuntimeError: nvidia-ml-py is not installed, or the driver does not report the memory.
+    that this process may not use. Raise RuntimeError if nvidia-ml-py is not installed, or the driver does not answer.
     """
     try:
         import pynvml

@@ -190,13 +190,11 @@ class RunPlan(TrainingPlan):
 
     @property
     def engine_bytes(self) -> float:
-        """Size of the weights on each device of an engine that the run starts, or 0 if it shares the policy's tensors.
-
-        Data-parallel devices hold copies.
-        """
+        """Size of the weights on each device of an engine that the run starts. 0 if it shares the policy's tensors."""
         generator = self.cfg.generator
         if not generator.n_local_engines or not self.has_engine_copy:
             return 0.0
+        # Data-parallel devices hold copies.
         n_shards = generator.inference_engine_tensor_parallel_size * generator.inference_engine_pipeline_parallel_size
         dtype = self.cfg.engine_dtype(has_gpu=self.has_gpus)
         return (self.models[0].n_parameters or 0) * BYTES[dtype] / n_shards

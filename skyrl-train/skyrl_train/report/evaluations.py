@@ -27,10 +27,7 @@ class EvaluatedTrajectory:
 
 @dataclass(frozen=True)
 class Example:
-    """A trajectory worth reading.
-
-    `role` is "best", "median" or "worst". `before` is the first evaluation's trajectory for the same prompt.
-    """
+    """A trajectory worth reading: the best, median or worst. `before` is its prompt's in the first evaluation."""
 
     role: str
     trajectory: EvaluatedTrajectory
@@ -38,11 +35,7 @@ class Example:
 
 
 def read_evaluation(run_folder: RunFolder, step: int | None) -> list[EvaluatedTrajectory]:
-    """Read all trajectories of one evaluation. `step` is None for a run that only evaluates.
-
-    Raises:
-        DataError: a line is not a trajectory.
-    """
+    """Read all trajectories of one evaluation. `step` is None for a run that only evaluates."""
     return [parse_trajectory(row) for row in read_rows(RemoteFolder(str(run_folder.evals(step))))]
 
 

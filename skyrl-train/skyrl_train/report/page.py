@@ -84,10 +84,7 @@ PANELS = {
 def report_run(run_folder: RunFolder, *, command: str | None = None) -> Path | None:
     """Write a run's `learning_curve.png` and `report.html`. Return the page's path, or None without any metrics.
 
-    Works for unfinished runs.
-
-    Raises:
-        DataError: the metrics or an evaluation file cannot be read.
+    Works for unfinished runs. Raise DataError if the metrics or an evaluation file cannot be read.
     """
     rows = read_metrics(run_folder.metrics)
     if not rows:

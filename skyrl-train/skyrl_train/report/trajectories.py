@@ -171,16 +171,10 @@ def _parse_episode(row: dict[str, Any]) -> EvaluatedEpisode:
 
 
 def compare_evaluations(source: str, first: int | None = None, last: int | None = None, n_samples: int = 2) -> str:
-    """Return a Markdown page that compares two evaluations of a run.
+    """Return a Markdown page that compares the evaluations at two steps, by default the first and the last.
 
-    Args:
-        source: a run folder, a folder with `global_step_N/`, or its URL.
-        first: step of the earlier evaluation. Defaults to the first.
-        last: step of the later evaluation. Defaults to the last.
-        n_samples: number of samples to show per failure category.
-
-    Raises:
-        DataError: there are no evaluations or none at a requested step, or a file cannot be read.
+    `source` is a run folder, a folder with `global_step_N/`, or its URL. `n_samples` are shown per failure category.
+    Raise DataError if there is no evaluation, or none at a requested step, or if a file cannot be read.
     """
     folder = RemoteFolder(source)
     try:

@@ -65,10 +65,7 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics file in the order they were logged, or [] if the file does not exist.
 
-    A truncated last line is ignored.
-
-    Raises:
-        DataError: any other line is not a JSON object with a step.
+    A truncated last line is ignored. Raise DataError if any other line is not a JSON object with a step.
     """
     path = Path(path)
     if not path.exists():

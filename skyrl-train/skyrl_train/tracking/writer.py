@@ -22,8 +22,7 @@ class BackgroundWriter:
     def submit(self, call: Callable[[], None]) -> None:
         """Queue a call, then raise the error of an earlier call, if any.
 
-        Raises:
-            OSError: `MAX_WAITING` calls are already waiting, and this one is dropped.
+        If `MAX_WAITING` calls are already waiting, drop this one and raise OSError.
         """
         try:
             self._calls.put_nowait(call)
@@ -40,8 +39,7 @@ class BackgroundWriter:
     def close(self) -> None:
         """Run the queued calls and end the thread, then raise the error of an earlier call, if any.
 
-        Raises:
-            OSError: the disk does not respond for `TIMEOUT_S`.
+        Raise OSError if the disk does not respond for `TIMEOUT_S`.
         """
         if self._put(None):
             self._thread.join(TIMEOUT_S)

@@ -34,10 +34,7 @@ class Rank(Protocol):
     """One rank, with its shard of one or more models."""
 
     async def call(self, role: Role, method: str, *args: Any) -> Any:
-        """Call a method of a model's worker and return its result.
-
-        The method "load" takes a spec and an objective. It loads a model and replaces an earlier one of the role.
-        """
+        """Call a method of a model's worker. "load" (spec, objective) replaces the role's earlier model."""
 
     async def close(self) -> None:
         """End the rank."""
@@ -55,8 +52,7 @@ class WorkerGroup:
     def __init__(self, spec: ModelSpec, ranks: Sequence[Rank], objective: Objective | None = None) -> None:
         """Create the group of ranks that hold a model. `objective` is None for scoring only, e.g. the reference.
 
-        Raises:
-            ConfigError: `spec.layout` cannot divide the ranks.
+        Raise ConfigError if `spec.layout` cannot divide the ranks.
         """
         self._objective = objective
         self._spec = spec
@@ -85,8 +81,7 @@ class WorkerGroup:
     ) -> dict[str, torch.Tensor]:
         """Score a batch: (B, R) float32 on the CPU, 0 where the loss mask is 0. `adapter=False` disables the adapter.
 
-        With `beside_others`, models that share the devices stay on them. Use it for small batches while the weights are
-        on their devices.
+        With `beside_others`, models that share the devices stay. Use it for small batches while the weights are there.
         """
         shards, rows = self._split(batch, self._spec.max_rows_forward)
         results = await self._call_with_shards("score", shards, adapter, beside_others=beside_others)
@@ -152,11 +147,7 @@ class WorkerGroup:
             await asyncio.sleep(SAVE_POLL_S)
 
     async def load_state(self, folder: Path) -> None:
-        """Load a checkpoint that any number of ranks saved.
-
-        Raises:
-            CheckpointError: it is incomplete, or belongs to another model.
-        """
+        """Load a checkpoint of any number of ranks. Raise CheckpointError if it is incomplete or of another model."""
         await self._call("load_state", folder)
 
     async def export(self, folder: Path) -> None:
@@ -181,8 +172,7 @@ class WorkerGroup:
     async def move(self, to: Literal["cpu", "device"], part: ModelPart = "all") -> int:
         """Move a part of the model to host memory or back, on every rank, and return the number of moved bytes.
 
-        Raises:
-            WorkerError: host memory is too small.
+        Raise WorkerError if host memory is too small.
         """
         return sum(await self._call("move", to, part))
 

@@ -8,10 +8,7 @@ import torch
 
 
 def random_state(device: str = "cpu") -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and PyTorch's global generators, and of `device`'s, e.g. "cuda:1".
-
-    Environments may use any of them.
-    """
+    """Return the state of Python's, NumPy's, PyTorch's and `device`'s generators. Environments may use any of them."""
     name, keys, *rest = np.random.get_state(legacy=True)
     numpy_state = (name, np.asarray(keys).tolist(), *rest)
     state = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}

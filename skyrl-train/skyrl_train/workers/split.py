@@ -87,10 +87,9 @@ def split(
 def _join_draws(
     order: Sequence[int], tokens: Sequence[np.ndarray], draws: Sequence[int]
 ) -> tuple[list[int], list[int], list[list[int]]]:
-    """Move all rows of a draw to the place of its first row in an order.
+    """Move all rows of a draw next to its first row in an order.
 
-    Returns:
-        The new order, the number of tokens that each row shares with the row before it, and the indices of each draw.
+    Return the new order, the number of tokens that each row shares with the row before, and the indices of each draw.
     """
     first: dict[int, int] = {}
     for position, row in enumerate(order):

@@ -56,7 +56,12 @@ def needing(part: ModelPart) -> Callable[[Callable[Concatenate[Worker, P], T]], 
 
         @wraps(method)
         def checked(worker: Worker, *args: P.args, **kwargs: P.kwargs) -> T:
-            worker.check_on_device(part, method.__name__)
+            for name in _parts(part):
+                if name in worker._offloaded:
+                    raise WorkerError(
+                        f"{method.__name__} cannot run while the {worker._spec.role} has its {name} in host memory; "
+                        "call move('device') first"
+                    )
             return method(worker, *args, **kwargs)
 
         return checked
@@ -111,13 +116,9 @@ class Worker:
         self._offloaded: dict[ModelPart, OffloadedTensors] = {}  # parts in host memory
 
     def move(self, to: Literal["cpu", "device"], part: ModelPart = "all") -> int:
-        """Move a part of the model to host memory, or back to its device, bit for bit.
+        """Move a part of the model to host memory, or back, bit for bit, and return the number of moved bytes.
 
-        Returns:
-            The number of moved bytes, 0 if the part was already there.
-
-        Raises:
-            WorkerError: host memory is too small. The part stays on its device.
+        If host memory is too small, raise WorkerError. The part then stays on its device.
         """
         device, n_bytes = torch.device(self._strategy.world.device), 0
         for name in _parts(part):
@@ -147,15 +148,6 @@ class Worker:
         if self._state.optimizer is not None:
             for values in self._state.optimizer.state.values():
                 yield from (value for value in values.values() if isinstance(value, torch.Tensor))
-
-    def check_on_device(self, part: ModelPart, purpose: str) -> None:
-        """Raise WorkerError if a part of the model is in host memory."""
-        for name in _parts(part):
-            if name in self._offloaded:
-                raise WorkerError(
-                    f"{purpose} cannot run while the {self._spec.role} has its {name} in host memory; call "
-                    "move('device') first"
-                )
 
     def facts(self) -> ModelFacts:
         """Return the sizes of the loaded model. They do not change during a run."""
@@ -298,8 +290,7 @@ class Worker:
     def load_state(self, folder: Path) -> None:
         """Load a checkpoint, saved by any number of ranks. The learning rate follows this worker's schedule.
 
-        Raises:
-            CheckpointError: a file is missing or belongs to another model.
+        Raise CheckpointError if a file is missing or belongs to another model.
         """
         try:
             if not (folder / METADATA).exists():
@@ -338,8 +329,7 @@ class Worker:
     def export(self, folder: Path) -> OSError | None:
         """Write a plain Hugging Face folder, or the adapter in peft's format.
 
-        Return the OSError if the write fails. Training may then continue, because all collectives run before the
-        first file is written.
+        If the write fails, return its OSError. Training may continue, as all collectives run before the first write.
         """
         lora = self._spec.lora
         is_merged = lora is None or lora.config.merge_on_export
@@ -412,14 +402,13 @@ def _parts(part: ModelPart) -> tuple[ModelPart, ...]:
 def make_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> LambdaLR:
     """Return the learning-rate schedule."""
     is_wsd = spec.scheduler == "wsd"
-    scheduler: LambdaLR = get_scheduler(
+    return get_scheduler(
         "warmup_stable_decay" if is_wsd else spec.scheduler,
         optimizer,
         num_warmup_steps=spec.n_warmup_steps,
         num_training_steps=max(spec.n_steps, spec.n_warmup_steps + 1),  # polynomial decay divides by their difference
         scheduler_specific_kwargs={"num_decay_steps": spec.n_decay_steps} if is_wsd else None,
     )
-    return scheduler
 
 
 def _root_cause(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Merge an adapter into its base."""
 
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from skyrl_train.checkpoint.model_folder import (
     MORE_TEMPLATES,
     TOKENIZER_FILES,
     DType,
+    NamedTensors,
     OpenModel,
     copy_settings,
     edit_config,
@@ -155,7 +156,7 @@ class _Tally:
 
 def _apply_changes(
     source: OpenModel, specs: Sequence[TensorSpec], changes: Changes, dtype: DType, tally: _Tally
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> NamedTensors:
     """Yield the tensors of a base with the changes of an adapter applied."""
     names = {spec.name for spec in source.specs}
     for spec in specs:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from skyrl_train.checkpoint.merge.comparison import MergeReport, compare, load_model, probe
 from skyrl_train.checkpoint.model_folder import (
     DType,
+    NamedTensors,
     OpenModel,
     copy_settings,
     new_folder,
@@ -92,9 +93,7 @@ def _averaged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | {name: one for name, one in buffers.items() if one.is_floating_point()}
 
 
-def _average(
-    models: Sequence[OpenModel], shares: Sequence[float], dtype: DType, changed: list[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _average(models: Sequence[OpenModel], shares: Sequence[float], dtype: DType, changed: list[str]) -> NamedTensors:
     """Yield the weighted means of the models' tensors. Append names that differ from the first model to `changed`."""
     for spec in models[0].specs:
         mean = models[0].read(spec.name)

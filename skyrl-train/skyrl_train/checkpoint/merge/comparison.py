@@ -51,10 +51,8 @@ def probe(model: torch.nn.Module) -> torch.Tensor:
 def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], role: Role = "policy") -> float:
     """Return the relative difference between a merged model's logits and its sources' (`MergeReport.logit_gap`).
 
-    One model is in memory at a time, or two for an average of mixtures of experts.
-
-    Raises:
-        CheckpointError: rounding cannot explain the difference, or the merged model lacks a tensor.
+    One model is in memory at a time, or two for an average of mixtures of experts. Raise CheckpointError if rounding
+    cannot explain the difference, or if the merged model lacks a tensor.
     """
     dtype = read_dtype(merged)
     reference = probe_sources(dtype)

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from skyrl_train.checkpoint.merge.adapter import merge_adapter
 from skyrl_train.checkpoint.merge.comparison import MergeReport, compare, probe
 from skyrl_train.checkpoint.model_folder import (
     DType,
+    NamedTensors,
     OpenModel,
     copy_settings,
     edit_config,
@@ -82,7 +83,7 @@ def merge_checkpoint(
     def rename(name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return revert_weight_conversion(model, {name: tensor})
 
-    def read() -> Iterator[tuple[str, torch.Tensor]]:
+    def read() -> NamedTensors:
         for name in names:
             tensor = torch.empty(specs[name].shape, dtype=specs[name].dtype)
             _load_sharded(folder, {PREFIX + name: tensor})
@@ -140,12 +141,8 @@ def _open_start(checkpoint: Path, base: str | None) -> OpenModel | None:
 
 
 def _compare_with_start(
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    start: OpenModel,
-    specs: Sequence[TensorSpec],
-    dtype: DType,
-    changed: list[str],
-) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors: NamedTensors, start: OpenModel, specs: Sequence[TensorSpec], dtype: DType, changed: list[str]
+) -> NamedTensors:
     """Yield the tensors of a trained model. Append the names with written values other than the start's to `changed`.
 
     If the start has no such head, its head counts as all zeros.

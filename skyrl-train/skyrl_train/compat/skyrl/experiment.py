@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -117,7 +116,7 @@ class BasePPOExp(RLExperiment):
                 *(buffer, type(trainer).__name__),
             )
             source_cfg = with_value(self.cfg, "trainer.algorithm.overlong_buffer_len", None)
-        trainer.attach(**self.trainer_parts(replace(parts, source_cfg=source_cfg)))
+        trainer.attach(**self.trainer_parts(parts, source_cfg))
         return trainer
 
     def _enable_fully_async(self, launcher: Launcher) -> None:

@@ -39,9 +39,7 @@ def custom_dataset_is_complete(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def environment_plays_as_configured(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject a reward function for an environment that scores replies itself, and an interpreter for environments that
-    run in the trainer.
-    """
+    """Reject a reward function in environments that score replies, and an interpreter for environments in threads."""
     path, env_class = cfg.custom_reward_function.path, cfg.environment.env_class
     if path is not None and env_class != REWARD_FUNCTION_ENV:
         yield (

@@ -11,9 +11,7 @@ from skyrl_train.config.root import SkyRLConfig
 
 
 def lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject an input limit below the maximum prompt length (with a single turn: other than it), and a minimum turn
-    length above the maximum.
-    """
+    """Reject inputs shorter than prompts (or unequal, with a single turn), and `min_tokens` above the maximum."""
     n_prompt, n_input = cfg.trainer.max_prompt_length, cfg.generator.max_input_length
     if n_input is not None and cfg.generator.max_turns == 1 and n_input != n_prompt:
         yield (
@@ -146,9 +144,7 @@ def engine_fits_its_devices(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def servers_can_be_used(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject addresses of servers that are missing, unused or repeated, engines without a client for their servers, and
-    options that only a server itself can set.
-    """
+    """Reject missing, unused or repeated addresses, engines without a client, and options that only servers set."""
     generator = cfg.generator
     urls = generator.remote_inference_engine_urls
     if generator.run_engines_locally:
@@ -290,9 +286,7 @@ def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about several greedy samples per prompt, near-random temperatures, escapes in stop strings, and very short
-    time limits.
-    """
+    """Warn about greedy samples of one prompt, high temperatures, escaped stop strings and very short time limits."""
     generator, gym = cfg.generator, cfg.environment.skyrl_gym
     n_samples = generator.eval_n_samples_per_prompt
     if n_samples > 1 and generator.eval_sampling_params.temperature == 0:

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 from skyrl_train.config.base import changed_fields, value_at
 from skyrl_train.config.policy import DividedModelConfig, ShardedModelConfig
@@ -175,8 +175,7 @@ def strategy_fits_the_models(cfg: Any) -> Iterator[str]:
 
 def _models(trainer: RunConfig) -> dict[PlacedRole, Any]:
     """Return the sections of the models of a run."""
-    roles: tuple[PlacedRole, ...] = ("policy", "critic", "ref")
-    return {role: getattr(trainer, role) for role in roles if hasattr(trainer, role)}
+    return {role: getattr(trainer, role) for role in get_args(PlacedRole) if hasattr(trainer, role)}
 
 
 def sharding_fits_ranks(cfg: Any) -> Iterator[str]:

@@ -162,10 +162,7 @@ def wandb_settings_have_a_run(cfg: Any) -> Iterator[str]:
 
 
 def find_wandb_problem(environ: Mapping[str, str]) -> str | None:
-    """Return how to install wandb or to log in, or None with an API key, a `wandb login`, or a mode that needs neither.
-
-    Reads only `environ` and the netrc file.
-    """
+    """Return how to install wandb or log in, or None with an API key, a `wandb login`, or a mode that needs neither."""
     if find_spec("wandb") is None:
         return "trainer.logger=wandb needs the package wandb; pip install wandb, or set trainer.logger=tensorboard"
     if environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun") or environ.get("WANDB_API_KEY"):

@@ -53,14 +53,14 @@ def find_parts(config: TransformerConfig, n_tokens: int, *, is_tied: bool) -> li
     for stage in range(n_stages):
         parts: dict[str, Part] = {}
         if stage == 0:
-            parts[EMBEDDINGS] = Part(EMBEDDINGS_PARAMETER, 0, partial(_select_tokens, n_tokens))
+            parts[EMBEDDINGS] = Part(EMBEDDINGS_PARAMETER, 0, lambda rows: rows[:n_tokens])
         for index in range(n_layers):
             parts |= _find_parts_of_layer(config, stage * n_layers + index, index)
         if stage == n_stages - 1:
             parts["model.norm.weight"] = Part("decoder.final_layernorm.weight")
             head = EMBEDDINGS if is_tied else HEAD
             if head not in parts:
-                parts[head] = Part(HEAD_PARAMETER, 0, partial(_select_tokens, n_tokens))
+                parts[head] = Part(HEAD_PARAMETER, 0, lambda rows: rows[:n_tokens])
         stages.append(parts)
     return stages
 
@@ -82,14 +82,10 @@ def _find_parts_of_layer(config: TransformerConfig, layer: int, index: int) -> d
     if config.qk_layernorm:
         for name in "qk":
             parts[f"{theirs}self_attn.{name}_norm.weight"] = Part(f"{attention}{name}_layernorm.weight")
-    for half, name in enumerate(("gate", "up")):
-        select = partial(_select_half, half)
-        parts[f"{theirs}mlp.{name}_proj.weight"] = Part(f"{ours}mlp.linear_fc1.weight", 0, select)
+    gate_up = f"{ours}mlp.linear_fc1.weight"
+    parts[f"{theirs}mlp.gate_proj.weight"] = Part(gate_up, 0, lambda joint: joint.unflatten(0, (2, -1))[0])
+    parts[f"{theirs}mlp.up_proj.weight"] = Part(gate_up, 0, lambda joint: joint.unflatten(0, (2, -1))[1])
     return parts
-
-
-def _select_tokens(n_tokens: int, rows: torch.Tensor) -> torch.Tensor:
-    return rows[:n_tokens]
 
 
 def _select_heads(name: str, config: TransformerConfig, qkv: torch.Tensor) -> torch.Tensor:
@@ -97,7 +93,3 @@ def _select_heads(name: str, config: TransformerConfig, qkv: torch.Tensor) -> to
     n_queries = config.num_attention_heads // config.num_query_groups
     heads = {"q": slice(0, n_queries), "k": slice(n_queries, n_queries + 1), "v": slice(n_queries + 1, None)}[name]
     return qkv.unflatten(0, (-1, n_queries + 2, config.kv_channels))[:, heads]
-
-
-def _select_half(index: int, joint: torch.Tensor) -> torch.Tensor:
-    return joint.unflatten(0, (2, -1))[index]

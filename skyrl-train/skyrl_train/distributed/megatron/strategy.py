@@ -93,10 +93,8 @@ def configure(
 ) -> TransformerConfig:
     """Add the adapter to a model, with or without weights, and return the model's Megatron-Core configuration.
 
-    Error messages call the model `source`. `section` is the key of its settings, e.g. trainer.policy.
-
-    Raises:
-        ConfigError: Megatron-Core cannot compute the model or its adapter, or the sizes do not divide them.
+    Error messages call the model `source`. `section` is the key of its settings, e.g. trainer.policy. Raise ConfigError
+    if Megatron-Core cannot compute the model or its adapter, or if the sizes do not divide them.
     """
     check_model(model, source)
     key = f"{section}.megatron_config"

@@ -22,19 +22,11 @@ def as_task(function: Callable[..., Any]) -> Any:
 
 
 def connect(prepare_process: Callable[[], None] | None = None, n_task_cpus: int = 0) -> bool:
-    """Connect this process to a Ray cluster.
+    """Connect this process to a Ray cluster. Return False if it was already connected.
 
-    Use the cluster at `$RAY_ADDRESS` or one that `ray start` started on this machine. Otherwise start one.
-
-    Args:
-        prepare_process: called in each process that the cluster starts for this process.
-        n_task_cpus: CPUs that a new cluster has in addition to the machine's.
-
-    Returns:
-        False if this process was already connected.
-
-    Raises:
-        ConfigError: no cluster answers at `$RAY_ADDRESS`.
+    Use the cluster at `$RAY_ADDRESS`, or raise ConfigError if none answers there, or one that `ray start` started on
+    this machine. Otherwise start one, with `n_task_cpus` more CPUs than the machine has. Each process that the cluster
+    starts for this process calls `prepare_process`.
     """
     if ray.is_initialized():
         return False

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -18,7 +18,7 @@ from skyrl_train.config.run import RunPlacementConfig
 from skyrl_train.config.trainer import PlacementConfig
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
-from skyrl_train.launch.launcher import holding_devices, with_transport
+from skyrl_train.launch.launcher import MakeEngine, Sinks, holding_devices, with_transport
 from skyrl_train.launch.lease import Lease
 from skyrl_train.launch.ray.cluster import connect
 from skyrl_train.launch.ray.engine import connect_engine, start_engine_actor
@@ -26,7 +26,7 @@ from skyrl_train.launch.ray.placement import Device, DeviceRequest, Reservation,
 from skyrl_train.launch.ray.ranks import RayRank
 from skyrl_train.launch.timeouts import find_long_sync
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
-from skyrl_train.weight_sync import SyncOptions, WeightSink, WeightSync
+from skyrl_train.weight_sync import SyncOptions, WeightSync
 from skyrl_train.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -48,13 +48,10 @@ class RayLauncher:
         n_engines: int,
         engine_size: int = 1,
     ) -> None:
-        """Connect to the cluster. Call `start` next.
+        """Connect to the cluster. Raise ConfigError if it does not answer or is too small. Call `start` next.
 
-        `placement` has the number of devices of each model in `roles`, and `engine_size` is that of each engine. `sync`
-        is None if no weights are sent between models and engines.
-
-        Raises:
-            ConfigError: the cluster does not answer or is too small.
+        `placement` has the number of devices of each model in `roles`, and `engine_size` is the number for each engine.
+        `sync` is None if no weights are sent between models and engines.
         """
         self._placement = placement
         self._roles = roles
@@ -75,11 +72,7 @@ class RayLauncher:
         self._lease = Lease() if n_engines and placement.offloads_idle(has_gpus) else None
 
     async def start(self) -> None:
-        """Reserve the devices and start the processes.
-
-        Raises:
-            ConfigError: other programs did not release the devices in time.
-        """
+        """Reserve the devices and start the processes. Raise ConfigError if the devices are not free in time."""
         await self._reservation.wait()
         for request in self._requests:
             logger.info("Reserved %s", request.describe(self._reservation.kind))
@@ -113,9 +106,7 @@ class RayLauncher:
             await self._lease.add_model(group)
         return group
 
-    async def start_engine(
-        self, make_engine: Callable[[PreTrainedModel | None], InferenceEngine], start_timeout_s: float
-    ) -> InferenceEngine:
+    async def start_engine(self, make_engine: MakeEngine, start_timeout_s: float) -> InferenceEngine:
         n_per_node = math.ceil(self._n_engines * self._engine_size / self._reservation.n_cluster_nodes)
 
         async def connect(index: int) -> InferenceEngine:
@@ -147,11 +138,7 @@ class RayLauncher:
         return n_bytes // (n_nodes * n_per_node) if self._placement.shares_devices else 0
 
     def weight_sync(
-        self,
-        source: WorkerGroup,
-        sinks: Mapping[str, WeightSink],
-        kind: SyncKind = "full",
-        dtype: torch.dtype | None = None,
+        self, source: WorkerGroup, sinks: Sinks, kind: SyncKind = "full", dtype: torch.dtype | None = None
     ) -> WeightSync:
         assert self._sync is not None, "the run sends no weights"
         shares_devices = self._placement.shares_devices and self._n_engines > 0

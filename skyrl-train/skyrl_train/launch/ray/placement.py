@@ -68,8 +68,7 @@ class Reservation:
     def __init__(self, requests: Sequence[DeviceRequest]) -> None:
         """Wait up to `$SKYRL_RAY_JOIN_TIMEOUT_IN_S` until enough nodes have joined. `wait` makes the reservation.
 
-        Raises:
-            ConfigError: the cluster is too small, even if nothing else runs on it.
+        Raise ConfigError if the cluster is too small, even if nothing else runs on it.
         """
         self._requests = list(requests)
         self._groups: dict[DeviceRequest, list[PlacementGroup]] = {}
@@ -90,11 +89,7 @@ class Reservation:
         self.n_cluster_nodes = len(_devices_of_nodes(self.kind))
 
     async def wait(self) -> None:
-        """Reserve all devices.
-
-        Raises:
-            ConfigError: other programs on the cluster did not release enough devices in time.
-        """
+        """Reserve all devices. Raise ConfigError if other programs do not release enough of them in time."""
         timeout_s = _read_seconds(TIMEOUT_VARIABLE, 180)
         deadline = time.monotonic() + timeout_s
         bundle = {"CPU": 1, self.kind: 1}

@@ -43,11 +43,7 @@ class RankActor:
         return f"{host}:{free_port(host)}"
 
     def join(self, world: World, address: str, n_processes: int) -> timedelta:
-        """Join the process group of the model's ranks. `n_processes` compute concurrently on this node.
-
-        Returns:
-            Maximum time that this rank waits for other ranks in a collective.
-        """
+        """Join the model's process group, and return the time limit of collectives. `n_processes` share the node."""
         self._host = RankHost(world, f"tcp://{address}", threads_per_process(n_processes))
         return COLLECTIVE_TIMEOUT
 
@@ -81,11 +77,7 @@ class RayRank:
         return await self._ask("find_address")
 
     async def call(self, role: Role, method: str, *args: Any) -> Any:
-        """Call a method of the worker.
-
-        Raises:
-            WorkerError: the process has ended.
-        """
+        """Call a method of the worker. Raise WorkerError if the process has ended."""
         is_result, value = await self._ask("call", role, method, *args)
         if is_result:
             return value

@@ -19,7 +19,6 @@ from skyrl_train.models.lora import (
     add_adapter,
     change_norm,
     count_trained,
-    merged_tensors,
     save_adapter,
     sync_tensors,
     trained_parameters,
@@ -122,7 +121,7 @@ def test_merged_tensors_have_the_logits_of_the_adapter_on_the_base(other_model: 
     model = randomized(other_model, spec(rank=3, alpha=6))
     merged = copy.deepcopy(other_model)
     names = {name for name, _ in merged.named_parameters()}
-    tensors = dict(merged_tensors(model, whole))
+    tensors = dict(sync_tensors(model, "full", whole))
     assert tensors.keys() == names
     merged.load_state_dict(tensors, strict=False)
     assert (logits(model) - logits(other_model)).abs().max() > 1e-2
@@ -153,7 +152,7 @@ def test_the_base_with_the_factors_is_bitwise_the_merged_model(
 def test_the_norm_of_the_change_is_that_of_the_merged_weights(tiny_model: PreTrainedModel) -> None:
     model = randomized(tiny_model, spec(rank=4))
     before = dict(tiny_model.named_parameters())
-    change = [(tensor - before[name]).norm() for name, tensor in merged_tensors(model, whole)]
+    change = [(tensor - before[name]).norm() for name, tensor in sync_tensors(model, "full", whole)]
     assert change_norm(model, whole) == pytest.approx(torch.stack(change).norm().item(), rel=1e-4)
 
 

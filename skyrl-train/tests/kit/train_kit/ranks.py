@@ -93,14 +93,11 @@ def spec(role: Role, path: Path, cfg: TrainerConfig, *, max_grad_norm: float = 1
     """Return the spec of a model in float32; its gradient is not clipped by default."""
     section = cfg.critic if role == "critic" else cfg.policy
     optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", 10)
-    return model_spec(
-        role,
-        partial(load_model, str(path), role, **{"dtype": torch.float32, "device": CPU} | loading),
-        save_no_tokenizer,
-        cfg,
-        cfg.algorithm.temperature,
-        replace(optimizer, max_grad_norm=max_grad_norm, betas=BETAS),
-        lora_spec(section.model, f"trainer.{role}.model.lora", cfg.seed),
+    load = partial(load_model, str(path), role, **{"dtype": torch.float32, "device": CPU} | loading)
+    return replace(
+        model_spec(role, load, save_no_tokenizer, cfg, cfg.algorithm.temperature),
+        optimizer=replace(optimizer, max_grad_norm=max_grad_norm, betas=BETAS),
+        lora=lora_spec(section.model, f"trainer.{role}.model.lora", cfg.seed),
     )
 
 

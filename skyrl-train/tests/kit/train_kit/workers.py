@@ -5,6 +5,7 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,7 +81,8 @@ class SingleRankGroup:
         optimizer = objective and optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", 10)
         save_tokenizer = (lambda _: None) if tokenizer is None else tokenizer.save_pretrained
         lora = None if role == "ref" else lora_spec(section.model, f"{key}.model.lora", cfg.seed)
-        spec = model_spec(role, lambda: model, save_tokenizer, cfg, cfg.algorithm.temperature, optimizer, lora)
+        spec = model_spec(role, lambda: model, save_tokenizer, cfg, cfg.algorithm.temperature)
+        spec = replace(spec, optimizer=optimizer, lora=lora)
         self.model = model
         self._role = role
         self.rank = LocalRank(InlineExecutor(), RankHost(World()))
