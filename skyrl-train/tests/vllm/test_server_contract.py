@@ -112,6 +112,29 @@ async def test_requests_of_other_clients_are_answered(
     assert answer["choices"][0]["token_ids"] == engine_kit.greedy([5, 6, 7], 4)
 
 
+async def test_a_server_keeps_its_own_sampler_if_it_reports_processed_log_probs(
+    engine_kit: EngineKit, start_server: Callable[..., Server]
+) -> None:
+    server = start_server(logprobs_mode="processed_logprobs")
+    requests = [
+        engine_kit.request(30, 8, temperature=0.7, ignore_eos=True, n_top_logprobs=n_top, seed=n_top)
+        for n_top in (0, 2)
+    ]
+    for sampler in ("seeded", "auto", "native"):  # each replaces the one before
+        engine = VLLMServerEngine(server.url, engine_kit.tokenizer, sampler)
+        for request, result in zip(requests, await engine.generate(requests), strict=True):
+            assert_agrees(engine_kit, request, result)
+            assert [len(top) for top in result.top_logprobs or ()] == ([2] * 8 if request is requests[1] else [])
+        if sampler == "seeded":
+            await engine.generate([engine_kit.request(5, top_p=0.5)])
+        else:
+            with pytest.raises(EngineError, match=r"top_p=0\.5: generator\.vllm\.sampler=native"):
+                await engine.generate([engine_kit.request(5, top_p=0.5)])
+        await engine.close()
+    with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        VLLMServerEngine(start_server().url, engine_kit.tokenizer, "native")
+
+
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 async def test_weights_of_this_process_reach_the_server(engine_kit: EngineKit, transport: Transport) -> None:
     engine = engine_kit.new()
