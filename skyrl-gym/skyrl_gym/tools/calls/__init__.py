@@ -12,6 +12,7 @@ value of a parameter is text. These formats have markers that no prose has, and 
     <|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "Mount Fuji"}<|tool_call_end|>
                                                                                           `kimi`: K2
     [TOOL_CALLS]search[ARGS]{"query": "Mount Fuji"}                                       `mistral`
+    <|tool_call|>[{"name": "search", "arguments": {"query": "Mount Fuji"}}]               `mistral`: Granite, Phi-4
 
 A reply may have several calls. The last one may lack its closing tag, because that tag is often the stop string, but
 not the end of a value. Only calls after the last thought count.
@@ -183,8 +184,8 @@ def _parse_at(text: str, token: re.Match[str], scan: _Scan) -> int:
 def parse_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a chat message with its tool calls' arguments as objects, as chat templates expect them.
 
-    APIs and data sets often hold arguments as JSON strings, and no arguments as an empty string or null. Any other
-    string that is not a JSON object is left alone.
+    APIs and data sets often hold arguments as JSON strings, and no arguments as an empty string or null, or not at all.
+    Any other string that is not a JSON object is left alone.
     """
     copy = dict(message)
     if isinstance(calls := copy.get("tool_calls"), list):
@@ -194,10 +195,11 @@ def parse_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_call_arguments(call: Any) -> Any:
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    given = function.get("arguments") if isinstance(function, Mapping) else call
+    if not isinstance(function, Mapping) or not isinstance(given, str | None):
         return call
     try:
-        arguments = json.loads(function["arguments"].strip() or "{}")
+        arguments = json.loads((given or "").strip() or "{}")
     except (ValueError, RecursionError):
         return call
     arguments = {} if arguments is None else arguments
