@@ -12,7 +12,7 @@ END_CHARS = 300
 BOX_END_CHARS = 100
 INVALID = "[INVALID]"
 
-_ANSWER = re.compile(r"Answer\s*:\s*((?:(?!<(?:[|/｜]|[A-Za-z_]+>))[^\n])+)", re.IGNORECASE)
+_ANSWER = re.compile(r"Answer[*_]*\s*:\s*((?:(?!<(?:[|/｜]|[A-Za-z_]+>))[^\n])+)", re.IGNORECASE)
 """The text of an answer, up to the end of the line, a special token or a tag. A plain `<`, as in ``x < 5``, is kept."""
 _DELIMITER = re.compile(r"\\[()\[\]]")  # \(…\) and \[…\] are $…$
 _FORMULA = re.compile(r"([^$]*)\$([^$]*)\$([^$]*)")
