@@ -292,6 +292,16 @@ def test_a_row_may_have_no_tools(tools: Any, tmp_path: Path) -> None:
     assert row.tools is None
 
 
+def test_tools_of_a_table_lose_its_nulls(tmp_path: Path) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}}
+        for name in ("city", "expr")
+    ]
+    path = write_rows(tmp_path, [{"prompt": "a", "response": "b", "tools": tools}], "rows.parquet")
+    ((row,),) = read_demonstrations(path, SFTDataConfig())
+    assert row.tools == tools
+
+
 def test_a_column_that_belongs_to_the_prompt_is_refused_unless_a_key_reads_it(tmp_path: Path) -> None:
     row = {"instruction": "Add.", "input": "2 + 2", "output": "4", "system": ""}
     keys = {"prompt_key": "instruction", "response_key": "output"}
