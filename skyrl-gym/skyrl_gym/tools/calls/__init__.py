@@ -5,6 +5,7 @@ value of a parameter is text. These formats have markers that no prose has, and 
 
     <tool_call>{"name": "search", "arguments": {"query": "Mount Fuji"}}</tool_call>       `tagged`: Hermes, Qwen
     <function=search><parameter=query>Mount Fuji</parameter></function>                   `plain`: Qwen3-Coder
+    <invoke name="search"><parameter name="query">Mount Fuji</parameter></invoke>         `plain`: MiniMax M2
     <tool_call>search<arg_key>query</arg_key><arg_value>Mount Fuji</arg_value></tool_call>  `plain`: GLM
     <|channel|>commentary to=functions.search<|message|>{"query": "Mount Fuji"}<|call|>   `harmony`: gpt-oss
     <|python_tag|>{"name": "search", "parameters": {"query": "Mount Fuji"}}               `llama`: Llama 3.1
@@ -30,7 +31,7 @@ from skyrl_gym.tools.calls.harmony import HARMONY, HEADER
 from skyrl_gym.tools.calls.kimi import KIMI
 from skyrl_gym.tools.calls.llama import LLAMA
 from skyrl_gym.tools.calls.mistral import MISTRAL
-from skyrl_gym.tools.calls.plain import FUNCTION, STRAY
+from skyrl_gym.tools.calls.plain import FUNCTION, INVOKE, STRAY
 from skyrl_gym.tools.calls.tagged import TAGGED
 
 __all__ = [
@@ -60,6 +61,7 @@ _THOUGHTS = {**THOUGHT_TAGS, "<|channel|>analysis<|message|>": "<|end|>"}  # and
 _FORMATS = {
     "tagged": TAGGED,
     "plain": FUNCTION,
+    "invoke": INVOKE,
     "harmony": HARMONY,
     "llama": LLAMA,
     "deepseek": DEEPSEEK,
