@@ -248,7 +248,7 @@ format: .venv/.dev ## format the code and apply ruff's safe fixes
 .PHONY: docs
 docs: .venv/.dev ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "docs: site/index.html"
+	@echo "docs: site/ (python -m http.server -d site)"
 
 # --- locked versions -----------------------------------------------------------------------------------------
 

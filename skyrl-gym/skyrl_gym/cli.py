@@ -18,6 +18,7 @@ from skyrl_gym.envs.registration import EnvSpec, registry, spec
 from skyrl_gym.error import Error
 
 SIGNS = {"passed": "✓", "failed": "✗", "advice": "!"}
+NO_ROW = "The environment got an empty row; pass a dataset with --data."
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "skyrl-gym") -> int:
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "skyrl-gym") -> int:
         ValueError,
     ) as error:  # a field missing in the row is an AssertionError
         sys.stderr.write(f"{error}\n")
+        if options.command == "play" and options.data is None and not isinstance(error, Error | ImportError):
+            sys.stderr.write(f"{NO_ROW}\n")
         return 2
 
 
@@ -75,6 +78,8 @@ def _check(options: argparse.Namespace) -> int:
         sys.stdout.write(f"{SIGNS[finding.verdict]} {finding.rule}\n{printable}")
         sys.stdout.flush()
         findings.append(finding)
+    if options.data is None and findings[0].verdict == "failed":  # it cannot be constructed
+        sys.stdout.write(f"    {NO_ROW}\n")
     sys.stdout.write(f"\n{options.env}: {_format_counts(findings)}\n")
     sys.stdout.flush()
     status = int(any(finding.verdict == "failed" for finding in findings))

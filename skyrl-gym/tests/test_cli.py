@@ -79,6 +79,8 @@ def test_check_reports_violations(folder: Path) -> None:
     assert f"✗ accepts any reply\n    {message}" in result.stdout
     assert "✗ ends by its last turn\n    as above\n" in result.stdout  # a repeated detail is abbreviated
     assert result.stdout.endswith("suggestions\n")
+    without_row = run(folder, "check", "my_module:MyEnv").stdout
+    assert "KeyError: 'reward_spec' (my_module.py, line 7)\n    The environment got an empty row; pass" in without_row
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 import argparse
 import json
-from typing import Annotated, Any
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, NoReturn
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
@@ -13,6 +16,24 @@ def _parse_json(value: object) -> object:
 
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json)]
 """A JSON object, or JSON text of one."""
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser of flags whose errors are one line, without the usage of thirty."""
+
+    def parse_flags(self, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+        """Parse a command line. Exit with a message for an invalid flag, and name the nearest one."""
+        known = self._option_string_actions
+        for argument in sys.argv[1:] if arguments is None else arguments:
+            name = argument.partition("=")[0]
+            if name.startswith("--") and name not in known:
+                nearest = get_close_matches(name, known, n=1)
+                self.error(f"unknown flag {name}" + (f". Did you mean {nearest[0]}?" if nearest else ""))
+        return vars(self.parse_args(arguments))
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with a message."""
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists the flags)\n")
 
 
 def flag(name: str) -> str:

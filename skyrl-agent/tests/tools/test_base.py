@@ -92,6 +92,10 @@ for _ in range(100_000):
     DEEP = [DEEP]
 
 
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+
+
 class Owned(Counter):
     """A tool that records that it is closed, and may fail then."""
 
@@ -194,10 +198,11 @@ async def test_each_trajectory_has_its_own_tool_and_groups_of_skyrl_gym_are_tool
         (partial(raise_error, TimeoutError("the site is slow")), "ERROR: TimeoutError: the site is slow"),
         ({(1, 2): "pair"}, "ERROR: TypeError: keys must be"),
         (DEEP, "ERROR: RecursionError"),
+        (CYCLE, "ERROR: ValueError: Circular reference detected"),
         (Unreadable(), "ERROR: RuntimeError: no text"),
         (Path("/tmp"), 'EXECUTION RESULT of [speak]:\n"/tmp"'),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 async def test_results_and_errors_are_shown_to_the_model(says: Any, shown: str) -> None:
     trajectory, engine = await speak(says, max_response_length=10**6)

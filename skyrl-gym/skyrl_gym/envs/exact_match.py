@@ -1,7 +1,8 @@
 """Exact match for answers to open questions.
 
 Source: the normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), except that numbers keep their values: 5
-is not -5, and 12 is not 1.2. Typography is ignored: all quotes, dashes and encodings of accents are equal.
+is not -5, and 12 is not 1.2, and names keep a final + or #: C++ is not C. Typography is ignored: all quotes, dashes,
+encodings of accents, widths of letters and subscripts are equal.
 """
 
 import re
@@ -14,8 +15,13 @@ from typing import Any
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = frozenset(("Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Cf"))
 """Unicode's categories of punctuation and of invisible characters."""
-MINUS, POINT = "\ue000", "\ue001"
-"""Stand-ins for punctuation that changes the value of a number."""
+MINUS, POINT, PLUS, SHARP = "\ue000", "\ue001", "\ue004", "\ue005"
+"""Stand-ins for punctuation that changes the value of a number, or a name."""
+_KEPT = str.maketrans({MINUS: "-", POINT: ".", PLUS: "+", SHARP: "#"})
+_ASCII = {code + 0xFEE0: code for code in range(0x21, 0x7F)}
+"""ASCII for the full-width forms ＡＢＣ１２."""
+_SUBSCRIPT = re.compile(r"(?<=[^\W\d_])[₀-₉]+")
+_WRAPPING = " .,:;!?()[]{}\"'“”‘’`*_"
 
 
 @lru_cache(maxsize=4096)
@@ -25,7 +31,8 @@ def is_punctuation(char: str) -> bool:
 
 
 IN_NUMBERS = (
-    (re.compile(r"(?<![0-9.,])([0-9]{1,3}(?:,[0-9]{3})+)(?![0-9])"), lambda found: found[1].replace(",", "")),
+    (re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:[,\u00a0\u2009\u202f][0-9]{3})+(?![0-9])"), lambda found: _digits(found[0])),
+    (re.compile(r"(?<=[^\W\d_])[+#]+(?!\w)"), lambda found: found[0].translate({ord("+"): PLUS, ord("#"): SHARP})),
     (re.compile(r"(?<![\w.)])[-−–](?=[$€£]?\.?[0-9])"), lambda _: MINUS),
     (re.compile(r"(?<![^\W0-9_])(?<!\.)\.(?=[0-9])"), lambda _: POINT),
     (re.compile(r"(?<=[0-9])[^\ue000-\uf8ff](?=[0-9])"), lambda found: " " if is_punctuation(found[0]) else found[0]),
@@ -52,28 +59,37 @@ def normalize_answer(answer: str) -> str:
     text = fold(answer)
     for pattern, replace in IN_NUMBERS:
         text = pattern.sub(replace, text)
-    text = "".join(char for char in text if not is_punctuation(char)).replace(MINUS, "-").replace(POINT, ".")
+    text = "".join(char for char in text if not is_punctuation(char)).translate(_KEPT)
     return " ".join(ARTICLES.sub(" ", text).split())
 
 
 def fold(text: str) -> str:
-    """Fold case and the encoding of accents: ``STRASSE`` and ``Straße`` become equal."""
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
+    """Fold case, the encoding of accents, full-width letters and subscripts: ``Straße`` is ``STRASSE``, CO₂ is CO2."""
+    folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", text.translate(_ASCII)).casefold())
+    return _SUBSCRIPT.sub(lambda found: _digits(found[0]), folded)
+
+
+def _digits(text: str) -> str:
+    return "".join(str(unicodedata.digit(char)) for char in text if char.isdigit())
 
 
 def is_match(answer: str, targets: Sequence[str]) -> bool:
     """Return True if the normalized answer is one of the targets.
 
-    A target that normalizes to nothing, e.g. "A", is compared as written, ignoring case.
+    A target that normalizes to nothing, e.g. "A", is compared as written, ignoring case, quotes and brackets.
 
     >>> is_match("the Eiffel tower.", ["Eiffel Tower", "Tour Eiffel"])
     True
     """
-    normalized, plain = normalize_answer(answer), fold(answer.strip())
+    normalized, plain = normalize_answer(answer), _unwrap(answer)
     return any(
-        normalized == expected if (expected := normalize_answer(target)) else plain == fold(target.strip())
+        normalized == expected if (expected := normalize_answer(target)) else plain == _unwrap(target)
         for target in targets
     )
+
+
+def _unwrap(text: str) -> str:
+    return fold(text).strip(_WRAPPING) or fold(text.strip())
 
 
 def is_mentioned(answer: str, targets: Sequence[str]) -> bool:

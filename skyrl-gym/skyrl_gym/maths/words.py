@@ -89,6 +89,7 @@ _FORMS = {
 _UNITS = {form: unit for unit, forms in _FORMS.items() for form in (unit, *forms.split())}
 """Unit names by form."""
 _POWERS = {"2": "square", "3": "cubic"}
+_TEMPERATURE = re.compile(r"(?:°|\^\s*\{?\s*\\circ\s*\}?)\s*([CF])(?![A-Za-z])")
 _SPEED = re.compile(r"(?<![A-Za-z])([mk])ph(?![A-Za-z])")
 _KNOWN = _CHANGES | _OPPOSED | _FORMS.keys() | {"per"}
 
@@ -215,7 +216,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
     """
     tokens: list[tuple[str, str]] = []
     text = _INVERSE.sub(lambda unit: f"/{unit[1]}^{unit[2]}".removesuffix("^1"), text.translate(_RAISED))
-    text = _UNIT_OF_LETTERS.sub(r"\\text{\1}", text)
+    text = _TEMPERATURE.sub(r"\\text{ \1}", _UNIT_OF_LETTERS.sub(r"\\text{\1}", text))
     text = _UNIT_FRACTION.sub(r"\\text{\1/\2}", _THOUSANDS.sub(",", text))
     text = _SPEED.sub(lambda unit: {"m": "mile", "k": "km"}[unit[1]] + " per hour", _POWER.sub(r"^\1}", text))
     if text.count("$") % 2 and "\\$" not in text:  # an unpaired delimiter

@@ -1,7 +1,8 @@
-"""Strict parsing of a model's JSON: finite numbers only, and a depth that other libraries can process."""
+"""Strict parsing of a model's JSON: finite numbers, unique keys, and a depth that other libraries can process."""
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -18,6 +19,10 @@ class TooDeep(BadJSON):
 
     def __init__(self) -> None:
         super().__init__("it is nested too deeply")
+
+
+class _RepeatedKey(ValueError):
+    """An object has a key twice. Python would keep the last value, and drop what the model wrote before."""
 
 
 def parse_json(text: str) -> Any:
@@ -48,6 +53,8 @@ def parse_json_at(text: str, position: int) -> tuple[Any, int]:
         raise BadJSON(_describe(error)) from error
     except RecursionError as error:
         raise TooDeep from error
+    except _RepeatedKey as error:
+        raise BadJSON(f"it has the key {error} twice") from error
     except ValueError as error:  # NaN, or thousands of digits
         raise BadJSON("it contains an invalid number") from error
     check_depth(value)
@@ -83,4 +90,12 @@ def _parse_float(number: str) -> float:
     return value if math.isfinite(value) else _refuse(number)
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_parse_float)
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise _RepeatedKey(json.dumps(next(name for name, n in counts.items() if n > 1)))
+    return value
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_parse_float)

@@ -51,9 +51,16 @@ WRITERS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "qwen3 coder": write_parameters,
     "qwen3 coder tagged": lambda name, arguments: f"<tool_call>\n{write_parameters(name, arguments)}\n</tool_call>",
     "glm": write_glm,
+    "minimax": lambda name, arguments: "".join(
+        [
+            f'<minimax:tool_call>\n<invoke name="{name}">\n',
+            *(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments.items()),
+            "</invoke>\n</minimax:tool_call>",
+        ]
+    ),
 }
 """Writers of the formats with markers, which other code than the parser's defines."""
-PLAIN = ("qwen3 coder", "qwen3 coder tagged", "glm")
+PLAIN = ("qwen3 coder", "qwen3 coder tagged", "glm", "minimax")
 TAGS = (
     "<think>",
     "</think>",

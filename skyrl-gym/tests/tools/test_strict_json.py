@@ -18,6 +18,7 @@ def nested(depth: int) -> str:
         ("NaN", "it contains an invalid number"),
         ("[-Infinity]", "it contains an invalid number"),
         ("1e999", "it contains an invalid number"),
+        ('{"b": 1, "a": 1, "a": 2}', 'it has the key "a" twice'),
         ("9" * 5000, "it contains an invalid number"),
         (nested(MAX_DEPTH + 1), "it is nested too deeply"),
         (nested(100_000), "it is nested too deeply"),

@@ -49,7 +49,7 @@ def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Pat
 
 def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] = (), file: Path | None = None) -> C:
     """Parse a command line as `parse_cli` does, for any kind of run. Overrides change the file's settings in order."""
-    raise_problems(sentence for text in argv for sentence in _not_one_override(text, schema.fields))
+    raise_problems(sentence for text in _join_flags(argv) for sentence in _not_one_override(text, schema.fields))
     of_hydra = [text for text in argv if is_of_hydra(parse_override(text))]
     overrides = [parse_override(text) for text in argv if text not in of_hydra]
     from_file = {} if file is None else _read_yaml(file)
@@ -188,13 +188,27 @@ def is_override(text: str) -> bool:
     return not text.startswith("-") and ("=" in text or text.startswith("~"))
 
 
+def _join_flags(argv: Sequence[str]) -> Iterator[str]:
+    """Yield arguments, with a flag and its value as one, as in `--epochs 3`."""
+    texts = iter([*argv, ""])
+    text = next(texts)
+    for following in texts:
+        is_flag = text.startswith("-") and "=" not in text
+        if is_flag and following and not following.startswith("-") and not is_override(following):
+            text = f"{text} {following}"
+        else:
+            yield text
+            text = following
+
+
 def _not_one_override(text: str, fields: Fields) -> list[str]:
     """Return the problem of an argument that is a flag, a bare word, a sweep or has a package (`@`), else []."""
     names = {*fields, *(key.rpartition(".")[2] for key in fields)}
-    if text.startswith("-") and text.lstrip("-").partition("=")[0] not in names:
+    flag = text.lstrip("-") if "=" in text else text.lstrip("-").replace(" ", "=", 1)
+    if text.startswith("-") and flag.partition("=")[0] not in names:
         return [f"this command has no option {text}; pass settings as key=value"]
     if not is_override(text):
-        word, equals, value = text.lstrip("-").partition("=")
+        word, equals, value = flag.partition("=")
         keys = [key for key in fields if key.rpartition(".")[2] == word] or [word or "<key>"]
         fix = " or ".join(f"{key}={value or '<value>'}" for key in keys)
         return [f"{text} is not an override; write {fix}{'' if equals else ', without spaces around ='}"]

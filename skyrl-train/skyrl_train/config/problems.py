@@ -158,6 +158,8 @@ def _wrong_value(known: str, below: Sequence[str], value: Any, fields: Fields) -
     problem = f"{known}={show(value)} must be {describe_field(field)}"
     if as_section(field.annotation) is not None:
         return known, f"{problem}; set its keys one by one: {known}.<name>=<value>"
+    if value == "" and isinstance(field.get_default(), list):
+        return known, f"{problem}; for none, write {known}=[]"
     return known, f"{problem}; the default is {known}={show(field.get_default())}"
 
 

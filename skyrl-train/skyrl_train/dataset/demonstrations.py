@@ -25,7 +25,10 @@ from skyrl_train.rendering.messages import (
     prepare_messages,
 )
 
-WEIGHT_FIELDS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_weight", "step_loss_mask")
+WEIGHT_FIELDS = (
+    *("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask", "loss_weight"),
+    "step_loss_mask",
+)
 """Fields that exclude a message from training if 0 or false: `weight` (OpenAI, Mistral), `train` (Axolotl), …"""
 
 UNREAD_FIELDS = {
@@ -34,6 +37,14 @@ UNREAD_FIELDS = {
     "prefix": "write the beginning of a reply as the last message of the prompt, and the rest as the response",
 }
 """Fields of other formats that change the meaning of a message, with the equivalent to write here."""
+
+UNREAD_COLUMNS = {
+    "system": 'write {"role": "system", "content": "…"} as the first message of the prompt',
+    "system_prompt": 'write {"role": "system", "content": "…"} as the first message of the prompt',
+    "functions": "write them as tools",
+    "input": "append it to the prompt",
+}
+"""Columns of other formats that belong to the prompt. `input` does so beside Alpaca's `instruction`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +75,24 @@ def read_answers(
     """Yield (demonstration,) or (chosen, rejected) for each row. `indices` ascend. DataError for an invalid row."""
     for location, row in rows.read(indices):
         check_media(row, location)
+        _check_columns(row, location, data)
         if isinstance(data, PreferenceDataConfig):
             yield _read_pair(row, location, data)
         else:
             assert isinstance(data, SFTDataConfig)
             yield (_read_demonstration(row, location, data),)
+
+
+def _check_columns(row: Row, location: str, data: SupervisedDataConfig) -> None:
+    """Raise DataError for a column that belongs to the prompt, but that no key reads."""
+    read = {value for name, value in data if name.endswith("_key")}
+    if data.prompt_key != "instruction":
+        read.add("input")
+    for name, fix in UNREAD_COLUMNS.items():
+        if row.get(name) and name not in read:
+            raise DataError(
+                f"{location} has {name}={quote(row[name])}, which is not read; {fix}, and remove the column"
+            )
 
 
 def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonstration:

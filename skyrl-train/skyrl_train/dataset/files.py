@@ -283,6 +283,12 @@ def local_path(source: str) -> Path | None:
     return path if path.suffix in DATA_SUFFIXES else None
 
 
+def is_other_file(source: str) -> bool:
+    """Return True for a file in a format that is not read, such as `rows.csv`."""
+    path = Path(source.partition(":")[0])
+    return path.suffix in OTHER_SUFFIXES or (path.suffix not in DATA_SUFFIXES and path.is_file())
+
+
 def find_fault(path: Path) -> str | None:
     """Return why a path is not a readable file, e.g. "is a folder", or None if it is one."""
     try:
@@ -356,7 +362,7 @@ def _load_from_hub(source: str) -> pa.Table:
     parts = name.split("/")
     if len(parts) == 3 and all(parts) and not Path(name).exists():  # owner/name/config, not a local folder
         name, config = "/".join(parts[:2]), parts[2]
-    if Path(name).suffix in OTHER_SUFFIXES or Path(name).is_file():
+    if is_other_file(source):
         raise DataError(f"cannot load {source!r}: a data file must end in .parquet, .json or .jsonl; convert it")
     try:
         if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):  # of save_to_disk

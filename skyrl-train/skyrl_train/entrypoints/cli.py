@@ -197,7 +197,13 @@ def tiny(
 
     A Qwen3 and its tokenizer, for first runs and tests without a download.
     """
-    from skyrl_train.entrypoints.tiny import write_tiny_model
+    from skyrl_train.config.problems import raise_problems
+    from skyrl_train.entrypoints.preflight import find_missing_data
+
+    problems = [f"{folder} already exists; choose a new folder"] if folder.exists() else []
+    raise_problems([*problems, *(find_missing_data("--data", [str(data)]) if data else ())])
+    with importing_torch():
+        from skyrl_train.entrypoints.tiny import write_tiny_model
 
     n_parameters = write_tiny_model(folder, str(data) if data else None, seed)
     typer.echo(f"{folder}: a Qwen3 of {n_parameters:,} random parameters; trainer.policy.model.path={folder}")

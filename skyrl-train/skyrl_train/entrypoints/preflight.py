@@ -19,7 +19,7 @@ from skyrl_train.config.problems import show
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.supervised import DPOConfig, SupervisedConfig
 from skyrl_train.dataset.demonstrations import read_answers
-from skyrl_train.dataset.files import JoinedRows, check_row_count, find_fault, local_path
+from skyrl_train.dataset.files import JoinedRows, check_row_count, find_fault, is_other_file, local_path
 from skyrl_train.dataset.rows import check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT, find_long_sync
@@ -49,9 +49,9 @@ def find_missing(cfg: SkyRLConfig, *, trains: bool) -> Iterator[str]:
             except ConfigError as error:
                 yield str(error)
     if cfg.data.custom_cls.path is None:
-        yield from _find_missing_data("data.train_data", cfg.data.train_data if trains else [])
+        yield from find_missing_data("data.train_data", cfg.data.train_data if trains else [])
         is_evaluated = not trains or trainer.eval_interval > 0
-        yield from _find_missing_data("data.val_data", cfg.data.val_data if is_evaluated else [])
+        yield from find_missing_data("data.val_data", cfg.data.val_data if is_evaluated else [])
     for key in ("data.custom_cls.path", "custom_reward_function.path"):
         if (path := value_at(cfg, key)) is not None and (fault := find_fault(Path(path))) is not None:
             yield f"{key}={show(path)}: the file {Path(path).absolute()} {fault}; use the path of a Python file"
@@ -80,8 +80,8 @@ def _find_rank_problems(cfg: SkyRLConfig) -> Iterator[str]:
 def find_missing_for_supervised(cfg: SupervisedConfig) -> Iterator[str]:
     """Yield a problem for each missing file or folder, and for settings that the models do not allow."""
     yield from find_unusable_folders(cfg.trainer, trains=True)
-    yield from _find_missing_data("data.train_data", cfg.data.train_data)
-    yield from _find_missing_data("data.val_data", cfg.data.val_data)
+    yield from find_missing_data("data.train_data", cfg.data.train_data)
+    yield from find_missing_data("data.val_data", cfg.data.val_data)
     path = cfg.data.chat_template
     if path is not None:
         try:
@@ -217,9 +217,11 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
     return is_local
 
 
-def _find_missing_data(key: str, sources: list[str]) -> Iterator[str]:
+def find_missing_data(key: str, sources: list[str]) -> Iterator[str]:
     for source in sources:
         path = local_path(source)
+        if path is None and is_other_file(source):
+            yield f"{key}={show(source)}: a data file must end in .parquet, .json or .jsonl; convert it"
         if path is not None and (fault := find_fault(path)) is not None:
             yield f"{key}={show(source)}: the file {path} {fault}; use a .parquet, .json or .jsonl file"
 

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyrl_gym.runtime.validation import is_conversation
 from skyrl_train.dataset.files import Row, read_rows
-from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.errors import DataError
 
 DEFAULT_TEXT = [{"role": "user", "content": "What is 6 times 7? Answer with a number: 0 1 2 3 4 5 6 7 8 9"}]
 
@@ -99,11 +99,8 @@ def write_tiny_model(folder: Path, data: str | None, seed: int) -> int:
     """Write a tiny model with a tokenizer trained on a dataset's text. Return its number of parameters.
 
     Raises:
-        ConfigError: `folder` exists.
         DataError: the dataset cannot be read, or a row has no prompt.
     """
-    if folder.exists():
-        raise ConfigError(f"{folder} already exists; choose a new folder")
     conversations: list[Any] = [_conversation(row) for row in read_rows(data)] if data else [DEFAULT_TEXT]
     for number, conversation in enumerate(conversations):
         if not is_conversation(conversation):

@@ -342,7 +342,8 @@ def read_config(path: str, source: str) -> peft.LoraConfig:
     changes_base = method in ("pissa", "olora", "corda", "loftq", "lora")
     faults = {
         "use_dora is true": config.use_dora,
-        f"bias is {config.bias}": config.bias != "none" or config.lora_bias,
+        f"bias is {config.bias}": config.bias != "none",
+        "lora_bias is true": config.lora_bias,
         f"it has target_parameters {config.target_parameters}": config.target_parameters,
         f"it has modules_to_save {config.modules_to_save}": set(config.modules_to_save or []) - {VALUE_HEAD},
         f"init_lora_weights={config.init_lora_weights} changed the weights of its base": changes_base,

@@ -47,7 +47,7 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     - Text parts are joined to one string, because templates disagree on parts. Qwen3's template ignores them.
     - A thought is copied to every field that a template may read, but not to `thinking` if there are content and calls.
 
-    Raise DataError for an image, a video or audio.
+    Raise DataError for an image, a video, audio, or a content that is not text.
     """
     return [_prepare_message(message, index) for index, message in enumerate(messages)]
 
@@ -71,6 +71,8 @@ def _prepare_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         prepared["content"] = "".join(texts)
     elif content is None and "tool_calls" in prepared:
         prepared["content"] = ""
+    elif content is not None and not isinstance(content, str):  # Qwen3's template writes nothing for it
+        raise DataError(f"message {index} has content={repr(content)[:80]}, which is not text; write it as text")
     if thought := find_thought(prepared):
         # gpt-oss's template reads `thinking`, and raises if a message also has content and tool calls.
         adds_thinking = not (prepared.get("content") and prepared.get("tool_calls"))

@@ -55,14 +55,15 @@ class Chart:
         x_ticks = _ticks(min(steps), max(steps), integer=True)
         values += [0.0, 1.0] if is_share(name) else []
         y_ticks = _ticks(min(values), max(values))
-        frame = _Frame(_widen(min(steps), max(steps)), (y_ticks[0], y_ticks[-1]), width, height)
+        labels = _labels(name, y_ticks)
+        left = max(_Frame.left, 12 + 6 * max(map(len, labels)))
+        frame = _Frame(_widen(min(steps), max(steps)), (y_ticks[0], y_ticks[-1]), width, height, left)
         parts = [Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(width, height, self.title)]
-        for tick in y_ticks:
-            text = format_value(name, tick, digits=4)
+        for tick, text in zip(y_ticks, labels, strict=True):
             parts += [frame.rule(tick, "grid"), _text("tick", frame.left - 6, frame.y(tick) + 3.5, "end", text)]
-        for tick in x_ticks:
-            if frame.x_range[0] <= tick <= frame.x_range[1]:
-                parts.append(_text("tick", frame.x(tick), height - 6, "middle", f"{tick:.0f}"))
+        for i, tick in enumerate(tick for tick in x_ticks if frame.x_range[0] <= tick <= frame.x_range[1]):
+            text = f"{tick:.0f}" if i else f"step {tick:.0f}"
+            parts.append(_text("tick", frame.x(tick), height - 6, "middle", text))
         for label, value in self.baselines.items():
             text = f"{label} {format_value(name, value)}"
             label_y = frame.y(value) - 4
@@ -124,6 +125,15 @@ def _ticks(low: float, high: float, *, integer: bool = False) -> list[float]:
     low, high = _widen(low, high)
     locator = MaxNLocator(nbins=4, integer=integer, steps=[1, 2, 2.5, 5, 10])
     return [0.0 if abs(tick) < 1e-12 * (high - low) else float(tick) for tick in locator.tick_values(low, high)]
+
+
+def _labels(name: str, ticks: Sequence[float]) -> list[str]:
+    """Format ticks with as many digits as they need to differ."""
+    for digits in range(4, 12):
+        labels = [format_value(name, tick, digits=digits) for tick in ticks]
+        if len(set(labels)) == len(ticks):
+            break
+    return labels
 
 
 def _widen(low: float, high: float) -> tuple[float, float]:

@@ -93,7 +93,8 @@ def format_value(name: str, value: float, *, digits: int = 3) -> str:
     if is_share(name):
         return f"{value:.1%}".replace(".0%", "%")
     if abs(value) >= 1000:
-        return f"{value:,.0f}"
+        n_decimals = max(digits - len(f"{abs(value):.0f}"), 0)
+        return f"{value:,.{n_decimals}f}"
     text = f"{value:.{digits}g}"
     if 0 < abs(value) < 1e-3:
         mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")

@@ -19,9 +19,9 @@ def test_commands() -> None:
     assert tx("version").stdout.startswith(f"skyrl-tx {version('skyrl-tx')}\njax ")
     assert "tx serve --base-model MODEL" in tx().stdout
     assert "--max-lora-rank" in tx("serve", "--help").stdout
-    wrong = tx("server")
+    wrong = tx("srve")
     assert wrong.returncode == 1
-    assert "unknown command 'server'" in wrong.stderr
+    assert "unknown command 'srve'. Did you mean 'serve'?" in wrong.stderr
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def test_the_engine_gets_the_same_settings(tmp_path: Path) -> None:
         (["--backend-config", '{"dtyp": 1}'], "dtyp=1: Extra inputs are not permitted; jax knows dtype, gradient_"),
         (["--api-keys-file", "/dev/null"], "/dev/null has no key"),
         (["--api-keys-file", "/nowhere/keys"], "/nowhere/keys"),
-        (["--unknown", "1"], "--unknown"),
+        (["--unknown", "1"], "unknown flag --unknown"),
+        (["--base-mdoel", "m"], "unknown flag --base-mdoel. Did you mean --base-model?"),
         (["--api-keys", "tml-x"], "--api-keys"),
     ],
 )
@@ -79,7 +80,9 @@ def test_invalid_settings_exit_with_a_message(
     with pytest.raises(SystemExit) as ended:
         parse(*arguments)
     assert ended.value.code == 2
-    assert words in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert words in message
+    assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`tx serve`, `tx train`, `tx status` and `tx version`."""
 
 import sys
+from difflib import get_close_matches
 from importlib.metadata import version
 
 USAGE = """usage: tx COMMAND …
@@ -34,7 +35,9 @@ def main() -> None:
         case "version":
             sys.stdout.write("".join(f"{package} {version(package)}\n" for package in ("skyrl-tx", "jax")))
         case _:
-            sys.exit(f"tx: unknown command {name!r}\n\n{USAGE}")
+            nearest = get_close_matches(name, ("serve", "train", "status", "version"), n=1)
+            hint = f". Did you mean {nearest[0]!r}?" if nearest else ""
+            sys.exit(f"tx: unknown command {name!r}{hint}\n\n{USAGE}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Rerun the command to resume. Checkpoints of the complete state are written to `c
 `--save-steps` steps and on a signal. Data order and updates are determined by the seed and the step number.
 """
 
-import argparse
 import hashlib
 import json
 import logging
@@ -21,7 +20,7 @@ import numpy as np
 from annotated_types import Ge, Gt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tx.flags import JsonObject, add_flag, format_errors, format_setting_errors
+from tx.flags import FlagParser, JsonObject, add_flag, format_errors, format_setting_errors
 from tx.models.config import AdapterConfig
 from tx.run.examples import ExampleBuilder, read_rows
 from tx.tinker.backends.factory import BackendName, model_folder, new_backend, settings_of
@@ -117,10 +116,10 @@ def main(arguments: Sequence[str]) -> None:
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
     """Parse a command line. Exit with a message if a setting is invalid."""
-    parser = argparse.ArgumentParser(prog="tx train", allow_abbrev=False, description="Fine-tune an adapter on a file.")
+    parser = FlagParser(prog="tx train", allow_abbrev=False, description="Fine-tune an adapter on a file.")
     for name in TrainConfig.model_fields:
         add_flag(parser, TrainConfig, name, *(["--model"] if name == "base_model" else []))
-    settings = vars(parser.parse_args(arguments))
+    settings = parser.parse_flags(arguments)
     try:
         return TrainConfig(**settings)
     except ValidationError as error:

@@ -3,7 +3,6 @@
 Secrets come from the environment or a file, never from the command line.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from tx.flags import JsonObject, add_flag, flag, format_errors
+from tx.flags import FlagParser, JsonObject, add_flag, flag, format_errors
 from tx.tinker.backends.factory import BackendName, settings_of
 
 DATABASE_URL, API_KEYS, EXTERNAL_KEY = "TX_DATABASE_URL", "TX_API_KEYS", "TX_EXTERNAL_INFERENCE_API_KEY"
@@ -235,7 +234,7 @@ def parse_config(
 ) -> TxConfig:
     """Parse a command line. Exit with a message if a setting is invalid, or after `--help`."""
     parser = argument_parser(program)
-    settings = vars(parser.parse_args(arguments))
+    settings = parser.parse_flags(arguments)
     try:
         return TxConfig(**_secrets(settings, os.environ if environment is None else environment), **settings)
     except ValidationError as error:
@@ -244,9 +243,9 @@ def parse_config(
         parser.error(str(error))
 
 
-def argument_parser(program: str) -> argparse.ArgumentParser:
+def argument_parser(program: str) -> FlagParser:
     """Create a parser with a flag for each field that is not secret."""
-    parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
+    parser = FlagParser(prog=program, allow_abbrev=False)
     for name in TxConfig.model_fields:
         if name not in SECRET_FIELDS - {"database_url"}:
             add_flag(parser, TxConfig, name, *(["--engine"] if name == "start_engine" else []))

@@ -12,14 +12,16 @@ END_CHARS = 300
 BOX_END_CHARS = 100
 INVALID = "[INVALID]"
 
-_ANSWER = re.compile(r"Answer\s*:\s*((?:(?!<(?:[|/｜]|[A-Za-z_]+>))[^\n])+)", re.IGNORECASE)
+_ANSWER = re.compile(r"Answer[*_]*\s*:\s*((?:(?!<(?:[|/｜]|[A-Za-z_]+>))[^\n])+)", re.IGNORECASE)
 """The text of an answer, up to the end of the line, a special token or a tag. A plain `<`, as in ``x < 5``, is kept."""
 _DELIMITER = re.compile(r"\\[()\[\]]")  # \(…\) and \[…\] are $…$
 _FORMULA = re.compile(r"([^$]*)\$([^$]*)\$([^$]*)")
 _WORDS = re.compile(
     r"(?:(?!\b(?:not|never|neither|nor|no|or|and|less|more|least|most|than|except|between|minus|negative|plus|times|over"
     r"|hundred|thousand|million|billion|trillion|dozens?|percent|pct|half|halves|thirds?|quarters?|squared|cubed"
-    r"|factorial|pi|base|modulo|mod)\b)[^\W\d_]|[\s.,:;'()])*",
+    r"|factorial|pi|base|modulo|mod|cannot|wrong|incorrect|false|impossible|too|fails?|nearly|almost|up\s+to|twice|divided"
+    r"|multiplied|(?:square|cube|root|inverse|reciprocal|multiple|divisor|factor|log|sin|cos|tan)s?\s+of"
+    r"|(?:under|below|above|double|triple)(?=\s+-?\d))\b)[^\W\d_]|[\s.,:;()]|'(?!t\b))*",
     re.IGNORECASE,
 )
 """Words around a formula or number that do not change its value."""

@@ -14,7 +14,7 @@ Method = Literal["strict", "flexible"]
 # [0-9], not \d: the strict format allows ASCII digits only, not "٤٢".
 _STRICT = re.compile(r"(?<!#)#### (-?[0-9.,]+)([^\n]{0,40})")
 _CONTINUED = re.compile(
-    r"[^\W_]|[/^]|\s*(?:[-+*/^×·÷,;:]\s*)?(?:\b(?:or|and|to)\s+)?[-+$]?[0-9]"
+    r"[^\W_]|[/^]|\s*(?:[-+*/^×·÷,;:±~…]\s*)?(?:\b(?:or|and|to)\s+)?[-+$]?[0-9]"
     r"|\s*(?:hundred|thousand|million|billion|trillion|dozen)\b",
     re.IGNORECASE,
 )
@@ -28,9 +28,10 @@ _EXPRESSION = re.compile(
     r"(?:k\b|[ \t]+(?:hundred|thousand|million|billion|trillion|dozen)\b)?"
 )
 """A number, or a fraction, product or power whose last number is not the answer: ``3 / 4``, ``2**5``, ``5 million``."""
+_CURRENCY = r"(?:(?:\b[A-Z]{1,2})?\$|[£¥\u20a0-\u20cf]|\b(?:USD|EUR|GBP|INR|Rs)\b\.?\s?)"
 _SIGN = re.compile(
-    r"(?:(?<![\w)])-|[$€£¥]\s?-\s?|(?<=[=:(]) ?- |(?<![0-9)]\s)\bminus\s+|\bnegative\s+)"
-    r"(?:\\(?:boxed|text\w*|math\w+)\s*\{|[$€£¥*_{(\\])*(?=[.,]?[0-9])",
+    rf"(?:(?<![\w)])-|{_CURRENCY}\s?-\s?|(?<=[=:(]) ?- |(?<![0-9)]\s)\bminus\s+|\bnegative\s+)"
+    rf"(?:\\(?:boxed|text\w*|math\w+)\s*\{{|{_CURRENCY}|[*_{{(\\])*(?=[.,]?[0-9])",
     re.IGNORECASE,
 )
 """The sign of a number, with currencies and markup: ``-$5``, ``$-5``, ``-**5**``, ``= - 5``, ``minus 5``.

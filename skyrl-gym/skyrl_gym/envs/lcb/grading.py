@@ -18,7 +18,8 @@ from skyrl_gym.isolation.program import FunctionCall, Level, ProgramLimits, Prog
 from skyrl_gym.tools.calls import strip_thoughts
 
 FENCE = "```"
-OPENING = re.compile(r"(?:^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?))?(?<!`)(`{3,}+)[^\n`]*\n", re.MULTILINE)
+OPENING = re.compile(r"(?:^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?))?(?<!`)(`{3,}+)([^\n`]*)\n", re.MULTILINE)
+_PADDED = re.compile(r"[+-]?0\d")
 MAX_NUMBER_CHARS = 400
 OUTPUT_TOLERANCE, VALUE_TOLERANCE = 1e-6, 1e-5
 """Absolute or relative error that judges of contests accept in printed decimals, and LeetCode in returned floats."""
@@ -95,13 +96,14 @@ def extract_code(reply: str) -> str | None:
 
     As in CommonMark, the closing fence stands alone on a line, is at least as long as the opening one, and is at most
     three spaces deeper, so fences in a docstring are part of the program. A fence at the end of a line without other
-    backticks also closes the block. A block in a list is dedented.
+    backticks also closes the block. A block in a list is dedented. A block of another language, such as an example of
+    the output, counts only if there is no other.
 
     >>> extract_code("Here it is:\n```python\nprint(42)\n```\nIt prints 42.")
     'print(42)\n'
     """
     reply = strip_thoughts(reply)
-    code, position = None, 0
+    code, other, position = None, None, 0
     while opening := OPENING.search(reply, position):
         indentation, fence = opening[1] or "", opening[2]
         end = re.compile(
@@ -109,9 +111,13 @@ def extract_code(reply: str) -> str | None:
         ).search(reply, opening.end())
         if end is None:
             break
-        code, position = reply[opening.end() : end.start()] + (end[1] or ""), end.end()
-        code = dedent(code) if indentation else code
-    return code
+        block, position = reply[opening.end() : end.start()] + (end[1] or ""), end.end()
+        block = dedent(block) if indentation else block
+        if not (language := opening[3].strip().lower()) or language.startswith("py"):
+            code = block
+        else:
+            other = block
+    return other if code is None else code
 
 
 def parse_tests(ground_truth: Any) -> list[Test]:
@@ -175,7 +181,7 @@ def _uses_library(code: str, name: str, module: str) -> bool:
 def is_same_output(actual: str, expected: str) -> bool:
     r"""Return True if two outputs are equal line by line, ignoring space around lines and notation of numbers.
 
-    An expected decimal may be off by `OUTPUT_TOLERANCE`, but not an integer.
+    An expected decimal may be off by `OUTPUT_TOLERANCE`, but not an integer. A number with leading zeros is text.
 
     >>> is_same_output("1.50  \n", "1.5")
     True
@@ -221,7 +227,7 @@ def is_same_value(actual: Any, expected: Any) -> bool:
 
 
 def _number(word: str) -> Decimal | None:
-    if not word.isascii() or len(word) > MAX_NUMBER_CHARS or "_" in word:
+    if not word.isascii() or len(word) > MAX_NUMBER_CHARS or "_" in word or _PADDED.match(word):
         return None
     try:
         number = Decimal(word)

@@ -1,6 +1,7 @@
 r"""Parsing of replies: find the legal move that a reply names, if any.
 
-The answer is the content of the last ``\boxed{}`` or ``<action></action>``, or else the last line that is not empty.
+The answer is the content of the last ``\boxed{}`` or ``<action></action>``, or else the last line that is neither empty
+nor a fence nor a reason, as in "Explanation: it stops d4".
 Thoughts are dropped: text before ``</think>``, or after a ``<think>`` that is never closed. An answer names a move by
 its whole text, by its number in the prompt, or by mentioning it as a separate word. The last mention that the reply
 declares as its move counts, as in "my move is c3, to stop d4". If there is no declaration, the last mention counts.
@@ -60,7 +61,13 @@ _REASON = re.compile(
     r"\W*\b(?:because|since|as|to|which|it|block\w*|stop\w*|threat\w*|connect\w*|prevent\w*)\b", re.IGNORECASE
 )
 """Words after a mention at the start of an answer that give the reason for it."""
-_LIST = re.compile(r"[\W_]*(?:\b(?:or|and|either|maybe|perhaps|possibly)\b[\W_]*)*", re.IGNORECASE)
+_REASON_LINE = re.compile(
+    r"[\W_]*(?:(?:explanation|rationale|justification|reason(?:ing)?)[*_]*\s*:|because\b"
+    r"|(?:it|this)\s+(?:also\s+)?(?:block|stop|threat|connect|prevent)\w*\b)",
+    re.IGNORECASE,
+)
+"""The start of a line that gives the reason for a move on a line before."""
+_LIST = re.compile(r"[\W_]*(?:\b(?:or|and|vs|versus|either|maybe|perhaps|possibly)\b[\W_]*)*", re.IGNORECASE)
 """Text between two moves of a list."""
 _WORD_MOVES = frozenset(("bet", "call", "check", "fold", "hit", "pass", "raise", "stand"))
 """Moves of card games. If some are legal, all other words here are illegal moves."""
@@ -114,7 +121,8 @@ def final_answer(reply: str) -> str:
     marked = max(_last_box(visible), action)
     if marked[0] >= 0:
         return marked[1].strip()
-    return next((line.strip() for line in reversed(visible.splitlines()) if line.strip()), "")
+    lines = [line.strip() for line in visible.splitlines() if line.strip(" \t\f\v`~")]
+    return next((line for line in reversed(lines) if not _REASON_LINE.match(line)), lines[-1] if lines else "")
 
 
 def _last_box(text: str) -> tuple[int, str]:

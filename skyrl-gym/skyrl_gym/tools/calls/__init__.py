@@ -5,6 +5,7 @@ value of a parameter is text. These formats have markers that no prose has, and 
 
     <tool_call>{"name": "search", "arguments": {"query": "Mount Fuji"}}</tool_call>       `tagged`: Hermes, Qwen
     <function=search><parameter=query>Mount Fuji</parameter></function>                   `plain`: Qwen3-Coder
+    <invoke name="search"><parameter name="query">Mount Fuji</parameter></invoke>         `plain`: MiniMax M2
     <tool_call>search<arg_key>query</arg_key><arg_value>Mount Fuji</arg_value></tool_call>  `plain`: GLM
     <|channel|>commentary to=functions.search<|message|>{"query": "Mount Fuji"}<|call|>   `harmony`: gpt-oss
     <|python_tag|>{"name": "search", "parameters": {"query": "Mount Fuji"}}               `llama`: Llama 3.1
@@ -12,6 +13,7 @@ value of a parameter is text. These formats have markers that no prose has, and 
     <|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "Mount Fuji"}<|tool_call_end|>
                                                                                           `kimi`: K2
     [TOOL_CALLS]search[ARGS]{"query": "Mount Fuji"}                                       `mistral`
+    <|tool_call|>[{"name": "search", "arguments": {"query": "Mount Fuji"}}]               `mistral`: Granite, Phi-4
 
 A reply may have several calls. The last one may lack its closing tag, because that tag is often the stop string, but
 not the end of a value. Only calls after the last thought count.
@@ -29,7 +31,7 @@ from skyrl_gym.tools.calls.harmony import HARMONY, HEADER
 from skyrl_gym.tools.calls.kimi import KIMI
 from skyrl_gym.tools.calls.llama import LLAMA
 from skyrl_gym.tools.calls.mistral import MISTRAL
-from skyrl_gym.tools.calls.plain import FUNCTION, STRAY
+from skyrl_gym.tools.calls.plain import FUNCTION, INVOKE, STRAY
 from skyrl_gym.tools.calls.tagged import TAGGED
 
 __all__ = [
@@ -59,6 +61,7 @@ _THOUGHTS = {**THOUGHT_TAGS, "<|channel|>analysis<|message|>": "<|end|>"}  # and
 _FORMATS = {
     "tagged": TAGGED,
     "plain": FUNCTION,
+    "invoke": INVOKE,
     "harmony": HARMONY,
     "llama": LLAMA,
     "deepseek": DEEPSEEK,
@@ -183,8 +186,8 @@ def _parse_at(text: str, token: re.Match[str], scan: _Scan) -> int:
 def parse_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a chat message with its tool calls' arguments as objects, as chat templates expect them.
 
-    APIs and data sets often hold arguments as JSON strings, and no arguments as an empty string or null. Any other
-    string that is not a JSON object is left alone.
+    APIs and data sets often hold arguments as JSON strings, and no arguments as an empty string or null, or not at all.
+    Any other string that is not a JSON object is left alone.
     """
     copy = dict(message)
     if isinstance(calls := copy.get("tool_calls"), list):
@@ -194,10 +197,11 @@ def parse_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_call_arguments(call: Any) -> Any:
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    given = function.get("arguments") if isinstance(function, Mapping) else call
+    if not isinstance(function, Mapping) or not isinstance(given, str | None):
         return call
     try:
-        arguments = json.loads(function["arguments"].strip() or "{}")
+        arguments = json.loads((given or "").strip() or "{}")
     except (ValueError, RecursionError):
         return call
     arguments = {} if arguments is None else arguments

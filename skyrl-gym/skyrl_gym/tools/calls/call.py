@@ -10,6 +10,9 @@ from skyrl_gym.runtime.text import clean_strings, clean_text
 from skyrl_gym.tools.strict_json import BadJSON, parse_json_at
 
 _SPACE = re.compile(r"\s*")
+_FORM = '{"name": …, "arguments": {…}}'
+_OTHER_KEYS = frozenset(("name", "tool", "id", "type"))
+"""Keys of a call without arguments. Any other key may hold arguments that the call would lose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +97,14 @@ def parse_closing(text: str, start: int, closing: str) -> Parsed:
 def to_call(value: Any, end: int) -> ToolCall:
     """Convert `{"name": …, "arguments": {…}}` to a call."""
     if not isinstance(value, dict):
-        raise MalformedCall('A tool call is a JSON object: {"name": …, "arguments": {…}}.', end)
+        raise MalformedCall(f"A tool call is a JSON object: {_FORM}.", end)
     name = value.get("name", value.get("tool"))
     if not isinstance(name, str) or not name:
         raise MalformedCall('The tool call has no "name".', end)
-    arguments: Any = next((value[key] for key in ("arguments", "parameters", "params") if key in value), {})
-    return named_call(name, arguments, end)
+    given = next((key for key in ("arguments", "parameters", "params") if key in value), None)
+    if given is None and (unread := sorted(value.keys() - _OTHER_KEYS)):
+        raise MalformedCall(f'The tool call {name} has no "arguments", but "{unread[0]}"; write {_FORM}.', end)
+    return named_call(name, value[given] if given else {}, end)
 
 
 def named_call(name: str, arguments: Any, end: int) -> ToolCall:

@@ -3,16 +3,17 @@
     <|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "Mount Fuji"}<|call|>
 
 The recipient may also come before the channel: `<|start|>assistant to=functions.search<|channel|>commentary …`. The
-prompt ends with `<|start|>assistant`, so a reply may start with the recipient.
+prompt ends with `<|start|>assistant`, so a reply may start with the recipient. Models also write recipients without
+`functions.`, such as `to=python`; their calls must not be taken for text.
 """
 
 import re
 
 from skyrl_gym.tools.calls.call import Format, Parsed, named_call, parse_closing, parse_json_in, skip_space
 
-_NAME = re.compile(r"to=functions\.([^\s<]+)")
+_NAME = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _END = "<|call|>"
-_TO = r"\s+to=functions\.[^\s<]+\s*"
+_TO = r"\s+to=[^\s<]+\s*"
 _FORMAT = r"\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
 
 

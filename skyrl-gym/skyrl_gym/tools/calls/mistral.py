@@ -1,7 +1,8 @@
-"""Calls of Mistral: a list as JSON, or names with arguments.
+"""Calls of Mistral: a list as JSON, or names with arguments. Granite 3 and Phi-4-mini write such a list, too.
 
 [TOOL_CALLS][{"name": "search", "arguments": {"query": "Mount Fuji"}}]
 [TOOL_CALLS]search[ARGS]{"query": "Mount Fuji"}
+<|tool_call|>[{"name": "search", "arguments": {"query": "Mount Fuji"}}]
 """
 
 import re
@@ -21,4 +22,4 @@ def _parse(text: str, start: int, end: int) -> Parsed:
     return Parsed([to_call(value, position) for value in values], position)
 
 
-MISTRAL = Format(r"\[TOOL_CALLS\]", _parse)
+MISTRAL = Format(r"\[TOOL_CALLS\]|<\|tool_call\|>", _parse)

@@ -1,10 +1,14 @@
-"""Calls whose arguments are plain text between tags, as Qwen3-Coder and GLM write them.
+"""Calls whose arguments are plain text between tags, as Qwen3-Coder, MiniMax M2 and GLM write them.
 
     <function=search>
     <parameter=query>
     Mount Fuji
     </parameter>
     </function>
+
+    <invoke name="search">
+    <parameter name="query">Mount Fuji</parameter>
+    </invoke>
 
     <tool_call>search
     <arg_key>query</arg_key>
@@ -59,6 +63,7 @@ def _tags(opening: str, newline: str, closing: str, end: str) -> _Tags:
 
 
 _QWEN = _tags(r"<parameter=(?P<key>[^<>\s]+)>", r"\n?", "</parameter>", "</function>|</tool_call>")
+_MINIMAX = _tags(r'<parameter name="(?P<key>[^"<>]+)">', "", "</parameter>", "</invoke>|</minimax:tool_call>")
 _GLM = _tags(r"<arg_key>(?P<key>[^<>]*)</arg_key>\s*<arg_value>", "", "</arg_value>", "</tool_call>|</function_call>")
 
 
@@ -69,6 +74,11 @@ def parse_function(text: str, start: int, end: int) -> Parsed:
         arguments, position = parse_json_in(text, end)
         return parse_closing(text, position, "</function>")._replace(calls=[named_call(name, arguments, position)])
     return _parse_parameters(text, end, name, _QWEN)
+
+
+def _parse_invoke(text: str, start: int, end: int) -> Parsed:
+    name = clean_text(text[start:end].removeprefix('<invoke name="').removesuffix('">'))
+    return _parse_parameters(text, end, name, _MINIMAX)
 
 
 def parse_glm(text: str, start: int, name: str) -> Parsed:
@@ -118,5 +128,6 @@ def _parse_parameters(text: str, position: int, name: str, tags: _Tags) -> Parse
 
 
 FUNCTION = Format(r"<function=[^<>\s]+>", parse_function)
+INVOKE = Format(r'<invoke name="[^"<>]+">', _parse_invoke)
 STRAY = r"</(?:parameter|function|arg_value|arg_key)>"
 """Tags left over when a value contained the end tag of a call."""

@@ -61,9 +61,14 @@ def failing(token_level_rewards: torch.Tensor, **_: Any) -> Tensors:
     return token_level_rewards.undefined, token_level_rewards
 
 
+def without_setting(token_level_rewards: torch.Tensor, config: AlgorithmConfig, **_: Any) -> Tensors:
+    return token_level_rewards * config.custom["tau"], token_level_rewards
+
+
 ESTIMATORS: dict[str, Callable[..., Any]] = {
     "an input that no run provides": unknown_input,
     "an error": failing,
+    "a custom setting that is not set": without_setting,
     "one tensor": lambda **_: torch.zeros(2, 3),
     "rows in place of tokens": lambda **_: (torch.zeros(2), torch.zeros(2)),
     "nothing": lambda **_: None,
@@ -72,6 +77,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "one tensor": lambda *_: torch.zeros(2, 3),
     "rows in place of tokens": lambda *_: (torch.zeros(2), {}),
     "a number": lambda *_: (0.0, {}),
+    "a custom setting that is not set": lambda *inputs: (inputs[0] * inputs[3].custom["negative_share"], {}),
     "no metrics": lambda log_probs, *_: (log_probs, None),
     "a metric of rows": lambda log_probs, *_: (log_probs, {"mine": torch.zeros(2)}),
     "a metric of text": lambda log_probs, *_: (log_probs, {"mine": "high"}),

@@ -230,6 +230,7 @@ def test_a_bad_row_is_refused_with_its_number(tmp_path: Path, pytestconfig: pyte
         ({"city": None, "n": 1}, '{"n": 1}'),
         ("", "{}"),
         ("null", "{}"),
+        (None, "{}"),
     ],
 )
 def test_nulls_in_the_text_of_arguments_were_meant(
@@ -242,7 +243,7 @@ def test_nulls_in_the_text_of_arguments_were_meant(
     assert f'"arguments": {shown}}}' in trained
 
 
-@pytest.mark.parametrize("field", ["weight", "train", "training", "loss", "step_loss_mask"])
+@pytest.mark.parametrize("field", ["weight", "train", "training", "loss", "loss_mask", "step_loss_mask"])
 def test_only_answers_with_a_weight_are_trained(
     field: str, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -289,6 +290,27 @@ def test_a_row_may_have_no_tools(tools: Any, tmp_path: Path) -> None:
     path = write_rows(tmp_path, [{"prompt": "a", "response": "b", "tools": tools}])
     ((row,),) = read_demonstrations(path, SFTDataConfig())
     assert row.tools is None
+
+
+def test_tools_of_a_table_lose_its_nulls(tmp_path: Path) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}}
+        for name in ("city", "expr")
+    ]
+    path = write_rows(tmp_path, [{"prompt": "a", "response": "b", "tools": tools}], "rows.parquet")
+    ((row,),) = read_demonstrations(path, SFTDataConfig())
+    assert row.tools == tools
+
+
+def test_a_column_that_belongs_to_the_prompt_is_refused_unless_a_key_reads_it(tmp_path: Path) -> None:
+    row = {"instruction": "Add.", "input": "2 + 2", "output": "4", "system": ""}
+    keys = {"prompt_key": "instruction", "response_key": "output"}
+    with pytest.raises(DataError, match=r"row 0 of .* has input='2 [+] 2', which is not read; append it to the prompt"):
+        read_demonstrations(write_rows(tmp_path, [row]), SFTDataConfig.model_validate(keys))
+    for others in ({"input": ""}, {"instruction": None, "prompt": "Add 2 + 2."}):
+        used = {**keys, "prompt_key": "prompt"} if "prompt" in others else keys
+        ((read,),) = read_demonstrations(write_rows(tmp_path, [row | others]), SFTDataConfig.model_validate(used))
+        assert read.messages[-1] == assistant("4")
 
 
 def test_keys_may_be_nested(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def test_a_tiny_model_is_written_once(catch_data: Path, tmp_path: Path) -> None:
     assert main(["tiny", str(folder), "--data", str(data)]) == 0
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(folder))
-    expect_error(str(folder), command="tiny")
+    message = expect_error(str(folder), "--data", "missing.jsonl", command="tiny")
+    assert f"{folder} already exists; choose a new folder" in message
+    assert "--data=missing.jsonl: the file missing.jsonl does not exist; use a .parquet, .json or" in message
 
 
 def test_a_report_is_written_for_an_unfinished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ INVALID: list[tuple[str, Any, str]] = [
     ("init", (None, {}), "init() returned prompt=None; it must be a list of messages"),
     ("init", ([], {}), "init() returned prompt=[]"),
     ("init", ("Hello", {}), "init() returned prompt='Hello'"),
-    ("init", ([{"role": "user", "content": 3}], {}), "TypeError"),
+    ("init", ([{"role": "user", "content": 3}], {}), "message 0 has content=3, which is not text"),
     ("step", None, "step() returned None; return BaseTextEnvStepOutput"),
     ("step", ("on", 1.0, False), "step() returned ('on', 1.0, False)"),
     *[

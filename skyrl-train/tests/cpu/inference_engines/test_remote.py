@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import ConfigError, EngineError, EngineLostError
 from skyrl_train.inference_engines import channel, remote
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
-from skyrl_train.inference_engines.channel import Channel, listen
+from skyrl_train.inference_engines.channel import Channel, listen, new_local_address
 from skyrl_train.inference_engines.hf import load_engine
 from skyrl_train.inference_engines.process import ServerProcess, start_engine
 from skyrl_train.inference_engines.remote import TOKEN_BYTES, RemoteEngine, new_token, serve
@@ -327,3 +327,10 @@ async def test_a_connection_without_a_token_or_with_an_oversized_frame_is_closed
         ((_, kind, error),) = pickle.loads(reply[8:])
         assert kind == "error"
         assert "exceeds the limit" in str(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no sockets without a file")
+def test_a_killed_driver_and_its_engine_leave_no_file() -> None:
+    address, folder = new_local_address("engine")
+    with listen(address):
+        assert (address[0], folder) == ("\0", None)

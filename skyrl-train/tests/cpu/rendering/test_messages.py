@@ -45,8 +45,9 @@ def test_content_is_one_string(message: dict[str, Any], prepared: str) -> None:
         ({"role": "user", "content": [7]}, "part of type 'int'"),
         ({"role": "user", "content": "?", "images": ["a.png"]}, "has images"),
         ({"role": "user", "content": "?", "audio": {"id": "x"}}, "has audio"),
+        *(({"role": "tool", "content": content}, "which is not text") for content in (5, 0, True, {"temp": 20})),
     ],
 )
-def test_media_are_refused_by_name(message: dict[str, Any], reason: str) -> None:
+def test_media_and_contents_without_text_are_refused(message: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=f"message 1 .*{reason}"):
         prepare_messages([assistant("Hi"), message])

@@ -138,6 +138,8 @@ def test_a_call_is_trained_in_the_form_that_the_template_reads(family: str, argu
     encoder = ChatEncoder(load(family), template_kwargs=FAMILIES[family].variables)
     history = encoder.history_ids([user("2 + 2?"), calling, result])
     assert rows[-1].token_ids[: len(history)] == history
+    read = encoder.decode(load(family)(trained[0], add_special_tokens=False)["input_ids"])
+    assert trained[0] in (read, read + FAMILIES[family].eos), "environments read the special tokens of a call"
 
 
 @pytest.mark.parametrize("family", ["gpt-oss, with tools", "qwen3.5", "glm-4.5, with tools"])

@@ -1,5 +1,7 @@
 from xml.etree import ElementTree
 
+import pytest
+
 from skyrl_train.report.charts import Chart, Line, sparkline
 from skyrl_train.report.series import Series
 
@@ -42,6 +44,15 @@ def test_a_share_is_drawn_from_0_to_100_percent() -> None:
     ticks = [element.text for element in _elements(chart, "text", "tick")]
     assert ticks[0] == "0%"
     assert "100%" in ticks
+
+
+@pytest.mark.parametrize("values", [(5.6259, 5.6261), (115.52, 115.71), (12_345.0, 12_345.2), (1e-6, 1.000001e-6)])
+def test_ticks_of_a_narrow_range_differ_and_are_inside_the_chart(values: tuple[float, ...]) -> None:
+    ticks = _elements(_chart(*values), "text", "tick")
+    heights = [tick.text for tick in ticks if tick.attrib["text-anchor"] == "end"]
+    assert len(set(heights)) == len(heights) > 2
+    assert all(float(tick.attrib["x"]) > 6 * len(str(tick.text)) for tick in ticks if tick.text in heights)
+    assert [tick.text for tick in ticks][len(heights) :] == ["step 0", "1"]
 
 
 def test_a_baseline_outside_the_values_is_inside_the_chart() -> None:

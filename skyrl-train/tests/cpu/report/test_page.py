@@ -74,7 +74,14 @@ def test_a_complete_run_has_every_section_and_loads_no_urls(folder: RunFolder) -
     ]
     assert page.loads == []
     assert not re.search(r"https?://|url\(|@import|<script", text)
-    for expected in ("environment: catch", "make catch SEED=7", "random play 20%", "response at step 0", "seed: 7"):
+    for expected in (
+        "environment: catch",
+        "make catch SEED=7",
+        "random play 20%",
+        "response at step 0",
+        "are in evals/",
+        "seed: 7",
+    ):
         assert expected in text
 
 

@@ -53,7 +53,10 @@ def test_an_adapter_is_exported_continued_evaluated_and_merged(catch_run: list[s
     assert evaluated.items() >= last.items()
 
     shorter = ["trainer.max_training_steps=1", "trainer.hf_save_interval=1"]
-    continued = train(*catch_run, path, "trainer.run_name=continued", *shorter)
+    for in_reward, metric in (("true", "loss/avg_kl"), ("false", "policy/policy_kl")):
+        kl = [f"trainer.algorithm.use_kl_in_reward={in_reward}", f"trainer.algorithm.use_kl_loss={in_reward != 'true'}"]
+        continued = train(*catch_run, path, f"trainer.run_name=continued_{in_reward}", *shorter, *kl)
+        assert continued.metrics[1][metric] == pytest.approx(0, abs=1e-6), "the reference has the adapter, too"
     assert continued.metrics[0].items() >= last.items(), "the run starts where the adapter stopped"
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (exported, continued.export(1)))
     assert before.keys() == after.keys()

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_train.tracking import Progress
 
-REWARD, SPEED = "reward/avg_raw_reward", "trainer/tokens_per_second"
+REWARD, SPEED, N_FAILED = "reward/avg_raw_reward", "trainer/tokens_per_second", "generate/n_invalid"
 
 
 def test_a_log_file_gets_plain_lines_at_limited_frequency(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,7 @@ def test_a_log_file_gets_plain_lines_at_limited_frequency(monkeypatch: pytest.Mo
     progress = Progress(total_steps=5, initial_step=0, stream=stream)
     progress.update(1, {REWARD: 0.125, SPEED: 12345.6})
     progress.update(2, {REWARD: 0.25})
-    progress.update(3, {REWARD: 0.5, "eval/all/avg_score": 0.9, "eval/environment/catch_rate": 1.0})
+    progress.update(3, {REWARD: 0.5, "eval/all/avg_score": 0.9, "eval/environment/catch_rate": 1.0, N_FAILED: 14})
     progress.update(4, {REWARD: 0.75})
     progress.update(5, {REWARD: 1.0})
     progress.close()
@@ -28,7 +28,7 @@ def test_a_log_file_gets_plain_lines_at_limited_frequency(monkeypatch: pytest.Mo
     scores = "eval at step 3: avg_score 0.900, catch_rate 1.000 · 12,346 tok/s"
     assert lines == [
         "step 1/5 (20%) · reward 0.125 · 12,346 tok/s · 00:00 elapsed · 00:02 left · 2.00 steps/s",
-        f"step 3/5 (60%) · reward 0.500 · {scores} · 00:06 elapsed · 00:04 left · 2.00 s/step",
+        f"step 3/5 (60%) · reward 0.500 (14 failed) · {scores} · 00:06 elapsed · 00:04 left · 2.00 s/step",
         f"step 5/5 (100%) · reward 1.000 · {scores} · 00:10 elapsed · 2.00 s/step",
     ]
     assert "\r" not in stream.getvalue()
