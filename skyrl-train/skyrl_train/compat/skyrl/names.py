@@ -43,6 +43,8 @@ HOMES = {
 """The module that defines each name, by the module it is imported from. All are relative to `skyrl_train`."""
 
 MODULES = {
+    "config.preferences": "supervised_config",
+    "config.sft": "supervised_config",
     "config.utils": None,
     "dataset.preprocess": "batch",
     "entrypoints.main_generate": "main_generate",
