@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from harness import conditions
 
-from skyrl_train.models.low_rank import MatrixChange, is_factor
+from skyrl_train.models.low_rank import LEFT, RIGHT, is_factor
 from skyrl_train.types.specs import SyncKind, TensorSpec
 from skyrl_train.weight_sync import MirroredReceiver, SyncPlan, WeightMirror, send
 from skyrl_train.weight_sync.sync import free_port
@@ -142,7 +142,7 @@ def measure_adapter(shapes: Mapping[str, tuple[int, ...]], sender: Sender) -> tu
     factors: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
         if name != "embeddings" and len(shape) == 2:
-            factors |= MatrixChange(torch.randn(shape[0], RANK), torch.randn(RANK, shape[1])).named(name)
+            factors |= {name + LEFT: torch.randn(shape[0], RANK), name + RIGHT: torch.randn(RANK, shape[1])}
     base = {name: torch.zeros(shape) for name, shape in shapes.items()}
     return sender.send({**factors, **base}, "base_and_factors"), sender.send(factors, "factors")
 
