@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
+
+ROUTER_BIAS = ".e_score_correction_bias"  # of DeepSeek V3, GLM-4.5 and others
 
 
 class WorkerExtension:
@@ -128,10 +131,12 @@ def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, to
     vLLM fuses projections and, on a CPU, keeps packed copies of them. Reloading layer by layer rebuilds both.
     """
     names = {name for name, _ in model.named_parameters()}
+    # Reloading drops all values. Biases that balance a router's experts are constants in training, so no sync has them.
+    constants = [(name, p.detach().clone()) for name, p in model.named_parameters() if name.endswith(ROUTER_BIAS)]
     with set_current_vllm_config(config), _packing_experts(model):
         initialize_layerwise_reload(model)
         try:
-            loaded: set[str] = model.load_weights(weights)
+            loaded: set[str] = model.load_weights(chain(constants, weights))
         finally:
             finalize_layerwise_reload(model, config.model_config)
         for module in model.modules():  # on a CPU, a head tied to the embedding also has a packed copy
