@@ -14,11 +14,13 @@ from skyrl_train.algorithms.registry import (
     POLICY_LOSSES,
     EstimatorTraits,
     LossTraits,
+    advantage_estimator,
     is_built_in,
 )
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.problems import FIELDS, Rule, show
+from skyrl_train.config.problems import FIELDS, Rule, raise_problems, show
 from skyrl_train.config.root import SkyRLConfig
+from skyrl_train.config.rules import find_problems
 from skyrl_train.config.rules.algorithm import group_filters
 from skyrl_train.config.rules.placement import find_other_size, find_unused_size
 from skyrl_train.errors import ConfigError
@@ -192,3 +194,15 @@ def reference_is_placed_if_there_is_one(cfg: SkyRLConfig) -> Iterator[str]:
 
 ALGORITHM_RULES: tuple[Rule, ...] = (functions_fit_the_run, reference_has_the_size_of_its_devices)
 ALGORITHM_WARNINGS: tuple[Rule, ...] = (functions_are_used_as_intended, reference_is_placed_if_there_is_one)
+
+
+def algorithm_warnings(cfg: SkyRLConfig) -> list[str]:
+    """Return a sentence for each unusual setting of the algorithm."""
+    return find_problems(cfg, ALGORITHM_WARNINGS)
+
+
+def check_algorithm(cfg: SkyRLConfig) -> None:
+    """Raise ConfigError unless the estimator and the loss are registered and suit the configuration."""
+    advantage_estimator(cfg.trainer.algorithm.advantage_estimator)
+    resolve_policy_loss(cfg.trainer.algorithm)
+    raise_problems(find_problems(cfg, ALGORITHM_RULES))

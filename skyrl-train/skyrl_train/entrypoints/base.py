@@ -9,9 +9,9 @@ import random
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,9 +27,9 @@ from skyrl_train.entrypoints.command import log_to_console
 from skyrl_train.entrypoints.preflight import find_unusable_folders, saved_folders
 from skyrl_train.errors import ConfigError, EnvError, StorageError
 from skyrl_train.launch.inline import InlineLauncher
-from skyrl_train.launch.launcher import Launcher, ModelLauncher
+from skyrl_train.launch.launcher import Launcher, ModelLauncher, started
 from skyrl_train.launch.torchrun import Torchrun, TorchrunLauncher, serve_driver
-from skyrl_train.models.loading import default_device, load_model
+from skyrl_train.models.loading import CRITIC_PATH, default_device, load_model
 from skyrl_train.plan import RunPlan
 from skyrl_train.run import Run
 from skyrl_train.threads import compute_thread
@@ -54,10 +54,11 @@ class Experiment(ABC):
             self.cfg.trainer.output_dir, self.cfg.trainer.project_name, self.cfg.trainer.run_name
         )
         self._compute: ThreadPoolExecutor | None = None
+        self._launcher: Launcher | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes need to load models."""
-        return self.__dict__ | {"_compute": None}
+        return self.__dict__ | {"_compute": None, "_launcher": None}
 
     def run(self) -> None:
         """Train to the last step. Raise KeyboardInterrupt if a callback or a signal stops the run earlier.
@@ -151,6 +152,10 @@ class Experiment(ABC):
         """Load the causal language model at `path`, the value of the configuration key `key`."""
         return load_model(path, key=key, **self.loading_options(self.cfg.trainer.policy.model.dtype))
 
+    def load_critic(self, path: str, dtype: str) -> PreTrainedModel:
+        """Load the critic at `path`."""
+        return load_model(path, "critic", key=CRITIC_PATH, **self.loading_options(dtype))
+
     def loading_options(self, dtype: str) -> dict[str, Any]:
         """Return the options with which the run loads a model in `dtype`."""
         checkpointing = self.cfg.trainer.gradient_checkpointing
@@ -209,6 +214,16 @@ class Experiment(ABC):
             offloads_idle=plan.offloads_idle,
             has_engine_process=self.trains and plan.cfg.has_engine_process,
         )
+
+    @asynccontextmanager
+    async def launching(self, plan: RunPlan, roles: Sequence[Role], sync: SyncOptions) -> AsyncIterator[Launcher]:
+        """Start the processes of the models in `roles` and of the engines. End them on exit."""
+        launcher = self.new_launcher(roles, plan, sync)
+        try:
+            async with started(launcher) as self._launcher:
+                yield launcher
+        finally:
+            self._launcher = None
 
     def new_model_launcher(self, roles: Sequence[Role]) -> ModelLauncher:
         """Create the launcher of a run without an engine. It uses the processes that torchrun started, if any.

@@ -18,7 +18,10 @@ from skyrl_train.inference_engines.base import EngineSetup, InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.launch.launcher import Launcher
 from skyrl_train.launch.weight_syncs import EngineSync
+from skyrl_train.models.loading import POLICY_PATH
+from skyrl_train.models.lora import add_adapter
 from skyrl_train.plan import RunPlan
+from skyrl_train.types.specs import lora_spec
 from skyrl_train.weight_sync import SyncOptions
 from skyrl_train.weight_sync.base import Transport
 from skyrl_train.workers.group import WorkerGroup
@@ -54,6 +57,15 @@ def new_engine(
     usable = int(max(free - reserved_bytes, 0) * generator.gpu_memory_utilization) // n_sharing
     start: Callable[[EngineSetup], InferenceEngine] = load_attribute(generator.engine.start)
     return start(EngineSetup(cfg, tokenizer, model, usable, total, executor))
+
+
+def load_engine_model(cfg: SkyRLConfig, load: Callable[[str, str], PreTrainedModel]) -> PreTrainedModel:
+    """Load a copy of the policy for an engine that cannot share it. `load` takes a path and its configuration key."""
+    section = cfg.trainer.policy.model
+    model = load(section.path, POLICY_PATH)
+    if (lora := lora_spec(section, "trainer.policy.model.lora", cfg.trainer.seed)) is not None:
+        add_adapter(model, lora)
+    return model
 
 
 def _connect_servers(setup: EngineSetup) -> EngineClient:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from skyrl_train.checkpoint import STORAGE_ERRORS, upload_files
 from skyrl_train.config import changed_settings, to_yaml
 from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.entrypoints.engine import sync_options
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.prompts import open_eval_prompts
 from skyrl_train.errors import ConfigError, EnvError
@@ -63,7 +64,9 @@ class EvaluationExperiment(RLExperiment):
         self.check_data()
         dataset = self.get_eval_dataset()
         self.check_environments([dataset])
-        launching = self.launching([]) if self.cfg.generator.run_engines_locally else nullcontext()
+        generator_cfg = self.cfg.generator
+        is_local = generator_cfg.run_engines_locally
+        launching = self.launching(self.plan, [], sync_options(generator_cfg)) if is_local else nullcontext()
         folder, chat = self.run_folder.evals(None), ChatEncoder(self.tokenizer)
         async with launching, self.playing(None) as (_, generator):
             with self.open_tracker() as tracker:

@@ -6,81 +6,41 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_gym.envs.entry_point import load_attribute
-from skyrl_gym.error import InvalidSpec
-from skyrl_train.algorithms import advantage_estimator, required_inputs
-from skyrl_train.algorithms.contract import resolve_policy_loss
-from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
-from skyrl_train.algorithms.rules import ALGORITHM_RULES, ALGORITHM_WARNINGS
-from skyrl_train.callbacks import (
-    Callback,
-    Checkpointing,
-    Curriculum,
-    CurriculumStep,
-    Evaluation,
-    Export,
-    Logging,
-    Reporting,
-    Run,
-    SavedConfig,
-    StepReport,
-    TrajectoryDump,
-)
+from skyrl_train.algorithms.rules import algorithm_warnings, check_algorithm
+from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.problems import raise_problems
-from skyrl_train.config.rules import find_problems
-from skyrl_train.dataset.mixture import MixedPrompts
-from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
+from skyrl_train.dataset.order import PromptOrder
 from skyrl_train.dataset.prompts import PromptDataset
-from skyrl_train.dataset.rows import check_environments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
 from skyrl_train.entrypoints.describe_plan import check_memory
-from skyrl_train.entrypoints.engine import engine_sync, new_engine, sync_options
+from skyrl_train.entrypoints.engine import engine_sync, load_engine_model, new_engine, sync_options
 from skyrl_train.entrypoints.load_learner import load_learner
+from skyrl_train.entrypoints.parts import RunParts, check_reward_functions, open_source, step_callbacks
 from skyrl_train.entrypoints.preflight import check_data
-from skyrl_train.entrypoints.prompts import check_rows, load_policy_tokenizer, open_eval_prompts, open_prompts
-from skyrl_train.errors import ConfigError
+from skyrl_train.entrypoints.prompts import (
+    check_drawn_rows,
+    check_rows,
+    curriculum_callbacks,
+    load_policy_tokenizer,
+    open_eval_prompts,
+    open_prompts,
+    order_prompts,
+)
 from skyrl_train.generators.base import RolloutGenerator
-from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.gym_generator import GymGenerator
-from skyrl_train.generators.rewards import functions_of_batches
-from skyrl_train.generators.source import BufferedRollouts, Rollouts
 from skyrl_train.inference_engines.base import InferenceEngine, weight_folder
-from skyrl_train.launch.launcher import Launcher, started
-from skyrl_train.learner import Learner
-from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, load_model
-from skyrl_train.models.lora import add_adapter
 from skyrl_train.plan import RunPlan, limit_steps
-from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.tracking import Tracking
 from skyrl_train.trainer import Trainer
-from skyrl_train.types.specs import Role, lora_spec
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RunParts:
-    """The parts of a run from which its trainer is made."""
-
-    launcher: Launcher
-    learner: Learner
-    engine: InferenceEngine
-    generator: RolloutGenerator
-    tracker: Tracking
-    prompts: PromptOrder
-    train_dataset: PromptDataset
-    eval_dataset: PromptDataset | None
-    curriculum: list[Callback]
-    total_steps: int
 
 
 class _AllocatedMemory(Callback):
@@ -110,15 +70,10 @@ class RLExperiment(Experiment):
         """
         self.cfg = validate_cfg(cfg)
         self._data_is_checked = data_is_checked
-        for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
+        for sentence in algorithm_warnings(self.cfg):
             logger.warning(sentence)
         super().__init__(self.cfg)
         self._reserved_bytes = 0  # for gradients and optimizer state, which the first update allocates
-        self._launcher: Launcher | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what other processes need to load models and make the engine."""
-        return super().__getstate__() | {"_launcher": None}
 
     @asynccontextmanager
     async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, RolloutGenerator]]:
@@ -169,8 +124,7 @@ class RLExperiment(Experiment):
 
     def get_value_model(self, path: str) -> PreTrainedModel:
         """Load the critic's model."""
-        options = self.loading_options(self.cfg.trainer.critic.model.dtype)
-        return load_model(path, "critic", key=CRITIC_PATH, **options)
+        return self.load_critic(path, self.cfg.trainer.critic.model.dtype)
 
     def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine. `model` is the policy, or None for an engine with its own weights."""
@@ -179,11 +133,7 @@ class RLExperiment(Experiment):
     def _make_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine. Without a `model`, an engine that needs one gets a new copy of the policy."""
         if model is None and self.plan.needs_engine_model:
-            section = self.cfg.trainer.policy.model
-            model = self.get_model(section.path, POLICY_PATH)
-            lora = lora_spec(section, "trainer.policy.model.lora", self.cfg.trainer.seed)
-            if lora is not None:
-                add_adapter(model, lora)
+            model = load_engine_model(self.cfg, self.get_model)
         return self.get_engine(model)
 
     def get_generator(
@@ -194,41 +144,18 @@ class RLExperiment(Experiment):
 
     def get_prompts(self, train_dataset: PromptDataset) -> PromptOrder:
         """Return the order in which training draws its prompts."""
-        cfg, mixture = self.cfg.trainer, self.cfg.data.mixture
-        if not mixture.is_used:
-            return ShuffledPrompts(train_dataset, cfg.train_batch_size, cfg.seed)
-        return MixedPrompts(
-            train_dataset,
-            cfg.train_batch_size,
-            cfg.seed,
-            mixture.weights,
-            mixture.min_per_batch,
-            resumes_weights=mixture.curriculum is not None,
-        )
+        return order_prompts(self.cfg, train_dataset)
 
     def get_callbacks(
         self, eval_dataset: PromptDataset | None, generator: RolloutGenerator, tracker: Tracking
     ) -> list[Callback]:
         """Return the callbacks of a step, in order."""
-        trainer, folder, chat = self.cfg.trainer, self.run_folder, ChatEncoder(self.tokenizer)
-        evaluation = [] if eval_dataset is None else [Evaluation(eval_dataset, generator, folder, chat)]
-        return [
-            SavedConfig(folder),
-            *evaluation,
-            Logging(tracker),
-            *([TrajectoryDump(folder, chat)] if trainer.dump_trajectories else []),
-            Checkpointing(),
-            Export(),
-            Reporting(folder),
-            RemoteStorage(folder, trainer.remote_trajectory_url),
-        ]
+        return step_callbacks(self.cfg, self.run_folder, self.tokenizer, eval_dataset, generator, tracker)
 
     async def _run(self) -> None:
         cfg = self.cfg.trainer
         # Estimators, losses and reward functions may have been registered since __init__.
-        advantage_estimator(cfg.algorithm.advantage_estimator)
-        resolve_policy_loss(cfg.algorithm)
-        raise_problems(find_problems(self.cfg, ALGORITHM_RULES))
+        check_algorithm(self.cfg)
         check_reward_functions(self.cfg)
         self.check_data()
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
@@ -239,7 +166,7 @@ class RLExperiment(Experiment):
         total_steps = limit_steps(cfg, prompts.batches_per_epoch)
         if not self.replaces("get_model", "get_value_model"):
             check_memory(self.plan)
-        async with self.launching(self.plan.roles) as launcher:
+        async with self.launching(self.plan, self.plan.roles, sync_options(self.cfg.generator)) as launcher:
             learner = await load_learner(
                 self.cfg, launcher, self.tokenizer, self.get_model, self.get_value_model, total_steps
             )
@@ -266,37 +193,17 @@ class RLExperiment(Experiment):
 
     def trainer_parts(self, parts: RunParts, cfg: SkyRLConfig) -> dict[str, Any]:
         """Return the keyword arguments of a `Trainer`. `cfg` is the configuration of its rollout source."""
-        total_steps = parts.total_steps
-        estimator = advantage_estimator(cfg.trainer.algorithm.advantage_estimator)
-        is_greedy = bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS)
-        source: Rollouts
-        if cfg.trainer.fully_async.enabled:
-            source = BufferedRollouts(
-                cfg, parts.generator, parts.prompts, total_steps=total_steps, with_greedy_rewards=is_greedy
-            )
-        else:
-            source = Rollouts(cfg, parts.generator, parts.prompts, with_greedy_rewards=is_greedy)
         callbacks = self.get_callbacks(parts.eval_dataset, parts.generator, parts.tracker)
         return {
-            "source": source,
+            "source": open_source(cfg, parts),
             "learner": parts.learner,
             "sync_engines": engine_sync(
                 self.plan, parts.launcher, parts.learner.policy, parts.engine, len(self.tokenizer)
             ),
-            "total_steps": total_steps,
+            "total_steps": parts.total_steps,
             "pad_token_id": self.tokenizer.pad_token_id,
             "callbacks": [_AllocatedMemory(self), *parts.curriculum, *callbacks],
         }
-
-    @asynccontextmanager
-    async def launching(self, roles: Sequence[Role]) -> AsyncIterator[Launcher]:
-        """Start the processes of the models in `roles` and of the engines. End them on exit."""
-        launcher = self.new_launcher(roles, self.plan, sync_options(self.cfg.generator))
-        try:
-            async with started(launcher) as self._launcher:
-                yield launcher
-        finally:
-            self._launcher = None
 
     def check_data(self) -> None:
         """Check the rows of the data files before the tokenizer is loaded, unless a `get_*` method replaces them."""
@@ -307,33 +214,6 @@ class RLExperiment(Experiment):
         """Check all rows, unless a custom generator replaces the environments. Lazy datasets also check drawn rows."""
         if self.replaces("get_generator"):
             return
-        environment, max_turns = self.cfg.environment, self.cfg.generator.max_turns
-        for dataset in datasets:
-            if not dataset.is_checked:
-                dataset.check_drawn = lambda row: check_environments([row], environment, max_turns, is_complete=False)
+        check_drawn_rows(self.cfg, datasets)
         if not self._data_is_checked:
             check_rows(self.cfg, datasets)
-
-
-def check_reward_functions(cfg: SkyRLConfig) -> None:
-    """Raise ConfigError if a reward function needs whole batches and training is asynchronous."""
-    if cfg.trainer.fully_async.enabled and (names := functions_of_batches(cfg.generator)):
-        raise ConfigError(
-            f"generator.reward_functions={names[0]} compares the samples of a batch, but "
-            "trainer.fully_async.enabled=true scores one prompt at a time; register it with level=group, "
-            "or set trainer.fully_async.enabled=false"
-        )
-
-
-def curriculum_callbacks(cfg: SkyRLConfig, prompts: PromptOrder) -> list[Callback]:
-    """Return the callback of `data.mixture.curriculum`, if it is set. ConfigError if it names no function."""
-    name = cfg.data.mixture.curriculum
-    if name is None or not isinstance(prompts, MixedPrompts):
-        return []
-    try:
-        curriculum: Curriculum = load_attribute(name)
-    except (ImportError, InvalidSpec) as error:
-        raise ConfigError(f"data.mixture.curriculum={name}: {error}") from error
-    if not callable(curriculum):
-        raise ConfigError(f"data.mixture.curriculum={name} is {curriculum!r}; it must be a function")
-    return [CurriculumStep(prompts, curriculum)]

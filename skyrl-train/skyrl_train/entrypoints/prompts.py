@@ -6,11 +6,17 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.envs.entry_point import load_attribute
+from skyrl_gym.error import InvalidSpec
+from skyrl_train.callbacks import Callback, Curriculum, CurriculumStep
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.files import local_path
+from skyrl_train.dataset.mixture import MixedPrompts
+from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import check_environments
+from skyrl_train.errors import ConfigError
 from skyrl_train.generators.chat_template import load_chat_template, read_chat_template
 from skyrl_train.models.loading import load_tokenizer
 
@@ -56,6 +62,43 @@ def open_eval_prompts(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> P
     """Open the prompts to evaluate on, or return None without validation data."""
     has_data = cfg.data.custom_cls.path is not None or cfg.data.val_data
     return open_prompts(cfg, tokenizer, "validation") if has_data else None
+
+
+def order_prompts(cfg: SkyRLConfig, dataset: PromptDataset) -> PromptOrder:
+    """Return the order in which training draws the prompts of a dataset."""
+    trainer, mixture = cfg.trainer, cfg.data.mixture
+    if not mixture.is_used:
+        return ShuffledPrompts(dataset, trainer.train_batch_size, trainer.seed)
+    return MixedPrompts(
+        dataset,
+        trainer.train_batch_size,
+        trainer.seed,
+        mixture.weights,
+        mixture.min_per_batch,
+        resumes_weights=mixture.curriculum is not None,
+    )
+
+
+def curriculum_callbacks(cfg: SkyRLConfig, prompts: PromptOrder) -> list[Callback]:
+    """Return the callback of `data.mixture.curriculum`, if it is set. ConfigError if it names no function."""
+    name = cfg.data.mixture.curriculum
+    if name is None or not isinstance(prompts, MixedPrompts):
+        return []
+    try:
+        curriculum: Curriculum = load_attribute(name)
+    except (ImportError, InvalidSpec) as error:
+        raise ConfigError(f"data.mixture.curriculum={name}: {error}") from error
+    if not callable(curriculum):
+        raise ConfigError(f"data.mixture.curriculum={name} is {curriculum!r}; it must be a function")
+    return [CurriculumStep(prompts, curriculum)]
+
+
+def check_drawn_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
+    """Make lazy datasets check each row when it is drawn."""
+    environment, max_turns = cfg.environment, cfg.generator.max_turns
+    for dataset in datasets:
+        if not dataset.is_checked:
+            dataset.check_drawn = lambda row: check_environments([row], environment, max_turns, is_complete=False)
 
 
 def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:

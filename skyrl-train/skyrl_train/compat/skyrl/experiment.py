@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.algorithms.rules import ALGORITHM_WARNINGS
+from skyrl_train.algorithms.rules import algorithm_warnings
 from skyrl_train.compat.skyrl.absent import EXPERIMENT_METHODS, refuse_overrides
 from skyrl_train.compat.skyrl.engine_client import InferenceEngineClient
 from skyrl_train.compat.skyrl.generator import SkyRLGymGenerator
@@ -18,7 +18,8 @@ from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.rules import find_problems
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.evaluation import EvaluationExperiment
-from skyrl_train.entrypoints.experiment import RLExperiment, RunParts, check_reward_functions
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.parts import RunParts, check_reward_functions
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
@@ -128,11 +129,11 @@ class BasePPOExp(RLExperiment):
                 f"{type(self).__name__}.get_trainer returned a FullyAsyncRayPPOTrainer, but the engine was started for "
                 "synchronous training; set trainer.fully_async.enabled=true"
             )
-        known = find_problems(self.cfg, ALGORITHM_WARNINGS)
+        known = algorithm_warnings(self.cfg)
         self.cfg = with_value(self.cfg, "trainer.fully_async.enabled", True)
         raise_problems(find_problems(self.cfg))
         check_reward_functions(self.cfg)
-        for sentence in find_problems(self.cfg, ALGORITHM_WARNINGS):
+        for sentence in algorithm_warnings(self.cfg):
             if sentence not in known:
                 logger.warning(sentence)
 
