@@ -48,7 +48,7 @@ def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Pat
 
 
 def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] = (), file: Path | None = None) -> C:
-    """Parse a command line as `parse_cli` does, for any kind of run. Overrides change the file's settings in order."""
+    """Parse a command line as `parse_cli` does, for any kind of run. Overrides then change the file's settings."""
     raise_problems(sentence for text in _join_flags(argv) for sentence in _not_one_override(text, schema.fields))
     of_hydra = [text for text in argv if is_of_hydra(parse_override(text))]
     overrides = [parse_override(text) for text in argv if text not in of_hydra]

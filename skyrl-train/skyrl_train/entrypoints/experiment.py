@@ -304,7 +304,7 @@ class RLExperiment(Experiment):
             self._data_is_checked = check_data(self.cfg, trains=self.trains)
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
-        """Check all rows, unless a custom generator replaces the environments. Lazy datasets also check drawn rows."""
+        """Check all rows, unless a custom generator replaces the environments. Lazy datasets also check each draw."""
         if self.replaces("get_generator"):
             return
         environment, max_turns = self.cfg.environment, self.cfg.generator.max_turns

@@ -1,7 +1,7 @@
 r"""Parsing of replies: find the legal move that a reply names, if any.
 
-The answer is the content of the last ``\boxed{}`` or ``<action></action>``, or else the last line that is neither empty
-nor a fence nor a reason, as in "Explanation: it stops d4".
+The answer is the content of the last ``\boxed{}`` or ``<action></action>``, or else the last line that is not empty, a
+fence, or a reason such as "Explanation: it stops d4".
 Thoughts are dropped: text before ``</think>``, or after a ``<think>`` that is never closed. An answer names a move by
 its whole text, by its number in the prompt, or by mentioning it as a separate word. The last mention that the reply
 declares as its move counts, as in "my move is c3, to stop d4". If there is no declaration, the last mention counts.

@@ -11,7 +11,7 @@ from skyrl_train.config.root import SkyRLConfig
 
 
 def lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject inputs shorter than prompts (or unequal, with a single turn), and `min_tokens` above the maximum."""
+    """Reject an input limit below the prompts' (or not equal, for one turn), and `min_tokens` above the maximum."""
     n_prompt, n_input = cfg.trainer.max_prompt_length, cfg.generator.max_input_length
     if n_input is not None and cfg.generator.max_turns == 1 and n_input != n_prompt:
         yield (
@@ -210,7 +210,7 @@ def experts_can_be_replayed(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sampling_has_log_probs(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject sampling for which an engine cannot report the policy's log-probs, and a sampler that it does not have."""
+    """Reject sampling without the policy's log-probs, and a choice of sampler for engines that have only one."""
     generator = cfg.generator
     sampler = generator.vllm.sampler
     if sampler != "auto" and not generator.engine.has_samplers:
@@ -286,7 +286,7 @@ def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about greedy samples of one prompt, high temperatures, escaped stop strings and very short time limits."""
+    """Warn about repeated greedy samples, high temperatures, escaped stop strings and very short time limits."""
     generator, gym = cfg.generator, cfg.environment.skyrl_gym
     n_samples = generator.eval_n_samples_per_prompt
     if n_samples > 1 and generator.eval_sampling_params.temperature == 0:

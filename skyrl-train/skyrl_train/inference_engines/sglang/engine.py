@@ -254,7 +254,8 @@ def launch_server(
 ) -> tuple[str, Callable[[], None]]:
     """Start a server on this machine and wait until it is healthy. Return its address and a function to end it. Blocks.
 
-    `options` are fields of SGLang's `ServerArgs`, such as `model_path`.
+    `options` are fields of SGLang's `ServerArgs`, such as `model_path`. Raise EngineError if the server ends or is not
+    healthy in time, or if `options` has an option that we set ourselves.
     """
     if clashes := sorted((OWN_OPTIONS.keys() | {"port"}) & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")

@@ -60,7 +60,7 @@ OWN_OPTIONS: Mapping[Sampler, Mapping[str, Any]] = {
 
 
 def create_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmConfig:
-    """Create vLLM's configuration from our `own` options and the user's `options`. EngineError if both set the same."""
+    """Create vLLM's configuration. EngineError if the user's `options` set one of our `own`."""
     if clashes := sorted(own.keys() & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
     options = {"enable_sleep_mode": current_platform.is_sleep_mode_available(), **options}
@@ -109,7 +109,7 @@ def trial_request(facts: EngineFacts, sampler: Sampler) -> EngineCoreRequest:
 
 
 def read_output(output: EngineCoreOutput, sequence: ActiveSequence | None, sampler: Sampler) -> Output:
-    """Convert vLLM's output for `sequence`, or for a request that is over."""
+    """Convert vLLM's output for a request. `sequence` is None if we no longer track the request."""
     stats = output.prefill_stats
     choices = [] if output.new_logprobs is None else from_columns(output.new_logprobs)
     if sampler == "native" and sequence is not None:

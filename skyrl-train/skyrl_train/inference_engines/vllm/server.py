@@ -1,8 +1,8 @@
 """vLLM behind HTTP: a server started separately with `vllm serve`. This process does not need vLLM.
 
-`START_COMMAND` starts such a server with our worker extension, for our sampler, and with open control endpoints.
-`NATIVE_COMMAND` keeps vLLM's own sampler and its asynchronous scheduling. Anyone who can reach these
-endpoints controls the server, so keep its port inside a trusted network.
+Two commands start such a server, with our worker extension and open control endpoints: `START_COMMAND` for our sampler,
+`NATIVE_COMMAND` for vLLM's own sampler and asynchronous scheduling. Anyone who can reach these endpoints controls the
+server, so keep its port inside a trusted network.
 """
 
 import asyncio
@@ -52,12 +52,10 @@ class VLLMServerEngine(HTTPEngine):
     def __init__(
         self, address: str, tokenizer: PreTrainedTokenizerBase, sampler: Sampler | Literal["auto"] = "auto"
     ) -> None:
-        """Connect to the server at `address` ("host:port" or a URL), and install our sampler there unless it is native.
+        """Connect to the server at `address` ("host:port" or a URL), and install our sampler there if it is `seeded`.
 
-        `auto` uses the sampler that the server was started for.
-
-        The `tokenizer` detects stop strings. Raise EngineError if the server does not answer, or was not started with
-        `START_COMMAND`.
+        `auto` uses the sampler that the server was started for. The `tokenizer` detects stop strings. Raise EngineError
+        if the server does not answer, or was started with neither command above.
         """
         url = server_url(address)
         call_server(url, "GET", "/health")

@@ -90,7 +90,7 @@ def check_results(results: Sequence[Mapping[str, Any]]) -> None:
 def decode_receipts(results: Sequence[Mapping[str, Any]]) -> Receipt:
     """Return the receipt that all workers agree on.
 
-    Raise SyncError if one did not receive these weights, and EngineError if one could not load them.
+    Raise SyncError if a worker did not receive these weights, and EngineError if a worker could not load them.
     """
     for result in results:
         if "sync_error" in result:
