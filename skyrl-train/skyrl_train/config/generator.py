@@ -314,15 +314,13 @@ class GeneratorConfig(Section):
         return "native" if has_gpu and not is_hot and not self.reshaped_sampling() else "seeded"
 
     def reshaped_sampling(self) -> dict[str, Any]:
-        """Return the sampling settings, by key, that make the engine sample from another distribution than the
-        policy's.
-        """
+        """Return the settings, by key, that make the engine sample from another distribution than the policy's."""
+        sections = {"sampling_params": self.sampling_params, "eval_sampling_params": self.eval_sampling_params}
         return {
-            f"generator.{section}.{name}": getattr(sampling, name)
-            for section in ("sampling_params", "eval_sampling_params")
-            for sampling in (getattr(self, section),)
+            f"generator.{key}.{name}": value
+            for key, section in sections.items()
             for name in RESHAPING
-            if getattr(sampling, name) != type(sampling).model_fields[name].default
+            if (value := getattr(section, name)) != type(section).model_fields[name].default
         }
 
     @property
