@@ -19,6 +19,7 @@ from skyrl_gym.tools.calls import strip_thoughts
 
 FENCE = "```"
 OPENING = re.compile(r"(?:^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?))?(?<!`)(`{3,}+)([^\n`]*)\n", re.MULTILINE)
+_PYTHON = re.compile(r"(?!pycon|pytb)py|$")  # sessions and tracebacks are no programs
 _PADDED = re.compile(r"[+-]?0\d")
 MAX_NUMBER_CHARS = 400
 OUTPUT_TOLERANCE, VALUE_TOLERANCE = 1e-6, 1e-5
@@ -113,7 +114,7 @@ def extract_code(reply: str) -> str | None:
             break
         block, position = reply[opening.end() : end.start()] + (end[1] or ""), end.end()
         block = dedent(block) if indentation else block
-        if not (language := opening[3].strip().lower()) or language.startswith("py"):
+        if _PYTHON.match(opening[3].strip().lower()):
             code = block
         else:
             other = block
