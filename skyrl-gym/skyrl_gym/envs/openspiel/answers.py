@@ -61,12 +61,16 @@ _REASON = re.compile(
     r"\W*\b(?:because|since|as|to|which|it|block\w*|stop\w*|threat\w*|connect\w*|prevent\w*)\b", re.IGNORECASE
 )
 """Words after a mention at the start of an answer that give the reason for it."""
+_DECISION = (
+    r"(?:(?!\b(?:if|when|after|once|unless)\b).)*[,;]\s*(?:so\s+|therefore\s+)?"
+    r"(?:I|we)(?:['’]ll|\s+will)?\s+(?:play|choose|pick|take|select|place|put)\b"
+)
 _REASON_LINE = re.compile(
-    r"[\W_]*(?:(?:explanation|rationale|justification|reason(?:ing)?)[*_]*\s*:|because\b"
-    r"|(?:it|this)\s+(?:also\s+)?(?:block|stop|threat|connect|prevent)\w*\b)",
+    r"[\W_]*(?:(?:explanation|rationale|justification|reason(?:ing)?)[*_]*\s*:"
+    rf"|(?:because\b|(?:it|this)\s+(?:also\s+)?(?:block|stop|threat|connect|prevent)\w*\b)(?!{_DECISION}))",
     re.IGNORECASE,
 )
-"""The start of a line that gives the reason for a move on a line before."""
+"""The start of a line that gives the reason for a move on a line before, but not "Because it wins, I play c3"."""
 _LIST = re.compile(r"[\W_]*(?:\b(?:or|and|vs|versus|either|maybe|perhaps|possibly)\b[\W_]*)*", re.IGNORECASE)
 """Text between two moves of a list."""
 _WORD_MOVES = frozenset(("bet", "call", "check", "fold", "hit", "pass", "raise", "stand"))
