@@ -126,7 +126,7 @@ def _keys(key: str, value: object) -> Iterator[str]:
 
 
 def compose_config(overrides: Sequence[str], config_name: str = RL.config_name) -> DictConfig:
-    """Compose these overrides as `@hydra.main` does. Raise ConfigError if Hydra rejects them."""
+    """Compose overrides as `@hydra.main` does. Raise ConfigError if Hydra rejects them."""
     running = GlobalHydra.instance().hydra  # of an `@hydra.main` function that may be running
     GlobalHydra.instance().clear()
     try:

@@ -21,7 +21,7 @@ from skyrl_train.inference_engines.stepped import EngineFacts, MemoryPart
 from skyrl_train.inference_engines.vllm.wire import (
     EXTENSION,
     N_LEADING,
-    NATIVE,
+    NATIVE_LIMITS,
     NATIVE_LOGPROBS,
     Sampler,
     as_requested,
@@ -67,7 +67,7 @@ class VLLMServerEngine(HTTPEngine):
         check_results(results)
         super().__init__(url, EngineFacts(**results[0]["facts"]), tokenizer)
         self._sampler: Sampler = results[0]["sampler"]
-        self._own_sampler = NATIVE if self._sampler == "native" else None
+        self._limits = NATIVE_LIMITS if self._sampler == "native" else None
         self._last_tokens: dict[str, list[SampledToken]] = {}  # of finished responses that still lack their usage
 
     def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:

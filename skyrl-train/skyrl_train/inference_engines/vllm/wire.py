@@ -11,12 +11,14 @@ from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE
 from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.sampling import SampledToken
-from skyrl_train.inference_engines.scheduled import OwnSampler
+from skyrl_train.inference_engines.scheduled import SamplingLimits
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 Sampler = Literal["native", "seeded"]
-NATIVE = OwnSampler("generator.vllm.sampler=native", "set generator.vllm.sampler=seeded", MAX_NATIVE_TEMPERATURE)
+NATIVE_LIMITS = SamplingLimits(
+    "generator.vllm.sampler=native", "set generator.vllm.sampler=seeded", max_temperature=MAX_NATIVE_TEMPERATURE
+)
 NATIVE_LOGPROBS = "processed_logprobs"  # of vLLM's logprobs modes: at the request's temperature
 
 EXTENSION = "skyrl_train.inference_engines.vllm.worker.WorkerExtension"
@@ -62,7 +64,7 @@ def as_requested(choice: SampledToken, sampling: SamplingParams) -> SampledToken
     vLLM reports as many most likely tokens as any request of the batch wants.
     """
     top = dict(list((choice.top_logprobs or {}).items())[: sampling.n_top_logprobs])
-    raw = choice.logprob if sampling.with_raw_logprobs else None  # `OwnSampler`: the temperature is 1
+    raw = choice.logprob if sampling.with_raw_logprobs else None  # the temperature is 1, see `SamplingLimits`
     return choice._replace(raw_logprob=raw, top_logprobs=top or None)
 
 
