@@ -189,7 +189,7 @@ def is_override(text: str) -> bool:
 
 
 def _join_flags(argv: Sequence[str]) -> Iterator[str]:
-    """Yield arguments, with a flag and its value as one, as in `--epochs 3`."""
+    """Yield the arguments, with a flag and its value joined: `--epochs 3`."""
     texts = iter([*argv, ""])
     text = next(texts)
     for following in texts:
