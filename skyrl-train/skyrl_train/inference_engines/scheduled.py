@@ -35,6 +35,7 @@ class SamplingLimits(NamedTuple):
 
     backend: str  # its name in error messages
     alternative: str  # what to do instead, for error messages
+    min_temperature: float = 0.0  # of samples that are not greedy
     max_temperature: float = math.inf
 
     def check(self, sampling: SamplingParams) -> None:
@@ -43,6 +44,11 @@ class SamplingLimits(NamedTuple):
             raise EngineError(
                 f"temperature={sampling.temperature}: {self.backend} accepts at most {self.max_temperature:g}; lower "
                 f"it, or {self.alternative}"
+            )
+        if 0 < sampling.temperature < self.min_temperature:
+            raise EngineError(
+                f"temperature={sampling.temperature}: {self.backend} accepts 0, or at least {self.min_temperature:g}; "
+                f"raise it, or {self.alternative}"
             )
         for name in ("top_p", "top_k", "min_p", "min_new_tokens", "with_raw_logprobs"):
             value = getattr(sampling, name)

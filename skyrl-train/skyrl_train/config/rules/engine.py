@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from skyrl_train.config.base import value_at
-from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE
+from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE, MIN_NATIVE_TEMPERATURE
 from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.config.root import SkyRLConfig
 
@@ -219,10 +219,15 @@ def sampling_has_log_probs(cfg: SkyRLConfig) -> Iterator[str]:
             "it, or set generator.backend=vllm"
         )
     for key in ("generator.sampling_params.temperature", "generator.eval_sampling_params.temperature"):
-        if sampler == "native" and (temperature := value_at(cfg, key)) > MAX_NATIVE_TEMPERATURE:
+        temperature, bound = value_at(cfg, key), None
+        if temperature > MAX_NATIVE_TEMPERATURE:
+            bound = f"at most {MAX_NATIVE_TEMPERATURE:g}"
+        elif 0 < temperature < MIN_NATIVE_TEMPERATURE:
+            bound = f"0, or at least {MIN_NATIVE_TEMPERATURE:g},"
+        if sampler == "native" and bound is not None:
             yield (
-                f"{key}={temperature:g} must be at most {MAX_NATIVE_TEMPERATURE:g} with generator.vllm.sampler=native; "
-                "set generator.vllm.sampler=seeded"
+                f"{key}={temperature:g} must be {bound} with generator.vllm.sampler=native; set "
+                "generator.vllm.sampler=seeded"
             )
     if generator.reports_only_own_logprobs:
         engine, other = f"generator.backend={generator.backend}", "generator.backend=vllm"

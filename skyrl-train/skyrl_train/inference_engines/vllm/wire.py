@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE
+from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE, MIN_NATIVE_TEMPERATURE
 from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.sampling import SampledToken
@@ -17,7 +17,7 @@ from skyrl_train.weight_sync import Receipt, SyncPlan
 
 Sampler = Literal["native", "seeded"]
 NATIVE_LIMITS = SamplingLimits(
-    "generator.vllm.sampler=native", "set generator.vllm.sampler=seeded", max_temperature=MAX_NATIVE_TEMPERATURE
+    "generator.vllm.sampler=native", "set generator.vllm.sampler=seeded", MIN_NATIVE_TEMPERATURE, MAX_NATIVE_TEMPERATURE
 )
 NATIVE_LOGPROBS = "processed_logprobs"  # of vLLM's logprobs modes: at the request's temperature
 
