@@ -81,7 +81,8 @@ class VLLMServerEngine(HTTPEngine):
         if self._sampler == "seeded":
             params |= {"logprobs": N_LEADING + sampling.n_top_logprobs, "extra_args": encode_request(sequence.request)}
         else:
-            params |= {"logprobs": sampling.n_top_logprobs, "temperature": sampling.temperature}
+            n_top = sampling.n_top_logprobs and sampling.n_top_logprobs + 1  # the server counts the sampled token, too
+            params |= {"logprobs": n_top, "temperature": sampling.temperature}
         return {
             "token_ids": sequence.token_ids,
             "sampling_params": params,
@@ -100,8 +101,11 @@ class VLLMServerEngine(HTTPEngine):
         for position in (choice["logprobs"] or {}).get("content") or []:
             columns = [(position["token_id"], position["logprob"])]
             columns += [(top["token_id"], top["logprob"]) for top in position["top_logprobs"]]
-            token = unpack(_with_sampled(columns, sequence.request))
-            tokens.append(as_requested(token, sequence.sampling) if self._sampler == "native" else token)
+            if self._sampler == "native":
+                best = sorted(dict(columns).items(), key=lambda column: -column[1])
+                tokens.append(as_requested(unpack([columns[0], *best]), sequence.sampling))
+            else:
+                tokens.append(unpack(_with_sampled(columns, sequence.request)))
         if choice["finish_reason"] is None:
             return Output(request_id, tokens)
         self._last_tokens[request_id] = tokens
