@@ -127,10 +127,7 @@ def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonst
 def _answer_prompt(
     location: str, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: list[Any] | None
 ) -> Demonstration:
-    """Join a prompt and its answer. If the prompt ends with an assistant message, the answer continues that message.
-
-    Raise DataError if that message has tool calls.
-    """
+    """Join a prompt and its answer, which continues a final assistant message. DataError if that has tool calls."""
     last, first = prompt[-1], answer[0]
     if last["role"] != "assistant" or first["role"] != "assistant":
         return Demonstration(location, [*prompt, *answer], len(prompt), tools)

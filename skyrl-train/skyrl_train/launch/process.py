@@ -46,10 +46,7 @@ class LocalRank:
 
 
 class ConnectedRank:
-    """A rank at the other end of a connection.
-
-    Calls and results are pickled, so functions in a spec or an objective must be importable.
-    """
+    """A rank at the other end of a connection. Calls are pickled, so specs and objectives need importable functions."""
 
     def __init__(self, rank: int, connection: Connection) -> None:
         self._rank = rank

@@ -35,10 +35,7 @@ class Example:
 
 
 def read_evaluation(run_folder: RunFolder, step: int | None) -> list[EvaluatedTrajectory]:
-    """Read all trajectories of one evaluation. `step` is None for a run that only evaluates.
-
-    Raise DataError if a line is not a trajectory.
-    """
+    """Read an evaluation's trajectories. `step` is None for a run that only evaluates. DataError for a bad line."""
     return [parse_trajectory(row) for row in read_rows(RemoteFolder(str(run_folder.evals(step))))]
 
 

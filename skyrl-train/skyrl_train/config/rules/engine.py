@@ -219,12 +219,9 @@ def sampling_has_log_probs(cfg: SkyRLConfig) -> Iterator[str]:
             "it, or set generator.backend=vllm"
         )
     for key in ("generator.sampling_params.temperature", "generator.eval_sampling_params.temperature"):
-        temperature, bound = value_at(cfg, key), None
-        if temperature > MAX_NATIVE_TEMPERATURE:
-            bound = f"at most {MAX_NATIVE_TEMPERATURE:g}"
-        elif 0 < temperature < MIN_NATIVE_TEMPERATURE:
-            bound = f"0, or at least {MIN_NATIVE_TEMPERATURE:g},"
-        if sampler == "native" and bound is not None:
+        is_high = (temperature := value_at(cfg, key)) > MAX_NATIVE_TEMPERATURE
+        if sampler == "native" and (is_high or 0 < temperature < MIN_NATIVE_TEMPERATURE):
+            bound = f"at most {MAX_NATIVE_TEMPERATURE:g}" if is_high else f"0, or at least {MIN_NATIVE_TEMPERATURE:g},"
             yield (
                 f"{key}={temperature:g} must be {bound} with generator.vllm.sampler=native; set "
                 "generator.vllm.sampler=seeded"
