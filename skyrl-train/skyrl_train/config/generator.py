@@ -26,6 +26,7 @@ Temperature = Annotated[float, Ge(0), Le(100)]
 RESHAPING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 """Sampling settings that change the distribution beyond its temperature."""
 
+Sampler = Literal["native", "seeded"]
 MIN_NATIVE_TEMPERATURE, MAX_NATIVE_TEMPERATURE = 0.01, 2.0
 """The limits of vLLM's sampler. It raises lower temperatures to the minimum, except 0, and rejects higher ones."""
 
@@ -101,7 +102,7 @@ class ChatTemplateConfig(Section):
 class VLLMConfig(Section):
     """Settings of vLLM that `engine_init_kwargs` cannot express."""
 
-    sampler: Literal["auto", "native", "seeded"] = "auto"
+    sampler: Literal["auto", Sampler] = "auto"
     """Who chooses the tokens. `native` is vLLM's own sampler, with asynchronous scheduling and the current model runner
     on GPUs. It cannot be seeded. It rejects temperatures above 2 and between 0 and 0.01, and `top_p`, `top_k`, `min_p`,
     penalties and `min_tokens`, for which vLLM would report log-probs of another distribution than the policy's.
@@ -305,7 +306,7 @@ class GeneratorConfig(Section):
         """True if the engine reports only log-probs of the distribution that it samples from, not the policy's."""
         return self.engine.reports_only_own_logprobs or (self.engine.has_samplers and self.vllm.sampler == "native")
 
-    def choose_sampler(self, *, has_gpu: bool) -> Literal["native", "seeded"]:
+    def choose_sampler(self, *, has_gpu: bool) -> Sampler:
         """Resolve `vllm.sampler` for engines that the run starts."""
         if self.vllm.sampler != "auto":
             return self.vllm.sampler

@@ -16,6 +16,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
+from skyrl_train.config.generator import Sampler
 from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.scheduled import AsyncEngine
 from skyrl_train.inference_engines.sequence import ActiveSequence
@@ -31,7 +32,7 @@ from skyrl_train.inference_engines.vllm.core import (
     starting,
     trial_request,
 )
-from skyrl_train.inference_engines.vllm.wire import NATIVE_LIMITS, Sampler, check_results, decode_receipts, encode_plan
+from skyrl_train.inference_engines.vllm.wire import NATIVE_LIMITS, check_results, decode_receipts, encode_plan
 from skyrl_train.inference_engines.vllm.worker import read_facts
 from skyrl_train.weight_sync import Receipt, SyncPlan
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.config.generator import Sampler
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
 from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
@@ -23,7 +24,6 @@ from skyrl_train.inference_engines.vllm.wire import (
     N_LEADING,
     NATIVE_LIMITS,
     NATIVE_LOGPROBS,
-    Sampler,
     as_requested,
     check_results,
     decode_receipts,

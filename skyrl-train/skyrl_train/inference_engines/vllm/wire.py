@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,11 +15,10 @@ from skyrl_train.inference_engines.scheduled import SamplingLimits
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
-Sampler = Literal["native", "seeded"]
 NATIVE_LIMITS = SamplingLimits(
     "generator.vllm.sampler=native", "set generator.vllm.sampler=seeded", MIN_NATIVE_TEMPERATURE, MAX_NATIVE_TEMPERATURE
 )
-NATIVE_LOGPROBS = "processed_logprobs"  # of vLLM's logprobs modes: at the request's temperature
+NATIVE_LOGPROBS = "processed_logprobs"  # vLLM's mode that reports log-probs at the request's temperature
 
 EXTENSION = "skyrl_train.inference_engines.vllm.worker.WorkerExtension"
 REQUEST = "skyrl"  # key of our request in the `extra_args` of vLLM's sampling parameters
