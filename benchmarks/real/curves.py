@@ -52,7 +52,7 @@ def measure(method: str, names: Sequence[str], seed: int, n_steps: int) -> dict[
 
 
 def plot(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], fact: str, path: Path) -> None:
-    """Draw a fact's mean over the seeds, with the range of the seeds. `runs` has the facts of each seed and step."""
+    """Draw the mean and the range of a fact over the seeds. `runs` has the facts of each seed and step."""
     figure, axes = plt.subplots(figsize=(6, 3.5))
     for (name, seeds), style in zip(runs.items(), ("-", "--", ":"), strict=False):  # equal curves stay visible
         steps = [[facts[fact] for facts in step] for step in zip(*seeds, strict=True)]

@@ -58,7 +58,7 @@ class SavedConfig(Callback):
 
 
 class Evaluation(Callback):
-    """A callback that evaluates before training (`eval_before_train`), every `eval_interval` steps and at the end."""
+    """A callback that evaluates every `eval_interval` steps, at the end, and at step 0 with `eval_before_train`."""
 
     def __init__(
         self, dataset: PromptDataset, generator: RolloutGenerator, run_folder: RunFolder, chat: ChatEncoder

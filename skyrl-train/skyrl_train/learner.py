@@ -288,9 +288,9 @@ class Learner(TrainedModels):
 
 
 def _select_probe(batch: TrainingBatch) -> TrainingBatch | None:
-    """Return the `N_PROBED_ROWS` rows with the fewest tokens before their first trained one, or None without any.
+    """Return the `N_PROBED_ROWS` rows with the fewest tokens before their first trained one, truncated.
 
-    They are truncated `N_PROBED_TOKENS` columns after the last of these first tokens.
+    `N_PROBED_TOKENS` columns after the last of these first tokens are kept. Return None if no token is trained.
     """
     prompt_length = batch.sequences.shape[1] - batch.response_length
     first = batch.loss_mask.argmax(dim=1)  # (B,) response column of the first trained token

@@ -59,7 +59,7 @@ class Trainer(Run):
         pad_token_id: int,
         callbacks: Sequence[Callback],
     ) -> None:
-        """Create the trainer. `sync_engines` sends the weights as a version, at the start and after each update."""
+        """Create the trainer. It calls `sync_engines(version)` before the first step and after each update."""
         super().__init__(cfg, models=learner, position=source, total_steps=total_steps, callbacks=callbacks)
         self.cfg: SkyRLConfig = cfg
         self.learner = learner

@@ -19,10 +19,10 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json)]
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser of flags whose errors are one line, without the usage of thirty."""
+    """A parser whose errors are one line, without the list of all flags."""
 
     def parse_flags(self, arguments: Sequence[str] | None = None) -> dict[str, Any]:
-        """Parse a command line. Exit with a message for an invalid flag, and name the nearest one."""
+        """Parse a command line. If a flag is unknown, exit with a message that names the nearest one."""
         known = self._option_string_actions
         for argument in sys.argv[1:] if arguments is None else arguments:
             name = argument.partition("=")[0]

@@ -66,7 +66,7 @@ class ReActAgent(BaseAgent):
             if not calls and reply.is_truncated:
                 raise ToolCallError(CUT_OFF)
             if not calls:
-                finish = next((tool.name for tool in self.context.tools.values() if tool.ends_trajectory), "finish")
+                finish = next((tool.name for tool in tools.values() if tool.ends_trajectory), "finish")
                 raise ToolCallError(NO_CALL.format(finish=f"<function={finish}>"))
             call = calls[0]
             if call.name not in tools:

@@ -1,8 +1,8 @@
 """Exact match for answers to open questions.
 
-Source: the normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), except that numbers keep their values: 5
-is not -5, and 12 is not 1.2, and names keep a final + or #: C++ is not C. Typography is ignored: all quotes, dashes,
-encodings of accents, widths of letters and subscripts are equal.
+Source: the normalization of SQuAD (Rajpurkar et al., 2016, arXiv:1606.05250), except that numbers keep their values (5
+is not -5, and 12 is not 1.2) and names keep a final + or # (C++ is not C). Typography is ignored: quotes, dashes,
+encodings of accents, full-width letters and subscripts make no difference.
 """
 
 import re

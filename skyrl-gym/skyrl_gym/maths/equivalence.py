@@ -63,9 +63,11 @@ APPROXIMATION = 0.005  # maximum relative difference between the sides of an app
 MAX_ROOT_DIGITS = 40  # digits of a number whose roots are computed
 EXACT_DIGITS = 100  # digits computed to compare exact numbers
 
-_NAMES = ("times", "cdot", "cdot", "approx", "equiv", "leq", "geq", "neq", "infty", "pm", "cap", "cup")
+_NAMES = ("times", "cdot", "cdot", "approx", "equiv", "leq", "geq", "neq", "infty", "pm", "cap", "cup", "mu")
 _GREEK = ("alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "pi", "rho", "sigma", "tau", "phi", "omega")
-_COMMANDS = {symbol: rf"\{name} " for symbol, name in zip("×·⋅≈≡≤≥≠∞±∩∪αβγδθλμπρστφω", (*_NAMES, *_GREEK), strict=True)}
+_COMMANDS = {
+    symbol: rf"\{name} " for symbol, name in zip("×·⋅≈≡≤≥≠∞±∩∪\u00b5αβγδθλμπρστφω", (*_NAMES, *_GREEK), strict=True)
+}
 _FRACTIONS = {
     symbol: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", symbol).split("⁄"))
     for symbol in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"

@@ -317,7 +317,7 @@ def open_folder(url: str | None, key: str, content: str) -> RemoteFolder | None:
 
 
 def upload_files(source: Path, target: RemoteFolder) -> int:
-    """Upload files that do not exist remotely with the same size, and return the number of uploaded bytes."""
+    """Upload the files that the target lacks or has in another size. Return the number of uploaded bytes."""
     paths = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
     remote_sizes = target.sizes()
     sent = {

@@ -48,7 +48,7 @@ def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Pat
 
 
 def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] = (), file: Path | None = None) -> C:
-    """Parse a command line as `parse_cli` does, for any kind of run. Overrides change the file's settings in order."""
+    """Parse a command line as `parse_cli` does, for any kind of run. Overrides then change the file's settings."""
     raise_problems(sentence for text in _join_flags(argv) for sentence in _not_one_override(text, schema.fields))
     of_hydra = [text for text in argv if is_of_hydra(parse_override(text))]
     overrides = [parse_override(text) for text in argv if text not in of_hydra]
@@ -126,7 +126,7 @@ def _keys(key: str, value: object) -> Iterator[str]:
 
 
 def compose_config(overrides: Sequence[str], config_name: str = RL.config_name) -> DictConfig:
-    """Compose these overrides as `@hydra.main` does. Raise ConfigError if Hydra rejects them."""
+    """Compose overrides as `@hydra.main` does. Raise ConfigError if Hydra rejects them."""
     running = GlobalHydra.instance().hydra  # of an `@hydra.main` function that may be running
     GlobalHydra.instance().clear()
     try:
@@ -189,7 +189,7 @@ def is_override(text: str) -> bool:
 
 
 def _join_flags(argv: Sequence[str]) -> Iterator[str]:
-    """Yield arguments, with a flag and its value as one, as in `--epochs 3`."""
+    """Yield the arguments, with a flag and its value joined: `--epochs 3`."""
     texts = iter([*argv, ""])
     text = next(texts)
     for following in texts:

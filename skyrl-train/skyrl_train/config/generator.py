@@ -26,8 +26,9 @@ Temperature = Annotated[float, Ge(0), Le(100)]
 RESHAPING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 """Sampling settings that change the distribution beyond its temperature."""
 
-MAX_NATIVE_TEMPERATURE = 2.0
-"""vLLM's own limit."""
+Sampler = Literal["native", "seeded"]
+MIN_NATIVE_TEMPERATURE, MAX_NATIVE_TEMPERATURE = 0.01, 2.0
+"""The limits of vLLM's sampler. It raises lower temperatures to the minimum, except 0, and rejects higher ones."""
 
 SyncCheck = Annotated[
     Literal["auto", "off", "checksum", "logprobs"],
@@ -101,13 +102,13 @@ class ChatTemplateConfig(Section):
 class VLLMConfig(Section):
     """Settings of vLLM that `engine_init_kwargs` cannot express."""
 
-    sampler: Literal["auto", "native", "seeded"] = "auto"
+    sampler: Literal["auto", Sampler] = "auto"
     """Who chooses the tokens. `native` is vLLM's own sampler, with asynchronous scheduling and the current model runner
-    on GPUs. It cannot be seeded, and it rejects temperatures above 2, and `top_p`, `top_k`, `min_p`, penalties and
-    `min_tokens`, because vLLM then reports other log-probs than the policy's. `seeded` is ours: the same seed gives the
-    same tokens in any batch and in the embedded engine, and every sampling setting works. `auto` is `native` on GPUs if
-    no sampling setting forbids it, else `seeded`. For running servers, `auto` is whatever the server was started
-    for."""
+    on GPUs. It cannot be seeded. It rejects temperatures above 2 and between 0 and 0.01, and `top_p`, `top_k`, `min_p`,
+    penalties and `min_tokens`, for which vLLM would report log-probs of another distribution than the policy's.
+    `seeded` is ours: the same seed gives the same tokens in any batch and in the embedded engine, and every sampling
+    setting works. `auto` is `native` on GPUs if no sampling setting forbids it, else `seeded`. For running servers,
+    `auto` is the sampler that the server was started for."""
 
 
 class RewardModelConfig(Section):
@@ -305,24 +306,23 @@ class GeneratorConfig(Section):
         """True if the engine reports only log-probs of the distribution that it samples from, not the policy's."""
         return self.engine.reports_only_own_logprobs or (self.engine.has_samplers and self.vllm.sampler == "native")
 
-    def choose_sampler(self, *, has_gpu: bool) -> Literal["native", "seeded"]:
+    def choose_sampler(self, *, has_gpu: bool) -> Sampler:
         """Resolve `vllm.sampler` for engines that the run starts."""
         if self.vllm.sampler != "auto":
             return self.vllm.sampler
         sections = (self.sampling_params, self.eval_sampling_params)
-        is_hot = any(section.temperature > MAX_NATIVE_TEMPERATURE for section in sections)
-        return "native" if has_gpu and not is_hot and not self.reshaped_sampling() else "seeded"
+        temperatures = [section.temperature for section in sections if section.temperature]
+        fits = all(MIN_NATIVE_TEMPERATURE <= value <= MAX_NATIVE_TEMPERATURE for value in temperatures)
+        return "native" if has_gpu and fits and not self.reshaped_sampling() else "seeded"
 
     def reshaped_sampling(self) -> dict[str, Any]:
-        """Return the sampling settings, by key, that make the engine sample from another distribution than the
-        policy's.
-        """
+        """Return the settings, by key, that make the engine sample from another distribution than the policy's."""
+        sections = {"sampling_params": self.sampling_params, "eval_sampling_params": self.eval_sampling_params}
         return {
-            f"generator.{section}.{name}": getattr(sampling, name)
-            for section in ("sampling_params", "eval_sampling_params")
-            for sampling in (getattr(self, section),)
+            f"generator.{key}.{name}": value
+            for key, section in sections.items()
             for name in RESHAPING
-            if getattr(sampling, name) != type(sampling).model_fields[name].default
+            if (value := getattr(section, name)) != type(section).model_fields[name].default
         }
 
     @property

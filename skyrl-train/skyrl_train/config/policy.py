@@ -160,9 +160,10 @@ class MegatronConfig(Section):
         return " times ".join(f"{key}.{name}={getattr(self, name)}" for name in names if getattr(self, name) > 1)
 
     def find_indivisible(self, model: Mapping[str, Any], source: str, key: str) -> Iterator[str]:
-        """Yield a sentence for each parallel size that does not divide its part of `model`, a model's configuration.
+        """Yield a sentence for each parallel size that does not divide its part of the model.
 
-        Parts missing there are not checked. `source` names the model in the sentences, and `key` this section.
+        `model` is the model's configuration. Parts missing from it are not checked. The sentences call the model
+        `source` and this section `key`.
         """
         n_heads = model.get("num_key_value_heads") or model.get("num_attention_heads")
         for name, count, parts in (

@@ -69,7 +69,7 @@ class RunPlacementConfig(Section):
 
     @property
     def uses_ray(self) -> bool:
-        """True if the run takes several processes, on a Ray cluster."""
+        """True if the run needs several processes, on a Ray cluster."""
         if self.launcher != "auto":
             return self.launcher == "ray"
         return not self.shares_devices or self.size("policy") != (1, 1)

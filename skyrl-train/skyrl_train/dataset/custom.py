@@ -40,7 +40,7 @@ class CustomDataset(PromptDataset):
     def __init__(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "validation"]
     ) -> None:
-        """Load and construct the class. ConfigError if that fails, DataError if the dataset is empty."""
+        """Load and construct the class. Raise ConfigError if that fails, DataError if the dataset is empty."""
         self._cfg = cfg.data.custom_cls
         self.is_checked = False
         self._is_drawn = split == "train"

@@ -72,7 +72,7 @@ class Demonstration:
 def read_answers(
     rows: JoinedRows, indices: Sequence[int], data: SupervisedDataConfig
 ) -> Iterator[tuple[Demonstration, ...]]:
-    """Yield (demonstration,) or (chosen, rejected) for each row. `indices` ascend. DataError for an invalid row."""
+    """Yield (demonstration,) or (chosen, rejected) per row. `indices` must ascend. DataError if a row is invalid."""
     for location, row in rows.read(indices):
         check_media(row, location)
         _check_columns(row, location, data)
@@ -127,7 +127,7 @@ def _read_demonstration(row: Row, location: str, data: SFTDataConfig) -> Demonst
 def _answer_prompt(
     location: str, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], tools: list[Any] | None
 ) -> Demonstration:
-    """Join a prompt and its answer. If the prompt ends with an assistant message, the answer continues that message."""
+    """Join a prompt and its answer, which continues a final assistant message. DataError if that has tool calls."""
     last, first = prompt[-1], answer[0]
     if last["role"] != "assistant" or first["role"] != "assistant":
         return Demonstration(location, [*prompt, *answer], len(prompt), tools)

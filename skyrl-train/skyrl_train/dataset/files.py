@@ -60,7 +60,7 @@ class RowSource(ABC):
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int]) -> Iterator[Row]:
-        """Yield rows with clean text and without null fields in their messages. DataError for an unreadable row."""
+        """Yield rows with clean text and without null fields in messages. DataError if a row is invalid or too deep."""
         for row in self._read(indices):
             for name, value in row.items():
                 if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:

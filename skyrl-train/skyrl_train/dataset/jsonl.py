@@ -49,7 +49,7 @@ class JSONLines:
         """Yield (value, is plain). A plain value needs no cleaning.
 
         The test is cheap and conservative: a plain value certainly has no lone surrogate and at most `MAX_DEPTH`
-        levels. Raise ValueError for a line that is not JSON, and StorageError if the file has changed meanwhile.
+        levels. Raise ValueError with the number of a line that is not JSON, and StorageError if the file has changed.
         """
         for block in _split_runs(indices):
             offsets = self._offsets[block[0] : block[-1] + 2].tolist()
@@ -97,7 +97,7 @@ def _identify(file: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)  # a run opens its data several times: to check, to count and to train
 def _index_lines(path: Path, identity: tuple[int, ...]) -> tuple[NDArray[np.int64], str]:
-    """Return the offsets of non-blank lines and of the end, and a hash. StorageError if `identity` has changed."""
+    """Return the offsets of non-blank lines and of the end, and the file's hash. StorageError if it has changed."""
     digest = hashlib.blake2b(digest_size=16)
     found, n_bytes = [], 0
     carried = np.zeros(1, np.int64)  # start of a line whose first byte is in the next chunk

@@ -64,7 +64,7 @@ class MixedPrompts(PromptOrder[PromptRow]):
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Set the weights for the next batch and all later ones. A source with weight 0 is left out.
 
-        Raise ConfigError if a weight is missing or not a number of at least 0, all are 0, or a source is unknown.
+        Raise ConfigError if a weight is missing, negative, NaN or infinite, all are 0, or a source is unknown.
         """
         known = ", ".join(self._streams)
         if unknown := sorted(weights.keys() - self._streams.keys()):

@@ -115,7 +115,7 @@ class PromptOrder(ABC, Generic[R]):
         return {**self._position(), **counts, "unused": numbers, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. The batch size may differ. DataError if it belongs to other data or another seed."""
+        """Continue from `state`. The batch size may differ, but not the data or the seed (DataError)."""
         for name, value in self._identity().items():
             if state[name] != value:
                 raise DataError(

@@ -111,7 +111,7 @@ class PromptDataset:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> PromptRow:
-        """Return a row. If it was not checked up front, raise InvalidRow, or SkippedRow if the prompt is too long."""
+        """Return a row. A row not checked up front may raise InvalidRow, or SkippedRow if its prompt is too long."""
         number = self._indices[index]
         if self.is_checked:
             return self._prompt_row(index, self._rows[number])

@@ -242,7 +242,7 @@ class SupervisedDataset:
         return len(self._rows) if self._is_checked else len(self._source)
 
     def __getitem__(self, index: int) -> Answers:
-        """Return a row. If it was not checked up front, raise InvalidRow, or SkippedRow without a trained token."""
+        """Return a row. A row not checked up front may raise InvalidRow, or SkippedRow if it has no trained token."""
         if self._is_checked:
             return self._rows[index]
         try:

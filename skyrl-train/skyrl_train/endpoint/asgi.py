@@ -34,7 +34,7 @@ class ActiveRequests:
     async def run(self, owners: Owners, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`.
 
-        Cancel it and raise ClientGone if the client disconnects, or the reason passed to `end` if that is called.
+        Cancel it if the client disconnects (raise ClientGone) or `end` is called (raise the RequestError passed to it).
         """
         task = asyncio.create_task(work)
         disconnecting = asyncio.create_task(_wait_for_disconnect(receive))

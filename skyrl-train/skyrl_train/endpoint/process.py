@@ -54,7 +54,10 @@ class EndpointProcess:
         return self._client is not None and self._client.is_broken
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None) -> None:
-        """Start the process, and call `Endpoint.start` in it. EngineError if it crashes or is not ready in time."""
+        """Start the process, and call `Endpoint.start` in it.
+
+        Raise ConfigError if the address cannot be used, and EngineError if the process crashes or is not ready in time.
+        """
         address, self._folder = new_local_address("endpoint")
         try:
             token = new_token()

@@ -135,7 +135,7 @@ class Experiment(ABC):
         ).describe_rerun()
 
     def replaces(self, *methods: str) -> bool:
-        """Return True if a user's class overrides one of these methods, so that checks of the original are skipped."""
+        """Return True if a subclass overrides one of these methods. Callers then skip checks of the original."""
         owners = (next(cls for cls in type(self).__mro__ if name in vars(cls)) for name in methods)
         return not all(cls.__module__.startswith("skyrl_train.") for cls in owners)
 

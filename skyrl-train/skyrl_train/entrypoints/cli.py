@@ -312,7 +312,7 @@ def replace_by_torchrun(arguments: Sequence[str], placement: RunPlacementConfig,
     """Replace this process by torchrun. Its processes run `skyrl` with these arguments.
 
     `flags` are additional flags of torchrun, such as `--node_rank=1`. Without a flag for the rendezvous, torchrun uses
-    a free port of this machine. Several nodes need such a flag, or a ConfigError is raised.
+    a free port of this machine. Raise ConfigError if there are several nodes and no such flag.
     """
     n_nodes, n_per_node = placement.size("policy")
     has_rendezvous = any(flag.startswith(("--standalone", "--rdzv", "--master")) for flag in flags)

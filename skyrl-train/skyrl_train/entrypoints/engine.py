@@ -131,7 +131,7 @@ def sync_tolerance(
 def engine_sync(
     plan: RunPlan, launcher: Launcher, policy: WorkerGroup, engine: InferenceEngine, n_tokens: int
 ) -> EngineSync:
-    """Return the weight sync from the policy to the engine, with the configured check on `n_tokens` token ids."""
+    """Return the policy's weight sync to the engine, with the configured check. `n_tokens` is the vocabulary size."""
     cfg, dtype, settings = plan.cfg, engine.info.weight_dtype, plan.cfg.trainer.fully_async
     weight_sync = launcher.weight_sync(policy, {"the engine": engine}, plan.sync_kind, dtype)
     is_copied = launcher.policy is None or not plan.needs_engine_model

@@ -211,7 +211,7 @@ class RLExperiment(Experiment):
             self._data_is_checked = check_data(self.cfg, trains=self.trains)
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
-        """Check all rows, unless a custom generator replaces the environments. Lazy datasets also check drawn rows."""
+        """Check all rows, unless a custom generator replaces the environments. Lazy datasets also check each draw."""
         if self.replaces("get_generator"):
             return
         check_drawn_rows(self.cfg, datasets)

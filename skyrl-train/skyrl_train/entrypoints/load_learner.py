@@ -68,8 +68,8 @@ class ModelLoader:
     ) -> WorkerGroup:
         """Load the frozen reference. If the reference is the policy without its adapter, return the policy.
 
-        `load` loads the causal language model at a path, the value of a configuration key. Raise ConfigError if it is
-        missing, or if its vocabulary is not the policy's.
+        `load` loads the causal language model at a path, the value of a configuration key. Raise ConfigError if no
+        model is there, or if its vocabulary is not the policy's.
         """
         if trainer.policy_is_reference:
             return policy

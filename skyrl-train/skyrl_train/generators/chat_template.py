@@ -154,7 +154,7 @@ def cannot_fit(messages: Messages, max_tokens: int) -> bool:
 
 
 def load_chat_template(config: ChatTemplateConfig) -> str | None:
-    """Return the template of `generator.chat_template`, or None for the tokenizer's. ConfigError if it is missing."""
+    """Return the configured template, or None for the tokenizer's. ConfigError if it is unknown or unreadable."""
     name = config.name_or_path
     if name is None:
         return None

@@ -223,7 +223,7 @@ class RetokenizedConversation(StepwiseConversation):
 
 
 def conversation_factory(cfg: GeneratorConfig, chat: ChatEncoder) -> Callable[[Messages], TokenConversation]:
-    """Return a function that makes the configured kind of conversation. ConfigError if its template marks no tokens."""
+    """Return a function that makes a conversation from a prompt. ConfigError if the template marks no tokens."""
     if cfg.step_wise_trajectories:
         return partial(StepwiseConversation, chat, merges=cfg.merge_stepwise_output)
     if not cfg.use_conversation_multi_turn:

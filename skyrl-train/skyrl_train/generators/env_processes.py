@@ -146,8 +146,9 @@ class _Worker(Episode):
     async def _exchange(self, method: str, args: tuple[Any, ...], limit_s: float | None) -> Any:
         """Send a call and return the environment's answer.
 
-        After a timeout, a crash, an oversized answer or a cancellation, the worker is unhealthy. Arguments that cannot
-        be encoded as JSON raise TypeError or ValueError.
+        After a timeout (EnvTimeout), a crash (EnvCrashed), an oversized answer (EnvError) or a cancellation, the worker
+        is unhealthy. Errors of the environment become EnvError. Arguments that JSON cannot encode raise TypeError or
+        ValueError.
         """
         line = json.dumps([method, *args], default=to_json_value).encode() + b"\n"
         self._has_answered = False

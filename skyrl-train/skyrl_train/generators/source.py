@@ -59,7 +59,7 @@ class Rollouts:
     async def take(self, step: int) -> StepData:
         """Return a step's data. An error leaves the position unchanged.
 
-        Raise EnvError if a batch has no trajectory to train on, and DataError if dynamic sampling lacks groups.
+        Raise EnvError if a batch has no trajectory to train on, and DataError if dynamic sampling finds too few groups.
         """
         position = self._prompts.state_dict()
         try:

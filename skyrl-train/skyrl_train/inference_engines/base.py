@@ -91,7 +91,7 @@ class EngineRequest:
 
     prompt_ids: list[int]
     sampling: SamplingParams
-    seed: int  # the randomness of a token is a function of the seed and its position, not of batching or interruptions
+    seed: int  # with the position, decides each token, whatever the batch. vLLM's own sampler ignores it.
     session_id: str | None = None  # requests of one session share a key-value cache until `end_session`
 
 

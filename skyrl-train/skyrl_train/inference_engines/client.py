@@ -37,8 +37,8 @@ class EngineClient:
     """An `InferenceEngine` over several engines with the same model.
 
     A session starts on the engine with the fewest sessions and stays there. An engine is replaced if its process ends
-    or stops answering. Its requests are then sampled again. They get the same tokens unless the weights have changed,
-    because a token depends only on seed and position.
+    or stops answering. Its requests are then sampled again. They get the same tokens unless the weights have changed or
+    the backend has no seeds, as vLLM's own sampler.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ class HTTPEngine(AsyncEngine):
 
 
 def call_server(url: str, method: str, path: str, **options: Any) -> Any:
-    """Call a server and return the JSON of its answer, if any. EngineError if it fails or is late. Blocks."""
+    """Call a server and return the JSON of its answer, if any. Blocks. EngineError if it fails or times out."""
     timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
     try:
         with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:

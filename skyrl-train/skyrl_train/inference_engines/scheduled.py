@@ -27,21 +27,28 @@ class Output(NamedTuple):
     error: str | None = None  # why the backend gave up on this request
 
 
-class OwnSampler(NamedTuple):
-    """A backend that reports only log-probs of the distribution that it samples from, which may not be the policy's."""
+class SamplingLimits(NamedTuple):
+    """Sampling that a backend accepts, because it reports only log-probs of the distribution that it samples from.
 
-    backend: str
-    """Its name in error messages."""
-    alternative: str
-    """What to use instead of it."""
+    With truncation or penalties, those are not the policy's.
+    """
+
+    backend: str  # its name in error messages
+    alternative: str  # what to do instead, for error messages
+    min_temperature: float = 0.0  # of samples that are not greedy
     max_temperature: float = math.inf
 
     def check(self, sampling: SamplingParams) -> None:
-        """Raise EngineError if the backend cannot sample so, or cannot report the policy's log-probs then."""
+        """Raise EngineError if the backend cannot sample like this, or not with the policy's log-probs."""
         if sampling.temperature > self.max_temperature:
             raise EngineError(
                 f"temperature={sampling.temperature}: {self.backend} accepts at most {self.max_temperature:g}; lower "
                 f"it, or {self.alternative}"
+            )
+        if 0 < sampling.temperature < self.min_temperature:
+            raise EngineError(
+                f"temperature={sampling.temperature}: {self.backend} accepts 0, or at least {self.min_temperature:g}; "
+                f"raise it, or {self.alternative}"
             )
         for name in ("top_p", "top_k", "min_p", "min_new_tokens", "with_raw_logprobs"):
             value = getattr(sampling, name)
@@ -64,8 +71,8 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
     it needs the space.
     """
 
-    _own_sampler: OwnSampler | None = None
-    """Set if log-probs of a truncated or penalized distribution are not the policy's."""
+    _limits: SamplingLimits | None = None
+    """Checked for each request. None if the backend reports the policy's log-probs for all sampling."""
 
     def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
         super().__init__(facts, tokenizer, thread)
@@ -87,8 +94,8 @@ class ScheduledEngine(SteppedEngine[ActiveSequence]):
         """Do nothing. Other sequences may use the session's cached tokens, and the backend evicts unused ones."""
 
     def _new_sequence(self, request: EngineRequest, max_tokens: int) -> ActiveSequence:
-        if self._own_sampler is not None:
-            self._own_sampler.check(request.sampling)
+        if self._limits is not None:
+            self._limits.check(request.sampling)
         return ActiveSequence(request, max_tokens)
 
     def _take_finished(self) -> list[ActiveSequence]:

@@ -46,7 +46,7 @@ class LocalRank:
 
 
 class ConnectedRank:
-    """A rank at the other end of a connection. Calls are pickled, so functions in a spec must be importable."""
+    """A rank at the other end of a connection. Calls are pickled, so specs and objectives need importable functions."""
 
     def __init__(self, rank: int, connection: Connection) -> None:
         self._rank = rank

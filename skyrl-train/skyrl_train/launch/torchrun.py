@@ -95,7 +95,7 @@ class TorchrunLauncher:
         self._ranks: list[Rank] = []
 
     async def start(self) -> None:
-        """Connect to the other ranks and join their process group. Raise WorkerError if one connects too late."""
+        """Connect to the other ranks and join their process group. WorkerError if a rank does not connect in time."""
         connections = await asyncio.to_thread(_accept_ranks, self._torchrun)
         self._ranks = [ConnectedRank(rank, connection) for rank, connection in sorted(connections.items())]
         host = await asyncio.get_running_loop().run_in_executor(self._executor, self._torchrun.join)

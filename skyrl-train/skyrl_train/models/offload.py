@@ -50,7 +50,7 @@ class OffloadedTensors:
     def restore(self) -> None:
         """Allocate the memory of the tensors and copy their values back.
 
-        Raise RuntimeError if the device has too little memory. Another call then continues.
+        Raise RuntimeError if the device has too little memory. Call it again to continue.
         """
         while self._copies:
             storage, pieces = self._copies[-1]

@@ -90,7 +90,8 @@ class Routers:
     def replay(self, experts: torch.Tensor | None, selected: torch.Tensor | None = None) -> None:
         """Use `experts` (T, layers, K) in the next forward pass and its backward pass. None stops replaying.
 
-        The router chooses where an expert is `UNKNOWN_EXPERT`. `selected` (M,) are the tokens of a narrowed last layer.
+        The router chooses where an expert is `UNKNOWN_EXPERT`. `selected` (M,) are the tokens that a narrowed last
+        layer computes.
         """
         self._experts, self._selected = experts, selected
 

@@ -39,7 +39,7 @@ class Scorer(torch.nn.Module):
 class ScoringModule(Scorer):
     """A scorer with a Hugging Face language model, critic or reward model.
 
-    Body and head run in one forward pass, so FSDP gathers both. The head runs on trained positions only.
+    Body and head run in one forward pass, so FSDP gathers the parameters of both. The head runs on trained positions.
     """
 
     def __init__(

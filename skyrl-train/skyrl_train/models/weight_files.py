@@ -8,7 +8,7 @@ INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
 def suggest_folder(path: str) -> str:
-    """Return a sentence that suggests the sibling with the most similar name, or "" without one or if `path` exists."""
+    """Return a sentence that suggests a sibling with a similar name, or "" if there is none or `path` exists."""
     folder = Path(path)
     try:
         if folder.exists():
@@ -23,7 +23,7 @@ def suggest_folder(path: str) -> str:
 def list_weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of the model in a folder, an empty list if it has none.
 
-    It may have others: Mistral's repositories repeat the weights in `consolidated.safetensors` under other names.
+    Other safetensors files are left out: Mistral's `consolidated.safetensors` repeats the weights under other names.
     """
     if (folder / INDEX).is_file():
         weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]

@@ -104,7 +104,7 @@ class CallForm:
     content_is_null: bool  # the same templates write calls only if the content is null
 
     def write(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return prepared messages in this form. DataError for content with calls, if it writes only one of them."""
+        """Return prepared messages in this form. DataError if it cannot hold both the content and the calls of one."""
         written = []
         for index, message in enumerate(messages):
             copy = dict(message)

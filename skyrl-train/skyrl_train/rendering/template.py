@@ -330,8 +330,8 @@ class ChatTemplate:
         """Return the thought and the answer of a prepared message.
 
         If the content has only a closing tag, it starts with a thought. R1-style models write such replies, because
-        their header has the opening tag. Raise DataError if the tags are not one pair at the start, or if a field has
-        another thought.
+        their header has the opening tag. Raise DataError if the content has text before its thought, or an unclosed or
+        second tag, or if a field has another thought.
         """
         content = str(message["content"] or "")
         for opening, closing in self._thought_tags.items():

@@ -27,7 +27,7 @@ class EvaluatedTrajectory:
 
 @dataclass(frozen=True)
 class Example:
-    """A trajectory worth reading: the best, median or worst. `before` is its prompt's in the first evaluation."""
+    """The best, median or worst trajectory. `before` is the first evaluation's trajectory for the same prompt."""
 
     role: str
     trajectory: EvaluatedTrajectory
@@ -35,7 +35,7 @@ class Example:
 
 
 def read_evaluation(run_folder: RunFolder, step: int | None) -> list[EvaluatedTrajectory]:
-    """Read all trajectories of one evaluation. `step` is None for a run that only evaluates."""
+    """Read an evaluation's trajectories. `step` is None for a run that only evaluates. DataError for a bad line."""
     return [parse_trajectory(row) for row in read_rows(RemoteFolder(str(run_folder.evals(step))))]
 
 

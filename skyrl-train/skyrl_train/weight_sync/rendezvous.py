@@ -163,7 +163,7 @@ class ReceiverEndpoint:
         self._connection.send(kind, message)
 
     def receive(self, stage: str) -> Any:
-        """Return the sender's next message, or raise SyncError as `SenderEndpoint.gather` does."""
+        """Return the sender's next message, or raise SyncError. `stage` is as in `SenderEndpoint.gather`."""
         deadline = time.monotonic() + self._plan.timeout_s + GRACE_S
         while not self._connection.messages:
             if (left_s := deadline - time.monotonic()) <= 0:
@@ -172,7 +172,10 @@ class ReceiverEndpoint:
         return self._connection.messages.popleft()
 
     def check(self, stage: str, timeout_s: float = 0) -> None:
-        """Wait up to `timeout_s` for data and split it into messages. SyncError if the sender has failed or ended."""
+        """Wait up to `timeout_s` for data and split it into messages.
+
+        Raise SyncError if the sender has failed or ended. `stage` completes "ended before it could …".
+        """
         self._connection.sock.settimeout(timeout_s)
         for line in self._connection.read():
             kind, value = json.loads(line)

@@ -338,7 +338,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def process_group(plan: SyncPlan, store: dist.TCPStore, remote: Sequence[int], device: torch.device) -> Any:
-    """Connect the sender with its remote receivers. Each end calls this. SyncError if one does not in time."""
+    """Connect the sender with its remote receivers. Each end calls this, or all get a SyncError after a while."""
     ranks = [0, *remote]
     rank, timeout = ranks.index(plan.rank), timedelta(seconds=plan.timeout_s)
     if device.type == "cpu":

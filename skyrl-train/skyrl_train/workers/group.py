@@ -81,7 +81,7 @@ class WorkerGroup:
     ) -> dict[str, torch.Tensor]:
         """Score a batch: (B, R) float32 on the CPU, 0 where the loss mask is 0. `adapter=False` disables the adapter.
 
-        With `beside_others`, models that share the devices stay. Use it for small batches while the weights are there.
+        With `beside_others`, models that share the devices stay on them. Use it for small batches.
         """
         shards, rows = self._split(batch, self._spec.max_rows_forward)
         results = await self._call_with_shards("score", shards, adapter, beside_others=beside_others)
@@ -147,7 +147,7 @@ class WorkerGroup:
             await asyncio.sleep(SAVE_POLL_S)
 
     async def load_state(self, folder: Path) -> None:
-        """Load a checkpoint of any number of ranks. Raise CheckpointError if it is incomplete or of another model."""
+        """Load a checkpoint, saved by any number of ranks. CheckpointError if it is incomplete or another model's."""
         await self._call("load_state", folder)
 
     async def export(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 
 def random_state(device: str = "cpu") -> dict[str, Any]:
-    """Return the state of Python's, NumPy's, PyTorch's and `device`'s generators. Environments may use any of them."""
+    """Return the state of Python's, NumPy's, PyTorch's and `device`'s global generators, which environments may use."""
     name, keys, *rest = np.random.get_state(legacy=True)
     numpy_state = (name, np.asarray(keys).tolist(), *rest)
     state = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}

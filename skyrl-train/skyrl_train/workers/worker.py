@@ -116,7 +116,7 @@ class Worker:
         self._offloaded: dict[ModelPart, OffloadedTensors] = {}  # parts in host memory
 
     def move(self, to: Literal["cpu", "device"], part: ModelPart = "all") -> int:
-        """Move a part of the model to host memory, or back, bit for bit, and return the number of moved bytes.
+        """Move a part of the model to host memory or back, bit for bit. Return the bytes moved, 0 if already there.
 
         If host memory is too small, raise WorkerError. The part then stays on its device.
         """

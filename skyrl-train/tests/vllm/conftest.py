@@ -13,10 +13,10 @@ from train_kit.engines import EngineKit, SharedEngines
 from train_kit.models import load_on_cpu
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from skyrl_train.config.generator import Sampler
 from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
 from skyrl_train.inference_engines.vllm.engine import VLLMEngine
-from skyrl_train.inference_engines.vllm.wire import Sampler
 
 NewEngine = Callable[..., VLLMEngine]
 SaveModel = Callable[[PretrainedConfig], Path]

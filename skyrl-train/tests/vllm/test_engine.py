@@ -53,7 +53,7 @@ async def test_vllms_own_sampler_reports_the_log_probs_of_the_policy(kit: Engine
     for request, result in zip([with_top, plain], await engine.generate([with_top, plain]), strict=True):
         assert_agrees(kit, request, result)
         assert [len(top) for top in result.top_logprobs or ()] == ([2] * 20 if request is with_top else [])
-    for name, value in (("top_p", 0.5), ("temperature", 2.5)):
+    for name, value in (("top_p", 0.5), ("temperature", 2.5), ("temperature", 0.005)):
         with pytest.raises(EngineError, match=rf"{name}={value}: generator\.vllm\.sampler=native"):
             await engine.generate([kit.request(5, **{name: value})])
 

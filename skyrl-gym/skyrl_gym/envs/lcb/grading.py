@@ -19,6 +19,7 @@ from skyrl_gym.tools.calls import strip_thoughts
 
 FENCE = "```"
 OPENING = re.compile(r"(?:^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?))?(?<!`)(`{3,}+)([^\n`]*)\n", re.MULTILINE)
+_PYTHON = re.compile(r"(?!pycon|pytb)py|$")  # sessions and tracebacks are no programs
 _PADDED = re.compile(r"[+-]?0\d")
 MAX_NUMBER_CHARS = 400
 OUTPUT_TOLERANCE, VALUE_TOLERANCE = 1e-6, 1e-5
@@ -97,7 +98,7 @@ def extract_code(reply: str) -> str | None:
     As in CommonMark, the closing fence stands alone on a line, is at least as long as the opening one, and is at most
     three spaces deeper, so fences in a docstring are part of the program. A fence at the end of a line without other
     backticks also closes the block. A block in a list is dedented. A block of another language, such as an example of
-    the output, counts only if there is no other.
+    the output, counts only if no block is Python or unlabeled.
 
     >>> extract_code("Here it is:\n```python\nprint(42)\n```\nIt prints 42.")
     'print(42)\n'
@@ -113,7 +114,7 @@ def extract_code(reply: str) -> str | None:
             break
         block, position = reply[opening.end() : end.start()] + (end[1] or ""), end.end()
         block = dedent(block) if indentation else block
-        if not (language := opening[3].strip().lower()) or language.startswith("py"):
+        if _PYTHON.match(opening[3].strip().lower()):
             code = block
         else:
             other = block

@@ -1,7 +1,7 @@
 r"""Parsing of replies: find the legal move that a reply names, if any.
 
-The answer is the content of the last ``\boxed{}`` or ``<action></action>``, or else the last line that is neither empty
-nor a fence nor a reason, as in "Explanation: it stops d4".
+The answer is the content of the last ``\boxed{}`` or ``<action></action>``, or else the last line that is not empty, a
+fence, or a reason such as "Explanation: it stops d4".
 Thoughts are dropped: text before ``</think>``, or after a ``<think>`` that is never closed. An answer names a move by
 its whole text, by its number in the prompt, or by mentioning it as a separate word. The last mention that the reply
 declares as its move counts, as in "my move is c3, to stop d4". If there is no declaration, the last mention counts.
@@ -61,12 +61,16 @@ _REASON = re.compile(
     r"\W*\b(?:because|since|as|to|which|it|block\w*|stop\w*|threat\w*|connect\w*|prevent\w*)\b", re.IGNORECASE
 )
 """Words after a mention at the start of an answer that give the reason for it."""
+_DECISION = (
+    r"(?:(?!\b(?:if|when|after|once|unless)\b).)*[,;]\s*(?:so\s+|therefore\s+)?"
+    r"(?:I|we)(?:['’]ll|\s+will)?\s+(?:play|choose|pick|take|select|place|put)\b"
+)
 _REASON_LINE = re.compile(
-    r"[\W_]*(?:(?:explanation|rationale|justification|reason(?:ing)?)[*_]*\s*:|because\b"
-    r"|(?:it|this)\s+(?:also\s+)?(?:block|stop|threat|connect|prevent)\w*\b)",
+    r"[\W_]*(?:(?:explanation|rationale|justification|reason(?:ing)?)[*_]*\s*:"
+    rf"|(?:because\b|(?:it|this)\s+(?:also\s+)?(?:block|stop|threat|connect|prevent)\w*\b)(?!{_DECISION}))",
     re.IGNORECASE,
 )
-"""The start of a line that gives the reason for a move on a line before."""
+"""The start of a line that gives the reason for a move on a line before, but not "Because it wins, I play c3"."""
 _LIST = re.compile(r"[\W_]*(?:\b(?:or|and|vs|versus|either|maybe|perhaps|possibly)\b[\W_]*)*", re.IGNORECASE)
 """Text between two moves of a list."""
 _WORD_MOVES = frozenset(("bet", "call", "check", "fold", "hit", "pass", "raise", "stand"))

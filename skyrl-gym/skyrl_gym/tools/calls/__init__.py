@@ -197,11 +197,13 @@ def parse_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_call_arguments(call: Any) -> Any:
     function = call.get("function", call) if isinstance(call, Mapping) else None
-    given = function.get("arguments") if isinstance(function, Mapping) else call
-    if not isinstance(function, Mapping) or not isinstance(given, str | None):
+    if not isinstance(function, Mapping):
+        return call
+    text = function.get("arguments")
+    if not isinstance(text, str | None):
         return call
     try:
-        arguments = json.loads((given or "").strip() or "{}")
+        arguments = json.loads((text or "").strip() or "{}")
     except (ValueError, RecursionError):
         return call
     arguments = {} if arguments is None else arguments

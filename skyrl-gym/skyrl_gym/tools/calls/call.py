@@ -101,10 +101,10 @@ def to_call(value: Any, end: int) -> ToolCall:
     name = value.get("name", value.get("tool"))
     if not isinstance(name, str) or not name:
         raise MalformedCall('The tool call has no "name".', end)
-    given = next((key for key in ("arguments", "parameters", "params") if key in value), None)
-    if given is None and (unread := sorted(value.keys() - _OTHER_KEYS)):
+    key = next((key for key in ("arguments", "parameters", "params") if key in value), None)
+    if key is None and (unread := sorted(value.keys() - _OTHER_KEYS)):
         raise MalformedCall(f'The tool call {name} has no "arguments", but "{unread[0]}"; write {_FORM}.', end)
-    return named_call(name, value[given] if given else {}, end)
+    return named_call(name, {} if key is None else value[key], end)
 
 
 def named_call(name: str, arguments: Any, end: int) -> ToolCall:

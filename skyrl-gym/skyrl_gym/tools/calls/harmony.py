@@ -4,7 +4,7 @@
 
 The recipient may also come before the channel: `<|start|>assistant to=functions.search<|channel|>commentary …`. The
 prompt ends with `<|start|>assistant`, so a reply may start with the recipient. Models also write recipients without
-`functions.`, such as `to=python`; their calls must not be taken for text.
+`functions.`, such as `to=python`. Those are calls, too.
 """
 
 import re

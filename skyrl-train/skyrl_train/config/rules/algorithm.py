@@ -126,7 +126,7 @@ def kl_terms_are_used(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def bounds_leave_room(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject empty or one-sided intervals, a dual clip inside PPO's, and a buffer that penalizes every response."""
+    """Reject empty or one-sided intervals, a dual clip inside PPO's, and overlong buffers that are too long."""
     keys = [f"{CORRECTION}.token_mask_is_threshold_{end}" for end in ("low", "high")]
     values = [value_at(cfg, key) for key in keys]
     if values.count(None) == 1:

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from skyrl_train.config.base import value_at
-from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE
+from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE, MIN_NATIVE_TEMPERATURE
 from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.config.root import SkyRLConfig
 
 
 def lengths_are_ordered(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject inputs shorter than prompts (or unequal, with a single turn), and `min_tokens` above the maximum."""
+    """Reject an input limit below the prompts' (or not equal, for one turn), and `min_tokens` above the maximum."""
     n_prompt, n_input = cfg.trainer.max_prompt_length, cfg.generator.max_input_length
     if n_input is not None and cfg.generator.max_turns == 1 and n_input != n_prompt:
         yield (
@@ -210,7 +210,7 @@ def experts_can_be_replayed(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sampling_has_log_probs(cfg: SkyRLConfig) -> Iterator[str]:
-    """Reject sampling for which an engine cannot report the policy's log-probs, and a sampler that it does not have."""
+    """Reject sampling without the policy's log-probs, and a choice of sampler for engines that have only one."""
     generator = cfg.generator
     sampler = generator.vllm.sampler
     if sampler != "auto" and not generator.engine.has_samplers:
@@ -219,10 +219,12 @@ def sampling_has_log_probs(cfg: SkyRLConfig) -> Iterator[str]:
             "it, or set generator.backend=vllm"
         )
     for key in ("generator.sampling_params.temperature", "generator.eval_sampling_params.temperature"):
-        if sampler == "native" and (temperature := value_at(cfg, key)) > MAX_NATIVE_TEMPERATURE:
+        is_high = (temperature := value_at(cfg, key)) > MAX_NATIVE_TEMPERATURE
+        if sampler == "native" and (is_high or 0 < temperature < MIN_NATIVE_TEMPERATURE):
+            bound = f"at most {MAX_NATIVE_TEMPERATURE:g}" if is_high else f"0, or at least {MIN_NATIVE_TEMPERATURE:g},"
             yield (
-                f"{key}={temperature:g} must be at most {MAX_NATIVE_TEMPERATURE:g} with generator.vllm.sampler=native; "
-                "set generator.vllm.sampler=seeded"
+                f"{key}={temperature:g} must be {bound} with generator.vllm.sampler=native; set "
+                "generator.vllm.sampler=seeded"
             )
     if generator.reports_only_own_logprobs:
         engine, other = f"generator.backend={generator.backend}", "generator.backend=vllm"
@@ -286,7 +288,7 @@ def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
 
 
 def sampling_is_unusual(cfg: SkyRLConfig) -> Iterator[str]:
-    """Warn about greedy samples of one prompt, high temperatures, escaped stop strings and very short time limits."""
+    """Warn about repeated greedy samples, high temperatures, escaped stop strings and very short time limits."""
     generator, gym = cfg.generator, cfg.environment.skyrl_gym
     n_samples = generator.eval_n_samples_per_prompt
     if n_samples > 1 and generator.eval_sampling_params.temperature == 0:

@@ -341,9 +341,10 @@ def hidden_states(
     last_only: bool = False,
     plan_runs: PlanRuns = join_neighbors,
 ) -> torch.Tensor:
-    """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys, values and experts.
+    """Return the last hidden states (N, H) of the new tokens of `rows`, and store their keys and values.
 
-    `last_only` returns only the states of each row's last token (n rows, H). Rows are in the order of their regions.
+    Chosen experts are stored too if the memory has room for them. `last_only` returns only the states of each row's
+    last token (n rows, H). Rows are in the order of their regions.
     """
     new_ids = [row.sequence.token_ids[row.n_before :][: row.n_new] for row in rows]
     input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)

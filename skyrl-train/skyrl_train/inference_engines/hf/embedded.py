@@ -56,7 +56,8 @@ class EmbeddedEngine(SteppedEngine[S]):
 
         The model runs in the single thread of `executor`. By default, the engine starts a thread. With `owns_model`,
         the weights move to host memory while the engine sleeps. With `records_experts`, results include the
-        experts chosen for each token. Raise ConfigError if it has none, and EngineError if it cannot be run.
+        experts chosen for each token. Raise ConfigError if the model has no experts to record, and EngineError
+        if the engine cannot run the model.
         """
         ids = model.generation_config.eos_token_id if model.generation_config is not None else None
         config, eos_ids = model.config.get_text_config(), all_eos_ids(ids, tokenizer.eos_token_id)
@@ -80,7 +81,7 @@ class EmbeddedEngine(SteppedEngine[S]):
 
     @abstractmethod
     def _probe(self) -> tuple[int, int]:
-        """Test the model on a few tokens, or raise EngineError. Return bytes of cache per sequence and per token."""
+        """Return bytes of cache per sequence and per token. Raise EngineError if the model fails a short test."""
 
     @abstractmethod
     def _create_cache(self, n_tokens: int) -> None:

@@ -65,7 +65,7 @@ class PaddedCache:
         return sum(states.nbytes for layer in self._layers() for _, _, states in _tensors(layer))
 
     def read(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Read new tokens of all rows, equally many if the cache is not empty. Return the last hidden states (b, H)."""
+        """Read new tokens, equally many per row unless the cache is empty. Return the last hidden states (b, H)."""
         device, n_new = self._model.device, max(map(len, rows))
         n_before = self.lengths or [0] * len(rows)
         lengths = [before + len(row) for before, row in zip(n_before, rows, strict=True)]

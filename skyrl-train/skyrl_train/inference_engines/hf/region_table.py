@@ -111,7 +111,8 @@ class RegionTable:
         if region := self._sessions.get(session_id):
             self.free(region)
         for region in self._busy:
-            region.is_ended = region.is_ended or region.session_id == session_id
+            if region.session_id == session_id:
+                region.is_ended = True
 
     def free(self, region: Region) -> None:
         """Free a region and forget its tokens."""

@@ -128,7 +128,7 @@ def _failing_as(failure: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # A layer that finds no recurrent or latent state in the cache misses one of its attributes.
+        # A layer raises AttributeError if it looks for a recurrent or latent state that the cache does not have.
         reason = "its layers need a different cache" if isinstance(error, AttributeError) else error
         raise EngineError(f"{failure}: {reason}") from error
 

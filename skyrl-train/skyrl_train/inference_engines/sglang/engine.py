@@ -28,7 +28,7 @@ from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.base import EngineSetup, InferenceEngine, weight_folder
 from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
 from skyrl_train.inference_engines.sampling import SampledToken
-from skyrl_train.inference_engines.scheduled import Output, OwnSampler
+from skyrl_train.inference_engines.scheduled import Output, SamplingLimits
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
 from skyrl_train.inference_engines.stepped import EngineFacts, MemoryPart
 from skyrl_train.weight_sync import MirroredReceiver, Receipt, Receiver, SyncPlan, WeightMirror
@@ -53,7 +53,7 @@ class SGLangEngine(HTTPEngine):
     """
 
     GENERATE = "/generate"
-    _own_sampler = OwnSampler("SGLang", "use generator.backend=vllm")
+    _limits = SamplingLimits("SGLang", "use generator.backend=vllm")
     HEALTH = "/server_info"  # SGLang's /health generates a token, even while the model's memory is released
 
     def __init__(
@@ -137,7 +137,7 @@ class SGLangEngine(HTTPEngine):
                 SampledToken(
                     token_id,
                     logprob,
-                    raw_logprob=logprob if sequence.sampling.with_raw_logprobs else None,  # `OwnSampler`: T = 1
+                    raw_logprob=logprob if sequence.sampling.with_raw_logprobs else None,  # T = 1, by `_limits`
                     top_logprobs=None if top is None else {other_id: value for value, other_id, _ in top},
                 )
             )
@@ -254,7 +254,8 @@ def launch_server(
 ) -> tuple[str, Callable[[], None]]:
     """Start a server on this machine and wait until it is healthy. Return its address and a function to end it. Blocks.
 
-    `options` are fields of SGLang's `ServerArgs`, such as `model_path`.
+    `options` are fields of SGLang's `ServerArgs`, such as `model_path`. Raise EngineError if the server ends or is not
+    healthy in time, or if `options` has an option that we set ourselves.
     """
     if clashes := sorted((OWN_OPTIONS.keys() | {"port"}) & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")

@@ -16,6 +16,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
+from skyrl_train.config.generator import Sampler
 from skyrl_train.errors import EngineError, EngineLostError
 from skyrl_train.inference_engines.scheduled import AsyncEngine
 from skyrl_train.inference_engines.sequence import ActiveSequence
@@ -31,7 +32,7 @@ from skyrl_train.inference_engines.vllm.core import (
     starting,
     trial_request,
 )
-from skyrl_train.inference_engines.vllm.wire import NATIVE, Sampler, check_results, decode_receipts, encode_plan
+from skyrl_train.inference_engines.vllm.wire import NATIVE_LIMITS, check_results, decode_receipts, encode_plan
 from skyrl_train.inference_engines.vllm.worker import read_facts
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
@@ -82,7 +83,7 @@ class AsyncVLLMEngine(AsyncEngine):
         facts = read_facts(config, tokenizer.eos_token_id)
         super().__init__(facts, tokenizer, EngineThread(None, "vllm-engine"))
         self._eos_token_id, self._sampler = tokenizer.eos_token_id, sampler
-        self._own_sampler = NATIVE if sampler == "native" else None
+        self._limits = NATIVE_LIMITS if sampler == "native" else None
         self._reading: asyncio.Task[None] | None = None
 
     async def _submit_to_backend(self, new: Mapping[str, ActiveSequence]) -> None:

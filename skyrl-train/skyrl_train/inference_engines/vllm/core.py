@@ -25,6 +25,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
+from skyrl_train.config.generator import Sampler
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
 from skyrl_train.inference_engines.base import SamplingParams as OurParams
@@ -32,7 +33,7 @@ from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineFacts
 from skyrl_train.inference_engines.vllm.sampler import from_columns
-from skyrl_train.inference_engines.vllm.wire import EXTENSION, NATIVE_LOGPROBS, Sampler, as_requested, encode_request
+from skyrl_train.inference_engines.vllm.wire import EXTENSION, NATIVE_LOGPROBS, as_requested, encode_request
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 NO_USAGE_STATS = {"VLLM_NO_USAGE_STATS": "1"}  # its thread would outlive the engine
 ENVIRONMENT: Mapping[Sampler, Mapping[str, str]] = {
     "native": NO_USAGE_STATS,
-    "seeded": NO_USAGE_STATS
-    | {"VLLM_USE_V2_MODEL_RUNNER": "0"},  # the V2 runner, on GPUs only, calls samplers differently
+    # The V2 runner, on GPUs only, calls samplers differently.
+    "seeded": NO_USAGE_STATS | {"VLLM_USE_V2_MODEL_RUNNER": "0"},
 }
 COMMON_OPTIONS = {
     "disable_log_stats": True,
@@ -52,15 +53,13 @@ COMMON_OPTIONS = {
 }
 OWN_OPTIONS: Mapping[Sampler, Mapping[str, Any]] = {
     "native": COMMON_OPTIONS | {"logprobs_mode": NATIVE_LOGPROBS},
-    "seeded": COMMON_OPTIONS
-    | {
-        "async_scheduling": False  # our sampler needs the last step's tokens before the next step
-    },
+    # Our sampler needs the last step's tokens before the next step.
+    "seeded": COMMON_OPTIONS | {"async_scheduling": False},
 }
 
 
 def create_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmConfig:
-    """Create vLLM's configuration from our `own` options and the user's `options`. EngineError if both set the same."""
+    """Create vLLM's configuration. EngineError if the user's `options` set one of our `own`."""
     if clashes := sorted(own.keys() & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
     options = {"enable_sleep_mode": current_platform.is_sleep_mode_available(), **options}
@@ -109,7 +108,7 @@ def trial_request(facts: EngineFacts, sampler: Sampler) -> EngineCoreRequest:
 
 
 def read_output(output: EngineCoreOutput, sequence: ActiveSequence | None, sampler: Sampler) -> Output:
-    """Convert vLLM's output for `sequence`, or for a request that is over."""
+    """Convert vLLM's output for a request. `sequence` is None if we no longer track the request."""
     stats = output.prefill_stats
     choices = [] if output.new_logprobs is None else from_columns(output.new_logprobs)
     if sampler == "native" and sequence is not None:

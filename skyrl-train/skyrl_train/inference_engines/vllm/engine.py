@@ -10,6 +10,7 @@ from vllm.distributed import cleanup_dist_env_and_memory, model_parallel_is_init
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 
+from skyrl_train.config.generator import Sampler
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.scheduled import Output, ScheduledEngine
 from skyrl_train.inference_engines.sequence import ActiveSequence
@@ -25,7 +26,7 @@ from skyrl_train.inference_engines.vllm.core import (
     starting,
     trial_request,
 )
-from skyrl_train.inference_engines.vllm.wire import NATIVE, Sampler, check_results, decode_receipts, encode_plan
+from skyrl_train.inference_engines.vllm.wire import NATIVE_LIMITS, check_results, decode_receipts, encode_plan
 from skyrl_train.inference_engines.vllm.worker import read_facts
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
@@ -54,7 +55,7 @@ class VLLMEngine(ScheduledEngine):
         self._client, facts = thread.run_blocking(_start_core, options, tokenizer.eos_token_id, sampler)
         super().__init__(facts, tokenizer, thread)
         self._sampler = sampler
-        self._own_sampler = NATIVE if sampler == "native" else None
+        self._limits = NATIVE_LIMITS if sampler == "native" else None
         self._aborted: list[str] = []  # not yet removed from vLLM
 
     async def _exchange(self, new: Mapping[str, ActiveSequence]) -> list[Output]:

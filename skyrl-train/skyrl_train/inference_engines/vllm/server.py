@@ -1,8 +1,8 @@
 """vLLM behind HTTP: a server started separately with `vllm serve`. This process does not need vLLM.
 
-`START_COMMAND` starts such a server with our worker extension, for our sampler, and with open control endpoints.
-`NATIVE_COMMAND` keeps vLLM's own sampler and its asynchronous scheduling. Anyone who can reach these
-endpoints controls the server, so keep its port inside a trusted network.
+Two commands start such a server, with our worker extension and open control endpoints: `START_COMMAND` for our sampler,
+`NATIVE_COMMAND` for vLLM's own sampler and asynchronous scheduling. Anyone who can reach these endpoints controls the
+server, so keep its port inside a trusted network.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.config.generator import Sampler
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
 from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
@@ -21,9 +22,8 @@ from skyrl_train.inference_engines.stepped import EngineFacts, MemoryPart
 from skyrl_train.inference_engines.vllm.wire import (
     EXTENSION,
     N_LEADING,
-    NATIVE,
+    NATIVE_LIMITS,
     NATIVE_LOGPROBS,
-    Sampler,
     as_requested,
     check_results,
     decode_receipts,
@@ -52,12 +52,10 @@ class VLLMServerEngine(HTTPEngine):
     def __init__(
         self, address: str, tokenizer: PreTrainedTokenizerBase, sampler: Sampler | Literal["auto"] = "auto"
     ) -> None:
-        """Connect to the server at `address` ("host:port" or a URL), and install our sampler there unless it is native.
+        """Connect to the server at `address` ("host:port" or a URL), and install our sampler there if it is `seeded`.
 
-        `auto` uses the sampler that the server was started for.
-
-        The `tokenizer` detects stop strings. Raise EngineError if the server does not answer, or was not started with
-        `START_COMMAND`.
+        `auto` uses the sampler that the server was started for. The `tokenizer` detects stop strings. Raise EngineError
+        if the server does not answer, or was started with neither command above.
         """
         url = server_url(address)
         call_server(url, "GET", "/health")
@@ -69,7 +67,7 @@ class VLLMServerEngine(HTTPEngine):
         check_results(results)
         super().__init__(url, EngineFacts(**results[0]["facts"]), tokenizer)
         self._sampler: Sampler = results[0]["sampler"]
-        self._own_sampler = NATIVE if self._sampler == "native" else None
+        self._limits = NATIVE_LIMITS if self._sampler == "native" else None
         self._last_tokens: dict[str, list[SampledToken]] = {}  # of finished responses that still lack their usage
 
     def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:
@@ -83,7 +81,8 @@ class VLLMServerEngine(HTTPEngine):
         if self._sampler == "seeded":
             params |= {"logprobs": N_LEADING + sampling.n_top_logprobs, "extra_args": encode_request(sequence.request)}
         else:
-            params |= {"logprobs": sampling.n_top_logprobs, "temperature": sampling.temperature}
+            n_top = sampling.n_top_logprobs and sampling.n_top_logprobs + 1  # the server counts the sampled token, too
+            params |= {"logprobs": n_top, "temperature": sampling.temperature}
         return {
             "token_ids": sequence.token_ids,
             "sampling_params": params,
@@ -102,8 +101,11 @@ class VLLMServerEngine(HTTPEngine):
         for position in (choice["logprobs"] or {}).get("content") or []:
             columns = [(position["token_id"], position["logprob"])]
             columns += [(top["token_id"], top["logprob"]) for top in position["top_logprobs"]]
-            token = unpack(_with_sampled(columns, sequence.request))
-            tokens.append(as_requested(token, sequence.sampling) if self._sampler == "native" else token)
+            if self._sampler == "native":
+                best = sorted(dict(columns).items(), key=lambda column: -column[1])
+                tokens.append(as_requested(unpack([columns[0], *best]), sequence.sampling))
+            else:
+                tokens.append(unpack(_with_sampled(columns, sequence.request)))
         if choice["finish_reason"] is None:
             return Output(request_id, tokens)
         self._last_tokens[request_id] = tokens

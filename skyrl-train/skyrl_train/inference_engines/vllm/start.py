@@ -19,10 +19,11 @@ def start(setup: EngineSetup) -> InferenceEngine:
     from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
     from skyrl_train.inference_engines.vllm.engine import VLLMEngine
 
-    sampler = generator.choose_sampler(has_gpu=torch.cuda.is_available())
+    has_gpu = torch.cuda.is_available()
+    sampler = generator.choose_sampler(has_gpu=has_gpu)
     options: dict[str, Any] = {
         "model": path,
-        "dtype": cfg.engine_dtype(has_gpu=torch.cuda.is_available()),
+        "dtype": cfg.engine_dtype(has_gpu=has_gpu),
         "max_num_seqs": generator.max_num_seqs,
         "max_num_batched_tokens": generator.max_num_batched_tokens,
         "gpu_memory_utilization": setup.usable_bytes / setup.total_bytes,
@@ -30,7 +31,7 @@ def start(setup: EngineSetup) -> InferenceEngine:
         "enable_prefix_caching": generator.enable_prefix_caching,
         "enable_chunked_prefill": generator.enable_chunked_prefill,
     }
-    if not torch.cuda.is_available():  # on a CPU, vLLM allocates the whole cache up front
+    if not has_gpu:  # on a CPU, vLLM allocates the whole cache up front
         config = AutoConfig.from_pretrained(path).get_text_config()
         bytes_per_token = config_cache_bytes_per_token(config, getattr(torch, options["dtype"]))
         max_bytes = generator.max_num_seqs * config.max_position_embeddings * bytes_per_token

@@ -3,21 +3,22 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE
+from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE, MIN_NATIVE_TEMPERATURE
 from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.sampling import SampledToken
-from skyrl_train.inference_engines.scheduled import OwnSampler
+from skyrl_train.inference_engines.scheduled import SamplingLimits
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
-Sampler = Literal["native", "seeded"]
-NATIVE = OwnSampler("generator.vllm.sampler=native", "set generator.vllm.sampler=seeded", MAX_NATIVE_TEMPERATURE)
-NATIVE_LOGPROBS = "processed_logprobs"  # of vLLM's logprobs modes: at the request's temperature
+NATIVE_LIMITS = SamplingLimits(
+    "generator.vllm.sampler=native", "set generator.vllm.sampler=seeded", MIN_NATIVE_TEMPERATURE, MAX_NATIVE_TEMPERATURE
+)
+NATIVE_LOGPROBS = "processed_logprobs"  # vLLM's mode that reports log-probs at the request's temperature
 
 EXTENSION = "skyrl_train.inference_engines.vllm.worker.WorkerExtension"
 REQUEST = "skyrl"  # key of our request in the `extra_args` of vLLM's sampling parameters
@@ -62,7 +63,7 @@ def as_requested(choice: SampledToken, sampling: SamplingParams) -> SampledToken
     vLLM reports as many most likely tokens as any request of the batch wants.
     """
     top = dict(list((choice.top_logprobs or {}).items())[: sampling.n_top_logprobs])
-    raw = choice.logprob if sampling.with_raw_logprobs else None  # `OwnSampler`: the temperature is 1
+    raw = choice.logprob if sampling.with_raw_logprobs else None  # the temperature is 1, see `SamplingLimits`
     return choice._replace(raw_logprob=raw, top_logprobs=top or None)
 
 
@@ -90,7 +91,7 @@ def check_results(results: Sequence[Mapping[str, Any]]) -> None:
 def decode_receipts(results: Sequence[Mapping[str, Any]]) -> Receipt:
     """Return the receipt that all workers agree on.
 
-    Raise SyncError if one did not receive these weights, and EngineError if one could not load them.
+    Raise SyncError if a worker did not receive these weights, and EngineError if a worker could not load them.
     """
     for result in results:
         if "sync_error" in result:

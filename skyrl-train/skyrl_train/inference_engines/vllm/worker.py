@@ -74,8 +74,7 @@ class WorkerExtension:
             )
         if owner_pid is not None:
             threading.Thread(target=_end_with, args=(owner_pid,), daemon=True).start()
-        ours = PositionSampler(runner, frozenset(facts.eos_ids)) if sampler == "seeded" else None
-        runner.sampler = native if ours is None else ours
+        runner.sampler = PositionSampler(runner, frozenset(facts.eos_ids)) if sampler == "seeded" else native
         return {"facts": facts._asdict(), "sampler": sampler}
 
     def _cannot_be_seeded(self) -> str | None:
@@ -128,7 +127,8 @@ def _end_with(pid: int) -> None:
 def load_weights(model: Any, config: VllmConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy tensors with checkpoint names into a worker's part of the model.
 
-    vLLM fuses projections and, on a CPU, keeps packed copies of them. Reloading layer by layer rebuilds both.
+    vLLM fuses projections and, on a CPU, keeps packed copies of them. Reloading layer by layer rebuilds both. Raise
+    EngineError if the model has parameters that were not sent.
     """
     names = {name for name, _ in model.named_parameters()}
     # Reloading drops all values. Biases that balance a router's experts are constants in training, so no sync has them.

@@ -24,9 +24,9 @@ def as_task(function: Callable[..., Any]) -> Any:
 def connect(prepare_process: Callable[[], None] | None = None, n_task_cpus: int = 0) -> bool:
     """Connect this process to a Ray cluster. Return False if it was already connected.
 
-    Use the cluster at `$RAY_ADDRESS`, or raise ConfigError if none answers there, or one that `ray start` started on
-    this machine. Otherwise start one, with `n_task_cpus` more CPUs than the machine has. Each process that the cluster
-    starts for this process calls `prepare_process`.
+    The cluster is the one at `$RAY_ADDRESS`, or one that `ray start` started on this machine, or else a new one with
+    `n_task_cpus` more CPUs than the machine has. Each process that it starts for this process calls `prepare_process`.
+    Raise ConfigError if no cluster answers at `$RAY_ADDRESS`.
     """
     if ray.is_initialized():
         return False

@@ -43,7 +43,7 @@ class RankActor:
         return f"{host}:{free_port(host)}"
 
     def join(self, world: World, address: str, n_processes: int) -> timedelta:
-        """Join the model's process group, and return the time limit of collectives. `n_processes` share the node."""
+        """Join the model's process group, and return the time limit of collectives. `n_processes` share this node."""
         self._host = RankHost(world, f"tcp://{address}", threads_per_process(n_processes))
         return COLLECTIVE_TIMEOUT
 

@@ -117,7 +117,7 @@ class JaxSampler:
         request.shared = []
 
     def _n_needed(self, request: JaxRequestState) -> int:
-        """Return the number of free pages that the next sample needs, plus its prompt's if that is not cached.
+        """Return the number of free pages for the next sample, and for its prompt if the prompt is not cached.
 
         `_take_pages` explains the sharing. The first of several samples also copies the prompt's last page, so the
         longest possible sample is one page shorter than the cache.
