@@ -11,6 +11,7 @@
     │   ├── UnknownReward       `generators.gym_generator`: an environment returns None as reward
     │   └── NoReward            `endpoint.agent_generator`: an agent fails, or returns no valid reward
     ├── EngineError             inference engines and their clients
+    │   ├── SamplingError       engines with `scheduled.SamplingLimits`: a request's sampling has no log-probs
     │   └── EngineLostError     clients of an engine in another process, once that process is gone
     ├── CheckpointError         `checkpoint`, `run` and `workers.worker`, when saving, loading, merging or exporting
     ├── DivergenceError         `learner` and `run`, when they check the weights
@@ -56,6 +57,10 @@ class EnvError(SkyRLError):
 
 class EngineError(SkyRLError):
     """An inference engine could not start, or could not answer a request."""
+
+
+class SamplingError(EngineError):
+    """An inference engine cannot sample with the parameters of a request and report log-probs."""
 
 
 class EngineLostError(EngineError):

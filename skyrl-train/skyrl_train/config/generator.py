@@ -1,5 +1,6 @@
 """`generator.*`: the inference engine, sampling and the agent loop."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -27,7 +28,7 @@ RESHAPING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"
 """Sampling settings that change the distribution beyond its temperature."""
 
 Sampler = Literal["native", "seeded"]
-MIN_NATIVE_TEMPERATURE, MAX_NATIVE_TEMPERATURE = 0.01, 2.0
+NATIVE_TEMPERATURES = (0.01, 2.0)
 """The limits of vLLM's sampler. It raises lower temperatures to the minimum, except 0, and rejects higher ones."""
 
 SyncCheck = Annotated[
@@ -301,29 +302,24 @@ class GeneratorConfig(Section):
         """The traits of `backend`."""
         return ENGINES[EMBEDDED if self.backend == "auto" else self.backend]
 
-    @property
-    def reports_only_own_logprobs(self) -> bool:
-        """True if the engine reports only log-probs of the distribution that it samples from, not the policy's."""
-        return self.engine.reports_only_own_logprobs or (self.engine.has_samplers and self.vllm.sampler == "native")
-
     def choose_sampler(self, *, has_gpu: bool) -> Sampler:
         """Resolve `vllm.sampler` for engines that the run starts."""
         if self.vllm.sampler != "auto":
             return self.vllm.sampler
-        sections = (self.sampling_params, self.eval_sampling_params)
-        temperatures = [section.temperature for section in sections if section.temperature]
-        fits = all(MIN_NATIVE_TEMPERATURE <= value <= MAX_NATIVE_TEMPERATURE for value in temperatures)
-        return "native" if has_gpu and fits and not self.reshaped_sampling() else "seeded"
+        return "native" if has_gpu and not self.unscored_sampling() else "seeded"
 
-    def reshaped_sampling(self) -> dict[str, Any]:
-        """Return the settings, by key, that make the engine sample from another distribution than the policy's."""
+    def unscored_sampling(self) -> dict[str, Any]:
+        """Return the settings, by key, with which vLLM's own sampler and SGLang lack the policy's log-probs."""
         sections = {"sampling_params": self.sampling_params, "eval_sampling_params": self.eval_sampling_params}
-        return {
+        settings = {
             f"generator.{key}.{name}": value
             for key, section in sections.items()
             for name in RESHAPING
             if (value := getattr(section, name)) != type(section).model_fields[name].default
         }
+        temperatures = {f"generator.{key}.temperature": section.temperature for key, section in sections.items()}
+        low, high = NATIVE_TEMPERATURES if self.engine.has_samplers else (0.0, math.inf)
+        return settings | {key: value for key, value in temperatures.items() if value and not low <= value <= high}
 
     @property
     def engine_options(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from skyrl_train.endpoint.wire import (
     RequestError,
     refuse,
 )
-from skyrl_train.errors import DataError, EngineError
+from skyrl_train.errors import DataError, EngineError, SamplingError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import (
     EngineRequest,
@@ -249,6 +249,8 @@ class ModelService:
             for choice, request in zip(job.choices, requests, strict=True):
                 if choice.session is not None:
                     choice.session.give_up(request)
+            if isinstance(error, SamplingError):
+                refuse(str(error))
             if not isinstance(error, EngineError):
                 raise
             for session in sessions:

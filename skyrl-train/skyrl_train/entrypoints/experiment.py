@@ -162,7 +162,7 @@ class RLExperiment(Experiment):
         datasets = [train_dataset] if eval_dataset is None else [train_dataset, eval_dataset]
         self.check_environments(datasets)
         prompts = self.get_prompts(train_dataset)
-        curriculum = curriculum_callbacks(self.cfg, prompts)
+        data = (prompts, train_dataset, eval_dataset, curriculum_callbacks(self.cfg, prompts))
         total_steps = limit_steps(cfg, prompts.batches_per_epoch)
         if not self.replaces("get_model", "get_value_model"):
             check_memory(self.plan)
@@ -173,18 +173,7 @@ class RLExperiment(Experiment):
             self._reserved_bytes = launcher.bytes_beside_engine(learner.checkpoint_bytes)
             async with self.playing(launcher.policy) as (engine, generator):
                 with self.open_tracker() as tracker:
-                    parts = RunParts(
-                        launcher,
-                        learner,
-                        engine,
-                        generator,
-                        tracker,
-                        prompts,
-                        train_dataset,
-                        eval_dataset,
-                        curriculum,
-                        total_steps,
-                    )
+                    parts = RunParts(launcher, learner, engine, generator, tracker, *data, total_steps)
                     await train(self.new_trainer(parts))
 
     def new_trainer(self, parts: RunParts) -> Trainer:

@@ -45,7 +45,6 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # stop after one of these, like after the EOS token
     ignore_eos: bool = False  # do not stop at the EOS token
     n_top_logprobs: int = 0  # report the log-probs of this many most likely tokens at every position
-    with_raw_logprobs: bool = False  # also report log-probs at temperature 1
 
     def __post_init__(self) -> None:
         """Raise EngineError if a value is out of range."""
@@ -113,7 +112,6 @@ class EngineResult:
     stop_reason: StopReason
     weight_spans: tuple[WeightSpan, ...]
     sampling_logprobs: list[float] | None = None  # [n] after penalties and truncation, or None without them
-    raw_logprobs: list[float] | None = None  # [n] at temperature 1, on request
     top_logprobs: list[dict[int, float]] | None = None  # [n] most likely tokens, like `logprobs`, on request
     n_reused: int = 0  # prompt tokens taken from the cache
     experts: np.ndarray | None = None

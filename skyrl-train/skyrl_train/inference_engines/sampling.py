@@ -45,7 +45,6 @@ class SampledToken(NamedTuple):
     token_id: int
     logprob: float
     sampling_logprob: float | None = None  # after penalties and truncation, if any
-    raw_logprob: float | None = None  # at temperature 1, on request
     top_logprobs: dict[int, float] | None = None  # on request
 
 
@@ -62,10 +61,9 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
     """Sample one token per row by a search in the cumulative distribution.
 
     Args:
-        logits: (B, V) float32. Overwritten, so that only rows with penalties, truncation or raw log-probs are copied.
+        logits: (B, V) float32. Overwritten, so that only rows with penalties or truncation are copied.
         draws: [B] how to sample each row. Temperature 0 is greedy.
     """
-    raw_rows = [row for row, draw in enumerate(draws) if draw.sampling.with_raw_logprobs]
     shaped_rows = [row for row, draw in enumerate(draws) if draw.is_shaped]
     greedy_rows = [row for row, draw in enumerate(draws) if draw.sampling.temperature == 0]
     banned = [
@@ -74,7 +72,6 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
         if not draw.is_shaped
         for column, token_id in enumerate(draw.banned)
     ]
-    raw = logits[raw_rows] if raw_rows else None  # (b, V)
     shaped = _shaped(logits, [(row, draws[row]) for row in shaped_rows]) if shaped_rows else None  # (s, V)
     if any(draw.sampling.temperature not in (0, 1) for draw in draws):
         logits.div_(torch.tensor([[draw.sampling.temperature or 1.0] for draw in draws], device=logits.device))
@@ -98,20 +95,17 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[SampledTo
 
     chosen = _gather_chosen(logits, token_ids)  # (B,)
     logprobs = chosen - log_normalizer
-    sampling_by_row, raw_by_row = {}, {}
+    sampling_by_row = {}
     if shaped is not None:
         logprobs[shaped_rows] = _gather_chosen(tempered, token_ids[shaped_rows]) - log_normalizer[shaped_rows]
     if shaped is not None or banned:
         sampling_logprobs = (chosen - sums.logsumexp(dim=-1)).tolist()
         sampling_by_row = {row: sampling_logprobs[row] for row in (*shaped_rows, *(row for row, _, _ in banned))}
-    if raw is not None:
-        raw_logprobs = _gather_chosen(raw, token_ids[raw_rows]) - raw.logsumexp(dim=-1)
-        raw_by_row = dict(zip(raw_rows, raw_logprobs.tolist(), strict=True))
     top_by_row = {
         row: dict(zip(ids, (values - log_normalizer[row]).tolist(), strict=True)) for row, (ids, values) in top.items()
     }
     return [
-        SampledToken(token_id, logprob, sampling_by_row.get(row), raw_by_row.get(row), top_by_row.get(row))
+        SampledToken(token_id, logprob, sampling_by_row.get(row), top_by_row.get(row))
         for row, (token_id, logprob) in enumerate(zip(token_ids.tolist(), logprobs.tolist(), strict=True))
     ]
 

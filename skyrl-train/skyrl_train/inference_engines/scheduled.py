@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, SamplingError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread, SteppedEngine
 
+RESHAPING = ("top_p", "top_k", "min_p", "min_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
 GAVE_UP = "the backend gave up on a request; see its output above"
 
 
@@ -35,33 +36,22 @@ class SamplingLimits(NamedTuple):
 
     backend: str  # its name in error messages
     alternative: str  # what to do instead, for error messages
-    min_temperature: float = 0.0  # of samples that are not greedy
-    max_temperature: float = math.inf
+    temperatures: tuple[float, float] = (0.0, math.inf)  # limits for samples that are not greedy
 
     def check(self, sampling: SamplingParams) -> None:
-        """Raise EngineError if the backend cannot sample like this, or not with the policy's log-probs."""
-        if sampling.temperature > self.max_temperature:
-            raise EngineError(
-                f"temperature={sampling.temperature}: {self.backend} accepts at most {self.max_temperature:g}; lower "
-                f"it, or {self.alternative}"
+        """Raise SamplingError if the backend cannot sample like this, or not with the policy's log-probs."""
+        low, high = self.temperatures
+        if sampling.temperature and not low <= sampling.temperature <= high:
+            raise SamplingError(
+                f"temperature={sampling.temperature}: {self.backend} accepts 0, and {low:g} to {high:g}; change it, or "
+                f"{self.alternative}"
             )
-        if 0 < sampling.temperature < self.min_temperature:
-            raise EngineError(
-                f"temperature={sampling.temperature}: {self.backend} accepts 0, or at least {self.min_temperature:g}; "
-                f"raise it, or {self.alternative}"
-            )
-        for name in ("top_p", "top_k", "min_p", "min_new_tokens", "with_raw_logprobs"):
-            value = getattr(sampling, name)
-            if value != getattr(SamplingParams(1), name) and (name != "with_raw_logprobs" or sampling.temperature != 1):
-                raise EngineError(
-                    f"{name}={value}: {self.backend} does not report the log-probs of the distribution that this "
-                    f"samples from; remove it, or {self.alternative}"
+        for name in RESHAPING:
+            if (value := getattr(sampling, name)) != getattr(SamplingParams(1), name):
+                raise SamplingError(
+                    f"{name}={value}: {self.backend} does not report the policy's log-probs of tokens that it samples "
+                    f"with it; remove it, or {self.alternative}"
                 )
-        if sampling.penalizes:
-            raise EngineError(
-                f"{self.backend} reports only log-probs after penalties; remove repetition_penalty, presence_penalty "
-                f"and frequency_penalty, or {self.alternative}"
-            )
 
 
 class ScheduledEngine(SteppedEngine[ActiveSequence]):

@@ -30,7 +30,6 @@ class ActiveSequence:
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     is_shaped: bool = False  # penalties or truncation changed the distribution of a token
-    raw_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     weight_spans: list[WeightSpan] = field(default_factory=list)
     n_streamed: int = 0  # tokens already in `chunks`
@@ -62,8 +61,6 @@ class ActiveSequence:
         self.logprobs.append(choice.logprob)
         self.is_shaped = self.is_shaped or choice.sampling_logprob is not None
         self.sampling_logprobs.append(choice.logprob if choice.sampling_logprob is None else choice.sampling_logprob)
-        if choice.raw_logprob is not None:
-            self.raw_logprobs.append(choice.raw_logprob)
         if choice.top_logprobs is not None:
             self.top_logprobs.append(choice.top_logprobs)
         n_before = 0
@@ -88,7 +85,6 @@ class ActiveSequence:
             stop_reason=self.stop_reason,
             weight_spans=tuple(self.weight_spans),
             sampling_logprobs=self.sampling_logprobs if self.is_shaped else None,
-            raw_logprobs=self.raw_logprobs or None,
             top_logprobs=self.top_logprobs or None,
             n_reused=self.n_reused or 0,
             experts=self.experts,

@@ -13,7 +13,6 @@ CHOICES = st.builds(
     TOKEN_IDS,
     LOGPROBS,
     st.none() | LOGPROBS,
-    st.none() | LOGPROBS,
     st.none() | st.dictionaries(TOKEN_IDS, LOGPROBS, min_size=1, max_size=5),
 )
 

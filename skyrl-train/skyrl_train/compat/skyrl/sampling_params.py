@@ -22,7 +22,7 @@ IGNORED = {
 
 def to_sampling_params(sampling: SamplingParams) -> dict[str, Any]:
     """Convert sampling parameters to a dict with vLLM's names, as SkyRL passes them to generators."""
-    not_copied = {"max_new_tokens", "min_new_tokens", "n_top_logprobs", "with_raw_logprobs"}  # renamed, or not SkyRL's
+    not_copied = {"max_new_tokens", "min_new_tokens", "n_top_logprobs"}  # renamed, or not SkyRL's
     return {
         **{name: value for name, value in asdict(sampling).items() if name not in not_copied},
         "max_tokens": sampling.max_new_tokens,

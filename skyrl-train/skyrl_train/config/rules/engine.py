@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from skyrl_train.config.base import value_at
-from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE, MIN_NATIVE_TEMPERATURE
 from skyrl_train.config.problems import FIELDS, show
 from skyrl_train.config.root import SkyRLConfig
 
@@ -218,23 +217,12 @@ def sampling_has_log_probs(cfg: SkyRLConfig) -> Iterator[str]:
             f"generator.vllm.sampler={sampler} is a setting of vLLM, but generator.backend={generator.backend}; remove "
             "it, or set generator.backend=vllm"
         )
-    for key in ("generator.sampling_params.temperature", "generator.eval_sampling_params.temperature"):
-        is_high = (temperature := value_at(cfg, key)) > MAX_NATIVE_TEMPERATURE
-        if sampler == "native" and (is_high or 0 < temperature < MIN_NATIVE_TEMPERATURE):
-            bound = f"at most {MAX_NATIVE_TEMPERATURE:g}" if is_high else f"0, or at least {MIN_NATIVE_TEMPERATURE:g},"
-            yield (
-                f"{key}={temperature:g} must be {bound} with generator.vllm.sampler=native; set "
-                "generator.vllm.sampler=seeded"
-            )
-    if generator.reports_only_own_logprobs:
-        engine, other = f"generator.backend={generator.backend}", "generator.backend=vllm"
-        if generator.engine.has_samplers:
-            engine, other = f"generator.vllm.sampler={sampler}", "generator.vllm.sampler=seeded"
-        for key, value in generator.reshaped_sampling().items():
-            yield (
-                f"{engine} cannot report the log-probs of tokens sampled with {key}={show(value)}; remove {key}, or "
-                f"set {other}"
-            )
+    engine, other = f"generator.backend={generator.backend}", "generator.backend=vllm"
+    if generator.engine.has_samplers:
+        engine, other = f"generator.vllm.sampler={sampler}", "generator.vllm.sampler=seeded"
+    if generator.engine.reports_only_own_logprobs or (generator.engine.has_samplers and sampler == "native"):
+        for key, value in generator.unscored_sampling().items():
+            yield f"{engine} reports no log-probs of the policy with {key}={show(value)}; remove {key}, or set {other}"
 
 
 def engine_has_its_options(cfg: SkyRLConfig) -> Iterator[str]:

@@ -137,7 +137,6 @@ class SGLangEngine(HTTPEngine):
                 SampledToken(
                     token_id,
                     logprob,
-                    raw_logprob=logprob if sequence.sampling.with_raw_logprobs else None,  # T = 1, by `_limits`
                     top_logprobs=None if top is None else {other_id: value for value, other_id, _ in top},
                 )
             )

@@ -22,7 +22,6 @@ from skyrl_train.inference_engines.vllm.wire import (
     MISSING,
     N_LEADING,
     NAN,
-    RAW,
     REQUEST,
     SAMPLING,
     SamplerRequest,
@@ -88,7 +87,7 @@ def _foreign_request(state: CachedRequestState) -> SamplerRequest:
 def to_columns(choices: Sequence[SampledToken]) -> LogprobsTensors:
     """Pack tokens and all their log-probs into columns that vLLM passes on as log-probs.
 
-    With one top log-prob, a row is (token, logprob), (SAMPLING, …), (RAW, …), (top token, …). Missing values have the
+    With one top log-prob, a row is (token, logprob), (SAMPLING, …), (top token, …). Missing values have the
     token id `MISSING`. `wire.unpack` is the inverse.
     """
     tops = [choice.top_logprobs or {} for choice in choices]
@@ -96,11 +95,9 @@ def to_columns(choices: Sequence[SampledToken]) -> LogprobsTensors:
     values = np.zeros((len(choices), N_LEADING + n_top), dtype=np.float32)
     token_ids = np.full(values.shape, MISSING, dtype=np.int32)
     for row, (choice, top) in enumerate(zip(choices, tops, strict=True)):
-        columns = [(choice.token_id, choice.logprob), *top.items()]
-        columns[1:1] = [
-            (MISSING if value is None else token_id, value or 0.0)
-            for token_id, value in ((SAMPLING, choice.sampling_logprob), (RAW, choice.raw_logprob))
-        ]
+        sampling = choice.sampling_logprob
+        leading = [(choice.token_id, choice.logprob), (MISSING if sampling is None else SAMPLING, sampling or 0.0)]
+        columns = [*leading, *top.items()]
         token_ids[row, : len(columns)], values[row, : len(columns)] = zip(*columns, strict=True)
     values[np.isnan(values)] = NAN
     ranks = torch.zeros(len(choices), dtype=torch.int32)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skyrl_train.config.generator import MAX_NATIVE_TEMPERATURE, MIN_NATIVE_TEMPERATURE
+from skyrl_train.config.generator import NATIVE_TEMPERATURES
 from skyrl_train.errors import EngineError, SyncError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.sampling import SampledToken
@@ -16,14 +16,14 @@ from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 NATIVE_LIMITS = SamplingLimits(
-    "generator.vllm.sampler=native", "set generator.vllm.sampler=seeded", MIN_NATIVE_TEMPERATURE, MAX_NATIVE_TEMPERATURE
+    "generator.vllm.sampler=native", "set generator.vllm.sampler=seeded", NATIVE_TEMPERATURES
 )
 NATIVE_LOGPROBS = "processed_logprobs"  # vLLM's mode that reports log-probs at the request's temperature
 
 EXTENSION = "skyrl_train.inference_engines.vllm.worker.WorkerExtension"
 REQUEST = "skyrl"  # key of our request in the `extra_args` of vLLM's sampling parameters
-N_LEADING = 3  # columns before the most likely tokens: `logprob`, `sampling_logprob`, `raw_logprob`
-MISSING, SAMPLING, RAW = -1, -2, -3  # token ids of columns, all different because vLLM's server makes a dict of them
+N_LEADING = 2  # columns before the most likely tokens: `logprob`, `sampling_logprob`
+MISSING, SAMPLING = -1, -2  # token ids of columns, all different because vLLM's server makes a dict of them
 NAN = 2.0  # stands for NaN, because JSON has none: no log-prob is that large
 
 
@@ -52,9 +52,9 @@ def decode_request(encoded: dict[str, Any]) -> SamplerRequest:
 def unpack(columns: Sequence[tuple[int, float]]) -> SampledToken:
     """Unpack a sampled token from (token id, log-prob) columns. The first column is the sampled token."""
     (token_id, logprob), *others = ((i, math.nan if value >= NAN else value) for i, value in columns)
-    named = {i: value for i, value in others if i < 0}
+    sampling = next((value for i, value in others if i == SAMPLING), None)
     top = {i: value for i, value in others if i >= 0}
-    return SampledToken(token_id, logprob, named.get(SAMPLING), named.get(RAW), top or None)
+    return SampledToken(token_id, logprob, sampling, top or None)
 
 
 def as_requested(choice: SampledToken, sampling: SamplingParams) -> SampledToken:
@@ -63,8 +63,7 @@ def as_requested(choice: SampledToken, sampling: SamplingParams) -> SampledToken
     vLLM reports as many most likely tokens as any request of the batch wants.
     """
     top = dict(list((choice.top_logprobs or {}).items())[: sampling.n_top_logprobs])
-    raw = choice.logprob if sampling.with_raw_logprobs else None  # the temperature is 1, see `SamplingLimits`
-    return choice._replace(raw_logprob=raw, top_logprobs=top or None)
+    return choice._replace(top_logprobs=top or None)
 
 
 def encode_plan(plan: SyncPlan) -> dict[str, Any]:

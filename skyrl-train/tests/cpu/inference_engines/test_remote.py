@@ -272,7 +272,7 @@ async def test_a_message_that_is_too_large_or_cannot_be_pickled_fails_only_its_o
         with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds the limit of 4,000"):
             await engine.generate([request(1, n_prompt=300), *[request(1) for _ in range(200)]])  # as a request
         with pytest.raises(EngineError, match=r"a message of [\d,]+ bytes exceeds the limit of 4,000"):
-            await engine.generate([request(200, with_raw_logprobs=True)])  # as a result
+            await engine.generate([request(200, n_top_logprobs=2)])  # as a result
         with pytest.raises(EngineError, match="cannot be pickled"):
             await engine.end_session(lambda: None)  # type: ignore[arg-type]
         for task in kept:

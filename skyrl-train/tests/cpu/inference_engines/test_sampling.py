@@ -179,7 +179,7 @@ def test_every_row_has_its_own_parameters() -> None:
         draw(temperature=0.0),
         draw(seed=1),
         draw(top_k=1),
-        draw(seed=2, temperature=3.0, with_raw_logprobs=True),
+        draw(seed=2, temperature=3.0),
         draw(min_p=0.9, n_top_logprobs=2),
         draw([0, 1, 1], n_prompt=1, seed=3, presence_penalty=2.0, top_p=0.7),
     ]
@@ -188,7 +188,7 @@ def test_every_row_has_its_own_parameters() -> None:
     for choice, row in zip(batched, rows, strict=True):
         (single,) = choose_tokens(LOGITS[None].clone(), [row])
         assert (choice.token_id, choice.top_logprobs) == (single.token_id, single.top_logprobs)
-        for name in ("logprob", "sampling_logprob", "raw_logprob"):
+        for name in ("logprob", "sampling_logprob"):
             assert getattr(choice, name) == pytest.approx(getattr(single, name), abs=1e-6)
 
 

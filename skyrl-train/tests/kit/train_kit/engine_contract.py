@@ -65,7 +65,7 @@ class SamplingContract:
         requests = [engine_kit.request(9 + 20 * i, 12, seed=i, temperature=t) for i, t in enumerate(temperatures)]
         for request, result in zip(requests, await engine_kit.new().generate(requests), strict=True):
             assert_agrees(engine_kit, request, result)
-            assert result.sampling_logprobs is result.raw_logprobs is result.top_logprobs is None
+            assert result.sampling_logprobs is result.top_logprobs is None
 
     async def test_penalties_and_truncation_change_sampling_and_not_the_log_probs(self, engine_kit: EngineKit) -> None:
         requests = [
@@ -78,17 +78,13 @@ class SamplingContract:
             shaped = engine_kit.sampling_logprobs(request, result)
             assert result.sampling_logprobs == pytest.approx(shaped, abs=engine_kit.tolerance)
 
-    async def test_raw_and_top_log_probs_on_request(self, engine_kit: EngineKit) -> None:
+    async def test_top_log_probs_on_request(self, engine_kit: EngineKit) -> None:
         plain = engine_kit.request(20, 6, temperature=0.6, top_p=0.9)
-        raw = replace(plain, sampling=replace(plain.sampling, with_raw_logprobs=True))
         top = replace(plain, sampling=replace(plain.sampling, n_top_logprobs=3))
-        without, with_raw, with_top = await engine_kit.new().generate([plain, raw, top])
-        assert without.raw_logprobs is without.top_logprobs is None
-        expected = engine_kit.trainer_logprobs(raw, with_raw, temperature=1.0)
-        assert with_raw.raw_logprobs == pytest.approx(expected, abs=engine_kit.tolerance)
+        without, with_top = await engine_kit.new().generate([plain, top])
+        assert without.top_logprobs is None
         logprobs = (engine_kit.logits(top, with_top) / 0.6).log_softmax(-1)
         assert with_top.top_logprobs is not None
-        assert with_top.raw_logprobs is None
         for row, top_logprobs in zip(logprobs, with_top.top_logprobs, strict=True):
             values, token_ids = row.topk(3)
             expected_row = dict(zip(token_ids.tolist(), values.tolist(), strict=True))
