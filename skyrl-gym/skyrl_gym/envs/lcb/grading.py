@@ -97,14 +97,14 @@ def extract_code(reply: str) -> str | None:
 
     As in CommonMark, the closing fence stands alone on a line, is at least as long as the opening one, and is at most
     three spaces deeper, so fences in a docstring are part of the program. A fence at the end of a line without other
-    backticks also closes the block. A block in a list is dedented. A block of another language, such as an example of
-    the output, counts only if no block is Python or unlabeled.
+    backticks also closes the block. A block in a list is dedented. A block without a language, such as an example of the
+    output, counts only if no block is labeled as Python, and a block of another language only if there is no other.
 
     >>> extract_code("Here it is:\n```python\nprint(42)\n```\nIt prints 42.")
     'print(42)\n'
     """
     reply = strip_thoughts(reply)
-    code, other, position = None, None, 0
+    code, code_rank, position = None, 0, 0
     while opening := OPENING.search(reply, position):
         indentation, fence = opening[1] or "", opening[2]
         end = re.compile(
@@ -114,11 +114,11 @@ def extract_code(reply: str) -> str | None:
             break
         block, position = reply[opening.end() : end.start()] + (end[1] or ""), end.end()
         block = dedent(block) if indentation else block
-        if _PYTHON.match(opening[3].strip().lower()):
-            code = block
-        else:
-            other = block
-    return other if code is None else code
+        language = opening[3].strip().lower()
+        rank = 0 if not _PYTHON.match(language) else 2 if language else 1
+        if rank >= code_rank:
+            code, code_rank = block, rank
+    return code
 
 
 def parse_tests(ground_truth: Any) -> list[Test]:
