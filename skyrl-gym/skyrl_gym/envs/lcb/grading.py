@@ -97,8 +97,8 @@ def extract_code(reply: str) -> str | None:
 
     As in CommonMark, the closing fence stands alone on a line, is at least as long as the opening one, and is at most
     three spaces deeper, so fences in a docstring are part of the program. A fence at the end of a line without other
-    backticks also closes the block. A block in a list is dedented. A block without a language, such as an example of the
-    output, counts only if no block is labeled as Python, and a block of another language only if there is no other.
+    backticks also closes the block. A block in a list is dedented. A block without a language, such as an example of
+    the output, counts only if no block is labeled as Python, and one of another language only if there is no other.
 
     >>> extract_code("Here it is:\n```python\nprint(42)\n```\nIt prints 42.")
     'print(42)\n'
