@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-PROGRAMS = """bash base64 cat chmod cp date dirname env find git grep head id kill ln ls mkdir mktemp mv printf ps rm
-sed seq setsid sh sleep sort tail tee timeout touch tr true uname wc yes"""
+PROGRAMS = """bash base64 cat chmod cp date dirname env find git grep head id kill ln ls mkdir mkfifo mktemp mv printf
+ps rm sed seq setsid sh sleep sort tail tee timeout touch tr true uname wc yes"""
 
 
 @dataclass(frozen=True)
