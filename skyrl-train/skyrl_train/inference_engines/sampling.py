@@ -51,7 +51,7 @@ class SampledToken(NamedTuple):
 def choose_in_chunks(
     draws: Sequence[Draw], n_tokens: int, compute_logits: Callable[[slice], torch.Tensor]
 ) -> list[SampledToken]:
-    """Sample one token per row, `CHUNK_LOGITS` logits at a time. `compute_logits` returns those of a slice (b, V)."""
+    """Sample one token per row, `CHUNK_LOGITS` logits at a time. `compute_logits` maps a slice of rows to (b, V)."""
     n_rows = max(1, CHUNK_LOGITS // n_tokens)
     chunks = [slice(i, i + n_rows) for i in range(0, len(draws), n_rows)]
     return [choice for rows in chunks for choice in choose_tokens(compute_logits(rows), draws[rows])]

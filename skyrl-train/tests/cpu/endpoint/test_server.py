@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.endpoint import AgentSession, Endpoint
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.inference_engines.scheduled import SamplingLimits
 from skyrl_train.models.memory import cache_bytes_per_token
 
 
@@ -219,6 +220,21 @@ async def test_a_failing_engine_is_a_server_error(stage: EndpointStage, monkeypa
         async for _ in stream:
             pass
     assert session.recording.turns == []
+
+
+async def test_sampling_without_log_probs_is_the_clients_mistake(
+    stage: EndpointStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, limits = stage.engine._new_sequence, SamplingLimits("this backend", "use another")
+
+    def create_checked(request: Any, max_tokens: int) -> Any:
+        limits.check(request.sampling)
+        return create(request, max_tokens)
+
+    monkeypatch.setattr(stage.engine, "_new_sequence", create_checked)
+    with pytest.raises(openai.BadRequestError, match=r"top_p=0\.5: this backend does not report"):
+        await chat(stage.client(), top_p=0.5)
+    assert (await chat(stage.client())).choices
 
 
 async def test_many_simultaneous_connections(stage: EndpointStage) -> None:
