@@ -9,6 +9,7 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.error import InvalidAnswer
+from skyrl_gym.images import read_parts
 from skyrl_gym.runtime.text import clean_strings
 
 TRAINING_READS = ("modified_chat_history", "reward_components")
@@ -32,7 +33,7 @@ def validate_prompt(answer: Any) -> ConversationType:
     prompt, _ = answer
     if not prompt or not is_conversation(prompt):
         raise InvalidAnswer(f"init() returned prompt={prompt!r}; it must be a list of messages")
-    return list(clean_strings(prompt))
+    return _clean_messages(prompt)
 
 
 def validate_step_output(output: Any) -> BaseTextEnvStepOutput:
@@ -65,14 +66,23 @@ def validate_step_output(output: Any) -> BaseTextEnvStepOutput:
     return _clean_texts(output)
 
 
+def _clean_messages(messages: ConversationType) -> ConversationType:
+    """Clean the texts of messages and read their images."""
+    return [{**clean_strings(message), "content": clean_strings(read_parts(message["content"]))} for message in messages]
+
+
 def _clean_texts(output: dict[str, Any]) -> BaseTextEnvStepOutput:
     """Clean the parts of `step`'s return value that training reads."""
     metadata = output.get("metadata")
     clean: dict[str, Any] = {
         name: clean_strings(output[name]) for name in ("observations", "postprocessed_action") if name in output
     }
+    if is_conversation(output.get("observations")):
+        clean["observations"] = _clean_messages(output["observations"])
     if metadata is not None:
         read = {name: clean_strings(metadata[name]) for name in TRAINING_READS if name in metadata}
+        if read.get("modified_chat_history") is not None:
+            read["modified_chat_history"] = _clean_messages(metadata["modified_chat_history"])
         clean["metadata"] = {**metadata, **read}
     return {**output, **clean}  # type: ignore[typeddict-item]
 

@@ -74,6 +74,10 @@ class PolicyModelConfig(Section):
 
     lora: LoraConfig = LoraConfig()
 
+    freeze_vision: bool = True
+    """Train only the language model of a vision-language model, not its image encoder. With LoRA, only the language
+    model gets an adapter. No effect on text models."""
+
 
 class OptimizerConfig(Section):
     """AdamW, one step per mini-batch."""

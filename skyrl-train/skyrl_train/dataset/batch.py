@@ -34,6 +34,7 @@ def build_training_batch(trajectories: Sequence[Trajectory], pad_token_id: int) 
         rollout_logprobs=None if logprobs is None else pad_right(logprobs),
         greedy_rewards=None if greedy_rewards is None else torch.tensor(greedy_rewards),
         experts=_pad_experts(segments, sequences.shape[1], response_length),
+        images=[segment.images for segment in segments] if any(segment.images for segment in segments) else None,
         reward_components={name: torch.tensor([t.reward_components.get(name, 0.0) for t in owners]) for name in names},
     )
 

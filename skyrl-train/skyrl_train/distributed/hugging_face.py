@@ -37,6 +37,7 @@ from skyrl_train.distributed.strategy import (
     new_save_group,
     set_timeout,
 )
+from skyrl_train.media.processing import has_vision
 from skyrl_train.models.deferred import deferring
 from skyrl_train.models.generation import save_model
 from skyrl_train.models.loading import autocast, checkpointed_layers, train_in_float32
@@ -52,6 +53,7 @@ from skyrl_train.models.lora import (
 from skyrl_train.models.prefix_sharing import use_attention
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
+from skyrl_train.models.vision import freeze_vision
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Shard
 from skyrl_train.types.specs import ModelSpec, World
@@ -70,6 +72,8 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         dtypes = train_in_float32(model, is_empty=weights.source is not None) if spec.trains_all_weights else {}
         if spec.lora is not None:
             add_adapter(model, spec.lora)
+        elif has_vision(model.config) and not spec.trains_vision:
+            freeze_vision(model)
         module = ScoringModule(
             model,
             temperature=spec.temperature,
@@ -103,7 +107,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
                 with torch.no_grad(), autocast(device, settings.bf16), without_adapter:
                     results.append(consume(module(rows), rows)[1])
                 continue
-            recomputed = use_attention(module.hf_model) if module.shares_prefixes else nullcontext()
+            recomputed = use_attention(module.hf_model) if module.can_share(rows) else nullcontext()
             dropped = adapter_dropout(module.hf_model) if settings.dropout else nullcontext()
             with checkpointed_layers(module.hf_model), recomputed, dropped:
                 with autocast(device, settings.bf16):

@@ -25,6 +25,7 @@ from skyrl_train.config.supervised import DPOTrainerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.learner import Learner
+from skyrl_train.media.processing import save_tokenizer
 from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, REF_PATH, check_same_vocabulary, check_vocabulary_size
 from skyrl_train.types.specs import ModelSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
@@ -57,7 +58,14 @@ class ModelLoader:
         key = f"trainer.{'critic' if role == 'critic' else 'policy'}"
         optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps)
         lora = lora_spec(section.model, f"{key}.model.lora", self.cfg.seed)
-        spec = replace(self._spec(role, load, section), optimizer=optimizer, lora=lora, replays_experts=replays_experts)
+        trains_vision = not getattr(section.model, "freeze_vision", True)
+        spec = replace(
+            self._spec(role, load, section),
+            optimizer=optimizer,
+            lora=lora,
+            trains_vision=trains_vision,
+            replays_experts=replays_experts,
+        )
         return await self.launcher.load(spec, objective)
 
     async def load_reference(
@@ -84,7 +92,7 @@ class ModelLoader:
         return ref
 
     def _spec(self, role: Role, load: Callable[[], PreTrainedModel], sharding: ShardedModelConfig) -> ModelSpec:
-        save, eos_ids = self.tokenizer.save_pretrained, [self.tokenizer.eos_token_id, *self.stop_token_ids]
+        save, eos_ids = partial(save_tokenizer, self.tokenizer), [self.tokenizer.eos_token_id, *self.stop_token_ids]
         return model_spec(role, load, save, self.cfg, self.temperature, sharding=sharding, eos_ids=eos_ids)
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.images import EncodedImage
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.media.spans import ImageSpan
 from skyrl_train.rendering.template import MARK, ChatTemplate, Messages
 
 CONTEXT_TOKENS = 32  # last tokens of a row that are decoded to tokenize the text after them
@@ -32,15 +34,21 @@ class _Cached:
         self._n_tokens = 0
 
     def __call__(self, messages: Messages) -> list[int]:
-        key = json.dumps(messages)
+        key = json.dumps(messages, default=_digest)
         if key in self._results:
             self._results.move_to_end(key)
             return self._results[key].copy()
-        token_ids = self._results[key] = self._encode(json.loads(key))
+        token_ids = self._results[key] = self._encode(messages)
         self._n_tokens += len(token_ids)
         while self._n_tokens > CACHED_TOKENS:
             self._n_tokens -= len(self._results.popitem(last=False)[1])
         return token_ids.copy()
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, EncodedImage):
+        return value.digest
+    raise TypeError(f"a message has a {type(value).__name__}, which is not JSON")
 
 
 class ChatEncoder:
@@ -94,6 +102,10 @@ class ChatEncoder:
         is_end = not self.decode_all(token_ids[: max(0, n_end - 1)]).strip()  # some templates put a space before it
         return token_ids[n_end:] if is_end else token_ids
 
+    def find_spans(self, token_ids: Sequence[int], messages: Messages) -> list[ImageSpan]:
+        """Return where the images of messages are in the tokens that this encoder returned for them."""
+        return self._template.find_spans(token_ids, messages)
+
     def conversation_ids(self, messages: Messages) -> tuple[list[int], list[int]]:
         """Return a conversation's tokens and a mask that is 1 in the template's generation blocks."""
         encoded: Any = self.tokenizer.apply_chat_template(
@@ -130,7 +142,7 @@ class ChatEncoder:
 
     def _encode_messages(self, render: Callable[[Messages], str], messages: Messages) -> list[int]:
         self._template.check_written(messages)
-        return self.encode(render(messages))
+        return self.encode(self._template.expand(render(messages), messages))
 
     def _encode_after_turn(self, observations: Messages) -> list[int]:
         """Tokenize everything that the template puts after a sampled turn: render `MARK` as the turn, cut after it."""
@@ -138,7 +150,7 @@ class ChatEncoder:
         self._template.check_written(messages)
         text = self._template.render(messages, adds_header=True)
         turn, found, tail = text.partition(MARK)
-        token_ids = self._template.encode_after(turn + found, tail)
+        token_ids = self._template.encode_after(turn + found, self._template.expand(tail, messages))
         if not found or not token_ids:
             raise ConfigError(
                 "the chat template does not show the text of assistant messages, so turns cannot be joined; use a "

@@ -13,10 +13,12 @@ from itertools import takewhile
 
 import numpy as np
 
+from skyrl_gym.images import find_images
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.chat_template import ChatEncoder, Messages
 from skyrl_train.inference_engines.base import EngineResult
+from skyrl_train.media.spans import ImageSpan
 from skyrl_train.types import Message, Segment, StopReason, Turn
 
 
@@ -33,11 +35,16 @@ class TokenConversation:
         self.rows: list[Segment] = []
         self.turns: list[Turn] = []
         if prompt is not None:
-            self._start_row(chat.prompt_ids(prompt))
+            self._start_row(chat.prompt_ids(prompt), prompt)
 
     def next_prompt(self) -> list[int]:
         """Return the engine's prompt for the next turn."""
         return self.rows[-1].token_ids
+
+    @property
+    def images(self) -> tuple[ImageSpan, ...]:
+        """Images in the engine's prompt for the next turn."""
+        return tuple(self.rows[-1].images)
 
     @property
     def n_response_tokens(self) -> int:
@@ -69,11 +76,12 @@ class TokenConversation:
         """Add the environment's messages."""
         row = self.rows[-1]
         ends_turn = self._ends_stopped_turns or self.turns[-1].stop_reason != StopReason.STOP
-        row.append_observed(self._chat.observation_ids(observations, row.token_ids[-1], ends_turn=ends_turn))
+        token_ids = self._chat.observation_ids(observations, row.token_ids[-1], ends_turn=ends_turn)
+        row.append_observed(token_ids, self._chat.find_spans(token_ids, observations))
 
     def replace_history(self, messages: Messages) -> None:
         """Replace the whole conversation. `messages` start a new row."""
-        self._start_row(self._chat.history_ids(messages))
+        self._start_row(self._chat.history_ids(messages), messages)
 
     def finish(self) -> None:
         """Drop everything after the last turn, and truncate each row after its last turn."""
@@ -81,8 +89,8 @@ class TokenConversation:
         for index, row in enumerate(self.rows):
             row.truncate(max((turn.end for turn in self.turns if turn.segment == index), default=0))
 
-    def _start_row(self, token_ids: list[int]) -> None:
-        self.rows.append(Segment.start(token_ids))
+    def _start_row(self, token_ids: list[int], messages: Messages) -> None:
+        self.rows.append(Segment.start(token_ids, self._chat.find_spans(token_ids, messages)))
 
     def _append_turn(self, index: int, result: EngineResult) -> None:
         row = self.rows[index]
@@ -107,6 +115,11 @@ class SingleMessageConversation(TokenConversation):
             row.truncate(row.response_length - 1)
             turn.end = row.response_length
         for message in observations:
+            if not isinstance(message["content"], str):
+                raise EnvError(
+                    "an observation has an image, which generator.use_conversation_multi_turn=false cannot write inside "
+                    "an assistant message; set it to true"
+                )
             row.append_observed(self._chat.encode_after(row.token_ids, message["content"]))
 
 
@@ -145,10 +158,13 @@ class StepwiseConversation(TokenConversation):
         prompt = self._chat.history_ids(self._messages)
         row = self.rows[-1]
         n_tokens = len(row.token_ids)
-        if self._merges and prompt[:n_tokens] == row.token_ids:
+        images = self._chat.find_spans(prompt, self._messages)
+        n_images = len(row.images)
+        if self._merges and prompt[:n_tokens] == row.token_ids and images[:n_images] == row.images:
             row.append_observed(prompt[n_tokens:])
+            row.images = images
         else:
-            self._start_row(prompt)
+            self.rows.append(Segment.start(prompt, images))
 
 
 class RetokenizedConversation(StepwiseConversation):
@@ -197,6 +213,11 @@ class RetokenizedConversation(StepwiseConversation):
         """Render the history up to its last assistant message as the only row."""
         while self._messages and self._messages[-1]["role"] != "assistant":
             self._messages.pop()
+        if find_images(self._messages):
+            raise EnvError(
+                "a message has an image, but with generator.chat_template.name_or_path the whole conversation is "
+                "tokenized again, which supports text only; remove the setting"
+            )
         token_ids, is_assistant = self._chat.conversation_ids(self._messages) if self._messages else ([], [])
         indices = [i for m, i in zip(self._messages, self._turn_indices, strict=False) if m["role"] == "assistant"]
         runs = np.flatnonzero(np.diff([0, *is_assistant, 0])).reshape(-1, 2).tolist()  # start and end of each run of 1

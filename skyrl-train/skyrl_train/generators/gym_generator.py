@@ -175,7 +175,8 @@ class GymGenerator(RolloutGenerator):
         if (budget := self.generator_cfg.max_response_length) is not None:
             n_left = budget - conversation.n_response_tokens
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, n_left))
-        request = EngineRequest(conversation.next_prompt(), sampling, rollout.seed, rollout.session_id)
+        prompt_ids, images = conversation.next_prompt(), conversation.images
+        request = EngineRequest(prompt_ids, sampling, rollout.seed, rollout.session_id, images)
         started = time.perf_counter()
         try:
             (result,) = await self.inference_engine_client.generate([request])
@@ -232,7 +233,10 @@ class GymGenerator(RolloutGenerator):
         context = f"Context: {n_tokens}/{max_tokens} tokens ({round(100 * n_tokens / max_tokens)}%)"
         status = f"[{context}, Turn {len(conversation.turns)}/{self.generator_cfg.max_turns}]"
         last = observations[-1]
-        return [*observations[:-1], {**last, "content": f"{last['content']}\n{status}"}]
+        content = last["content"]
+        if isinstance(content, list):
+            return [*observations[:-1], {**last, "content": [*content, {"type": "text", "text": status}]}]
+        return [*observations[:-1], {**last, "content": f"{content}\n{status}"}]
 
     async def _finish(self, rollout: Rollout) -> None:
         """Free the engine's cache of the conversation, collect the environment's metrics, and close it."""

@@ -13,6 +13,7 @@ import torch
 
 from skyrl_train.config.generator import SamplingConfig
 from skyrl_train.errors import EngineError
+from skyrl_train.media.spans import ImageSpan
 from skyrl_train.types import StopReason, WeightSpan
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
@@ -92,6 +93,7 @@ class EngineRequest:
     sampling: SamplingParams
     seed: int  # with the position, decides each token, whatever the batch. vLLM's own sampler ignores it.
     session_id: str | None = None  # requests of one session share a key-value cache until `end_session`
+    images: tuple[ImageSpan, ...] = ()  # in order, where the prompt has their placeholder tokens
 
 
 def hash_seed(identity: str) -> int:

@@ -14,6 +14,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -24,6 +25,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.media.processing import has_vision
 from skyrl_train.models.attributes import with_attribute
 from skyrl_train.models.deferred import create_without_weights
 from skyrl_train.models.fused import fuse_operations
@@ -48,7 +50,19 @@ AUTO_CLASSES: Mapping[Role, Any] = {
     "critic": AutoModelForTokenClassification,
     "reward": AutoModelForSequenceClassification,
 }
-"""Model class of each role. Critics and reward models have a head with one output."""
+"""Class of a text model in each role. Critics and reward models have a head with one output."""
+
+
+def model_class(role: Role, config: PretrainedConfig) -> Any:
+    """Return the class that loads a model in a role. ConfigError for a critic or reward model that reads images."""
+    if not has_vision(config):
+        return AUTO_CLASSES[role]
+    if role in ("critic", "reward"):
+        raise ConfigError(
+            f"a {config.model_type} reads images, and cannot be a {role} here; use a text model, or an advantage "
+            "estimator without a critic, e.g. trainer.algorithm.advantage_estimator=grpo"
+        )
+    return AutoModelForImageTextToText
 
 
 def default_device() -> torch.device:
@@ -140,7 +154,7 @@ def create_empty(path: str, role: Role, **options: Any) -> PreTrainedModel:
     if role in ("critic", "reward"):
         config.num_labels = 1
     with torch.device("meta"):
-        return AUTO_CLASSES[role].from_config(config)
+        return model_class(role, config).from_config(config)
 
 
 def load_model(
@@ -165,11 +179,14 @@ def load_model(
     Raises:
         ConfigError: no model at `path`, an architecture without this head, or one whose log-probs would be wrong.
     """
-    auto_class, source = AUTO_CLASSES[role], f"{key}={path}"
+    source = f"{key}={path}"
     kind = {"critic": "critic", "reward": "reward model"}.get(role, "model")
     has_head = role in ("critic", "reward")
     adds_head = role == "critic" or pad_token_id is not None
     settings, head = {"num_labels": 1} if has_head else {}, "score." if adds_head else ""
+    with _loading(kind, key, path):
+        config = AutoConfig.from_pretrained(path)
+    auto_class = model_class(role, config)
     model: Any = create_without_weights(auto_class, source, path, dtype, optional=head, **settings)
     is_deferred = model is not None
     if model is None:

@@ -1,13 +1,17 @@
 """Log-probs of chosen tokens. The language-model head runs on trained positions only."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from skyrl_train.media.spans import Spans
 from skyrl_train.models.linear_head import linear_head_scores, multiply, operand_dtype
 from skyrl_train.models.prefix_sharing import PrefixTree, remove_padding, tree_hidden_states
 from skyrl_train.models.routing import Routers
 from skyrl_train.models.sequence_parallel import SequenceGroup, sum_over_ranks
+from skyrl_train.models.vision import find_encoder
 from skyrl_train.types import TokenScores
 
 CHUNK_LOGITS = 1 << 25  # logits in memory at once, for heads that are more than a matrix: 128 MiB in float32
@@ -24,6 +28,7 @@ def response_logprobs(
     shares_prefixes: bool = False,
     group: SequenceGroup | None = None,
     experts: torch.Tensor | None = None,
+    images: Sequence[Spans] | None = None,
 ) -> TokenScores:
     """Return the scores of the tokens with `loss_mask` 1, each (B, R) and exactly 0 elsewhere.
 
@@ -34,12 +39,13 @@ def response_logprobs(
         loss_mask: (B, R) for the last R columns of `sequences`.
         temperature: divides the logits, as it did when the tokens were sampled.
         entropy_grad: make entropies differentiable, at a cost of two more values per logit.
-        shares_prefixes: compute a prefix that several rows share once.
+        shares_prefixes: compute a prefix that several rows share once. Only without images.
         group: ranks that divide the tokens. All of them return the same scores. Needs `shares_prefixes`.
         experts: (B, L, layers, K) that compute each token, or -1.
+        images: the images of each row, for a vision-language model.
     """
     predicted_from, mask = hidden_before(
-        model, sequences, attention_mask, loss_mask, shares_prefixes, group, experts
+        model, sequences, attention_mask, loss_mask, shares_prefixes, group, experts, images
     )  # (N, H), (B, R)
     token_ids = sequences[:, -loss_mask.shape[1] :][mask]  # (N,)
     chosen = chosen_logprobs(model, predicted_from, token_ids, temperature, entropy_grad)
@@ -60,6 +66,7 @@ def hidden_before(
     shares_prefixes: bool,
     group: SequenceGroup | None,
     experts: torch.Tensor | None = None,
+    images: Sequence[Spans] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the hidden state (N, H) that predicts each token with `loss_mask` 1, and the mask (B, R) of these tokens.
 
@@ -83,7 +90,7 @@ def hidden_before(
         return states[index], mask
     if experts is not None:
         Routers.of(model).replay(align_left(experts, attention_mask).flatten(0, 1))
-    return hidden_states(model, sequences, attention_mask)[rows, positions], mask
+    return hidden_states(model, sequences, attention_mask, images)[rows, positions], mask
 
 
 def find_predictions(attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,9 +114,17 @@ def align_left(sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.T
     return sequences[rows[:, None], order[:, :length]]
 
 
-def hidden_states(model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+def hidden_states(
+    model: PreTrainedModel,
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor,
+    images: Sequence[Spans] | None = None,
+) -> torch.Tensor:
     """Return final hidden states (B, L', H) of rows whose tokens are moved to the left, L' the longest row."""
     compact = align_left(sequences, attention_mask)
+    if (encoder := find_encoder(model)) is not None:
+        arguments = encoder.arguments(compact, images or [[]] * len(compact))
+        return model.base_model(**arguments, use_cache=False).last_hidden_state
     return model.base_model(input_ids=compact, use_cache=False).last_hidden_state
 
 

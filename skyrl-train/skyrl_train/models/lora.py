@@ -7,6 +7,7 @@ engine, then computes with the adapter.
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.media.processing import has_vision
 from skyrl_train.models.attributes import with_attribute
 from skyrl_train.models.loading import create_empty
 from skyrl_train.models.low_rank import LEFT, RIGHT, MatrixChange
+from skyrl_train.models.vision import language_model_name
 from skyrl_train.models.weight_files import suggest_folder
 from skyrl_train.types.specs import LoraSpec, Role, SyncKind
 
@@ -291,12 +294,17 @@ def _new_config(lora: LoraSpec, model: PreTrainedModel) -> peft.LoraConfig:
                 )
     has_head = hasattr(model, VALUE_HEAD)
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
+    excluded: Any = [*(config.exclude_modules or []), *([VALUE_HEAD] if has_head else [])] or None
+    if has_vision(model.config) and not lora.trains_vision:
+        excluded = rf"(?!{re.escape(language_model_name(model))}\.).*"
+        if config.exclude_modules:
+            excluded += rf"|(.*\.)?({'|'.join(map(re.escape, config.exclude_modules))})"
     return peft.LoraConfig(
         task_type="CAUSAL_LM" if not has_head else "SEQ_CLS" if is_classifier else "TOKEN_CLS",
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=config.target_modules,
-        exclude_modules=[*(config.exclude_modules or []), *([VALUE_HEAD] if has_head else [])] or None,
+        exclude_modules=excluded,
         lora_dropout=config.dropout,
         init_lora_weights=True if config.init_method == "kaiming" else config.init_method,
     )

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.media.processing import has_vision
 from skyrl_train.models.loading import check_head
 from skyrl_train.models.logprobs import hidden_before, on_mask, response_logprobs
 from skyrl_train.models.prefix_sharing import find_sharing_fault
@@ -70,14 +71,18 @@ class ScoringModule(Scorer):
     def hf_model(self) -> PreTrainedModel:
         return self.model
 
+    def can_share(self, rows: TrainingBatch) -> bool:
+        """Return True if prefixes of a micro-batch are computed once. A tree of prefixes has no place for images."""
+        return self.shares_prefixes and not any(rows.images or ())
+
     def forward(self, rows: TrainingBatch) -> Scores:
         """Score a micro-batch: values for a critic, else log-probs and entropies, (B, R) and 0 outside the mask."""
-        tokens = (rows.sequences, rows.attention_mask, rows.loss_mask)
+        tokens, shares_prefixes = (rows.sequences, rows.attention_mask, rows.loss_mask), self.can_share(rows)
         if self._replays_experts:
             Routers.of(self.model).replay(None)  # clear the previous micro-batch's experts
         if self.scores_type is ValueScores:
             # A token's value is the value of the state before it, i.e. of its prefix without the token itself.
-            hidden, mask = hidden_before(self.model, *tokens, self.shares_prefixes, self._sequence_group)  # (N, H)
+            hidden, mask = hidden_before(self.model, *tokens, shares_prefixes, self._sequence_group)  # (N, H)
             head = cast(torch.nn.Linear, self.model.score)
             with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for values
                 bias = None if head.bias is None else head.bias.float()
@@ -88,9 +93,10 @@ class ScoringModule(Scorer):
             *tokens,
             self._temperature,
             entropy_grad=self._entropy_grad,
-            shares_prefixes=self.shares_prefixes,
+            shares_prefixes=shares_prefixes,
             group=self._sequence_group,
             experts=rows.experts if self._replays_experts else None,
+            images=rows.images,
         )
 
     def probe(self, source: str | None = None) -> None:
@@ -98,7 +104,8 @@ class ScoringModule(Scorer):
 
         Raise ConfigError if the head is not supported, or if the tokens cannot be split across ranks.
         """
-        fault = find_sharing_fault(self.model, self._sequence_group)
+        reads_images = has_vision(self.model.config) and self._sequence_group is not None
+        fault = "it reads images" if reads_images else find_sharing_fault(self.model, self._sequence_group)
         self.shares_prefixes = fault is None
         if fault is not None:
             name = type(self.model).__name__

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from skyrl_gym.error import InvalidAnswer
+from skyrl_gym.images import read_parts
 from skyrl_gym.tools.calls import parse_arguments
 from skyrl_train.errors import DataError
 
@@ -44,10 +46,11 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
     - Null fields are dropped.
     - Arguments of tool calls become objects. Their nulls stay, because the file reader has already dropped the table's.
-    - Text parts are joined to one string, because templates disagree on parts. Qwen3's template ignores them.
+    - Text parts are joined to one string, because templates disagree on parts. Qwen3's template ignores them. Only a
+      message with an image keeps its parts.
     - A thought is copied to every field that a template may read, but not to `thinking` if there are content and calls.
 
-    Raise DataError for an image, a video, audio, or a content that is not text.
+    Raise DataError for a video, audio, or a content that is neither text nor an image.
     """
     return [_prepare_message(message, index) for index, message in enumerate(messages)]
 
@@ -60,15 +63,12 @@ def _prepare_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         raise DataError(f"message {index} has {medium}, which models here do not read; remove it")
     content = prepared.get("content")
     if isinstance(content, list):
-        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        for part, text in zip(content, texts, strict=True):
-            if not isinstance(text, str):
-                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise DataError(
-                    f"message {index} has a part of type {kind!r}; models here read text only, so write its content "
-                    'as text, or as parts of the form {"type": "text", "text": "…"}'
-                )
-        prepared["content"] = "".join(texts)
+        try:
+            prepared["content"] = read_parts(content)
+        except InvalidAnswer as error:
+            raise DataError(f"message {index}: {error}") from error
+        if isinstance(prepared["content"], list) and prepared["role"] == "assistant":
+            raise DataError(f"message {index} is from the assistant and has an image, which no model here writes")
     elif content is None and "tool_calls" in prepared:
         prepared["content"] = ""
     elif content is not None and not isinstance(content, str):  # Qwen3's template writes nothing for it

@@ -7,15 +7,19 @@ It renders a conversation a second time with placeholders (`MARK`) for some of i
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from secrets import token_hex
 from typing import Any
 
 from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.images import find_images
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.tools.calls import THOUGHT_TAGS
 from skyrl_train.errors import DataError
+from skyrl_train.media.processing import ImageProcessor, load_image_processor
+from skyrl_train.media.spans import ImageSpan
 from skyrl_train.rendering.messages import (
     CALL_FORMS,
     ROLES,
@@ -170,6 +174,8 @@ class ChatTemplate:
 
     def _apply(self, prepared: list[dict[str, Any]], tools: Sequence[Any] | None, *, adds_header: bool) -> str:
         options = {**self.options, "tools": list(tools)} if tools else self.options
+        if self._needs_parts:
+            prepared = [_with_parts(message) for message in prepared]
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -182,6 +188,19 @@ class ChatTemplate:
                 f"the chat template refuses messages with the roles {roles or 'none'} ({describe_error(error)}); "
                 "change them, or the template"
             ) from error
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """True if the template reads parts but no strings, like Idefics3's and SmolVLM's."""
+        message = {"role": "user", "content": MARK}
+        try:
+            rendered = [
+                str(self.tokenizer.apply_chat_template([form], tokenize=False, **self.options))
+                for form in (message, _with_parts(message))
+            ]
+        except Exception:  # noqa: BLE001, a template may reject a user message alone, or parts, with any error
+            return False
+        return MARK not in rendered[0] and MARK in rendered[1]
 
     def prompt(self, messages: Messages, tools: Sequence[Any] | None = None) -> str:
         """Return the text that the model continues.
@@ -308,7 +327,10 @@ class ChatTemplate:
     ) -> str:
         """Return the reply if the finished turn does not start with `header`, the generation prompt."""
         *earlier, last = prepare_messages(past)
-        marked = [*earlier, {**last, "content": (last["content"] or "") + LAST_MARK}]
+        content = last["content"] or ""
+        is_text = isinstance(content, str)
+        marked_content = content + LAST_MARK if is_text else [*content, {"type": "text", "text": LAST_MARK}]
+        marked = [*earlier, {**last, "content": marked_content}]
         _, found, end = self.render(marked, tools, adds_header=True).rpartition(LAST_MARK)
         _, also_found, turn = self.render([*marked, message], tools, adds_header=False).rpartition(LAST_MARK)
         bare_end = end
@@ -357,6 +379,23 @@ class ChatTemplate:
 
     # -- tokens
 
+    @cached_property
+    def _images(self) -> ImageProcessor:
+        path = self.tokenizer.name_or_path
+        if (processor := load_image_processor(path)) is None:
+            raise DataError(f"a message has an image, but {path} reads only text; use a vision-language model")
+        return processor
+
+    def expand(self, text: str, messages: Messages) -> str:
+        """Replace the placeholders of images in the text of `messages` by all tokens that the images fill."""
+        images = find_images(messages)
+        return self._images.expand(text, images) if images else text
+
+    def find_spans(self, token_ids: Sequence[int], messages: Messages) -> list[ImageSpan]:
+        """Return where the images of `messages` are in the tokens of their expanded text."""
+        images = find_images(messages)
+        return self._images.find_spans(token_ids, images) if images else []
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of text at the start of a sequence."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
@@ -381,3 +420,9 @@ class ChatTemplate:
             if token_ids[: len(context_ids)] == context_ids:
                 return token_ids[len(context_ids) :]
         return self.encode(fragment)
+
+
+def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list of parts."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}

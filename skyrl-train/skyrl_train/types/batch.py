@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from skyrl_train.lazy import torch
+from skyrl_train.media.spans import Spans
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class TrainingBatch:
     experts: torch.Tensor | None = None  # (B, L, layers, K) int16 that computed a token in the engine, -1 if unknown
     logprob_gradient: torch.Tensor | None = None  # (B, R) gradient of a whole batch's loss in log-probs or values
     reward_components: dict[str, torch.Tensor] = field(default_factory=dict)  # (B,) each, totals by name
+    images: list[Spans] | None = None  # B, positions count a row's tokens without padding. None: no row has images
 
     def __post_init__(self) -> None:
         n_rows, length = self.sequences.shape
@@ -59,6 +61,7 @@ class TrainingBatch:
             assert tensor is None or tensor.shape == shapes.get(name, per_token), f"{name}: {tuple(tensor.shape)}"
         for name, tensor in self.reward_components.items():
             assert tensor.shape == (n_rows,), f"reward_components[{name!r}]: {tuple(tensor.shape)}"
+        assert self.images is None or len(self.images) == n_rows, f"images of {len(self.images)} rows"
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -89,7 +92,7 @@ class TrainingBatch:
     def select(self, rows: Sequence[int] | torch.Tensor) -> TrainingBatch:
         """Return the given rows, in the given order."""
         index = torch.as_tensor(rows, dtype=torch.long)
-        return self._map(lambda tensor: tensor[index.to(tensor.device)])
+        return self._map(lambda tensor: tensor[index.to(tensor.device)], index.tolist())
 
     def to(self, device: torch.device | str) -> TrainingBatch:
         """Return the batch on another device."""
@@ -98,17 +101,20 @@ class TrainingBatch:
     def chunk(self, n_prompts: int) -> list[TrainingBatch]:
         """Split into consecutive batches of `n_prompts` drawn prompts (the last may have fewer), as views."""
         edges = [*self._starts()[::n_prompts], len(self)]
-        return [self._map(lambda tensor, s=start, e=end: tensor[s:e]) for start, end in pairwise(edges)]  # type: ignore[misc]
+        return [self._map(lambda tensor, s=start, e=end: tensor[s:e], range(start, end)) for start, end in pairwise(edges)]  # type: ignore[misc]
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TrainingBatch:
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor], rows: Sequence[int] | None = None) -> TrainingBatch:
+        """Apply a function to all tensors. It returns `rows`, or all rows."""
         mapped: dict[str, Any] = {
             name: function(tensor) for name in TENSOR_FIELDS if (tensor := getattr(self, name)) is not None
         }
         components = {name: function(tensor) for name, tensor in self.reward_components.items()}
+        if self.images is not None and rows is not None:
+            mapped["images"] = [self.images[row] for row in rows]
         return replace(self, **mapped, reward_components=components)
 
 
-TENSOR_FIELDS = tuple(f.name for f in fields(TrainingBatch) if f.name != "reward_components")
+TENSOR_FIELDS = tuple(f.name for f in fields(TrainingBatch) if f.name not in ("reward_components", "images"))
 
 
 @dataclass(slots=True)

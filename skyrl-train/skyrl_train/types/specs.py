@@ -101,13 +101,15 @@ class LoraSpec:
     base_path: str
     """Folder or Hub name of the model without the adapter. It is written into the adapter's settings."""
     seed: int = 0  # for initial values, the same on every rank
+    trains_vision: bool = True  # add the adapter to the image encoder, too
 
 
 def lora_spec(model: PolicyModelConfig | CriticModelConfig, key: str, seed: int) -> LoraSpec | None:
     """Return the specification of a model's adapter, with its settings at `key`, or None without an adapter."""
     if model.path is None or not model.lora.is_used:
         return None
-    return LoraSpec(model.lora, key, absolute(model.path), seed)
+    trains_vision = not getattr(model, "freeze_vision", True)
+    return LoraSpec(model.lora, key, absolute(model.path), seed, trains_vision)
 
 
 def absolute(path: str) -> str:
@@ -130,6 +132,7 @@ class ModelSpec:
     sequence_parallel_size: int = 1  # ranks that get the same rows and split their tokens
     megatron: MegatronConfig | None = None  # if set, several ranks use Megatron-Core instead of FSDP2
     lora: LoraSpec | None = None  # if set, only the adapter and a critic's value head are trained
+    trains_vision: bool = False  # train the image encoder of a vision-language model
     replays_experts: bool = False  # use the experts that the engine chose
     temperature: float = 1.0
     bf16: bool = False  # compute in bfloat16 on a GPU

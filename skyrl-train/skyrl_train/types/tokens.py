@@ -8,6 +8,8 @@ from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
+from skyrl_train.media.spans import ImageSpan
+
 T = TypeVar("T")
 
 UNKNOWN_EXPERT = -1
@@ -15,7 +17,10 @@ UNKNOWN_EXPERT = -1
 
 
 class Message(TypedDict):
-    """One chat message, e.g. `{"role": "user", "content": "What is 2 + 2?"}`."""
+    """One chat message, e.g. `{"role": "user", "content": "What is 2 + 2?"}`.
+
+    A content with images is a list of parts (`skyrl_gym.images`).
+    """
 
     role: str
     content: str
@@ -100,6 +105,7 @@ class Segment:
     turns: tuple[Turn, ...] = ()
     experts: np.ndarray | None = None
     """(n, layers, K) int16: the experts that the engine chose for the first n tokens, -1 where unknown."""
+    images: list[ImageSpan] = field(default_factory=list)  # in order
 
     def __post_init__(self) -> None:
         n_tokens = len(self.token_ids) - self.n_prompt
@@ -118,9 +124,9 @@ class Segment:
         return self.token_ids[self.n_prompt :]
 
     @staticmethod
-    def start(prompt_ids: list[int]) -> Segment:
+    def start(prompt_ids: list[int], images: Sequence[ImageSpan] = ()) -> Segment:
         """Return a segment with a prompt and no response yet."""
-        return Segment(prompt_ids, len(prompt_ids), loss_mask=[], rewards=[], logprobs=[])
+        return Segment(prompt_ids, len(prompt_ids), loss_mask=[], rewards=[], logprobs=[], images=list(images))
 
     @property
     def response_length(self) -> int:
@@ -144,8 +150,9 @@ class Segment:
         self.loss_mask += [1] * n_tokens
         self.rewards += [0.0] * n_tokens
 
-    def append_observed(self, token_ids: list[int]) -> None:
-        """Add the tokens of an observation."""
+    def append_observed(self, token_ids: list[int], images: Sequence[ImageSpan] = ()) -> None:
+        """Add the tokens of an observation, and its images."""
+        self.images += [span.shift(len(self.token_ids)) for span in images]
         zeros = [0.0] * len(token_ids)
         self.token_ids += token_ids
         self.loss_mask += [0] * len(token_ids)
@@ -159,6 +166,7 @@ class Segment:
         for values in (self.loss_mask, self.rewards, self.logprobs, self.sampling_logprobs):
             if values is not None:
                 del values[length:]
+        self.images = [span for span in self.images if span.end <= self.n_prompt + length]
         if self.experts is not None:
             self.experts = self.experts[: self.n_prompt + length]
 

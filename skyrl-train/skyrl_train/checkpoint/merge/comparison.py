@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from skyrl_train.checkpoint.model_folder import read_dtype
 from skyrl_train.errors import CheckpointError
-from skyrl_train.models.loading import AUTO_CLASSES
+from skyrl_train.models.loading import model_class
 from skyrl_train.types.specs import Role
 
 N_PROBED_TOKENS = 32
@@ -36,7 +36,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a model in a role, in evaluation mode. `config` replaces its configuration."""
     gc.collect()  # an earlier model may be part of a reference cycle
-    model: PreTrainedModel = AUTO_CLASSES[role].from_pretrained(folder, dtype=dtype, config=config)
+    auto_class = model_class(role, config or AutoConfig.from_pretrained(folder))
+    model: PreTrainedModel = auto_class.from_pretrained(folder, dtype=dtype, config=config)
     return model.eval()
 
 
@@ -57,7 +58,7 @@ def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], 
     dtype = read_dtype(merged)
     reference = probe_sources(dtype)
     gc.collect()
-    model, report = AUTO_CLASSES[role].from_pretrained(merged, dtype=dtype, output_loading_info=True)
+    model, report = model_class(role, AutoConfig.from_pretrained(merged)).from_pretrained(merged, dtype=dtype, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(
             f"the merged model lacks {len(missing)} tensors, among them {missing[0]}, so nothing was written; report "

@@ -29,7 +29,7 @@ from skyrl_train.checkpoint.model_folder import (
 from skyrl_train.checkpoint.store import CheckpointStore
 from skyrl_train.distributed import BASE_MODEL
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.models.loading import AUTO_CLASSES, create_empty
+from skyrl_train.models.loading import AUTO_CLASSES, create_empty, model_class
 from skyrl_train.models.lora import ADAPTER_FOLDER, merged_buffers
 from skyrl_train.types.specs import Role, TensorSpec
 
@@ -91,7 +91,7 @@ def merge_checkpoint(
 
     def probe_sources(dtype: torch.dtype) -> torch.Tensor:
         with no_init_weights():
-            loaded = AUTO_CLASSES[role].from_config(model.config, dtype=dtype).eval()
+            loaded = model_class(role, model.config).from_config(model.config, dtype=dtype).eval()
         _load_sharded(folder, {PREFIX + name: tensor for name, tensor in loaded.state_dict().items()})
         return probe(loaded)
 

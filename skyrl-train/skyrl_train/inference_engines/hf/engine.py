@@ -12,6 +12,7 @@ from skyrl_train.inference_engines.base import EngineSetup
 from skyrl_train.inference_engines.hf.embedded import EmbeddedEngine
 from skyrl_train.inference_engines.hf.general import GeneralEngine
 from skyrl_train.inference_engines.hf.packed import PackedEngine
+from skyrl_train.media.processing import has_vision
 from skyrl_train.models.loading import default_device, load_model, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ def create_engine(
         EngineError: neither engine computes the hidden states of the model.
     """
     try:
+        if has_vision(model.config):
+            raise EngineError(f"a {type(model).__name__} reads images")
         return PackedEngine(model, tokenizer, **options)
     except EngineError as error:
         if options.get("records_experts"):

@@ -21,7 +21,9 @@ from skyrl_train.inference_engines.hf.embedded import DrawnSequence, EmbeddedEng
 from skyrl_train.inference_engines.hf.padded_cache import PaddedCache
 from skyrl_train.inference_engines.hf.support import check_cache
 from skyrl_train.inference_engines.sampling import SampledToken
+from skyrl_train.media.spans import ImageSpan, Spans
 from skyrl_train.models.loading import autocast
+from skyrl_train.models.vision import find_encoder, shift
 from skyrl_train.types.stop_reasons import StopReason
 
 logger = logging.getLogger(__name__)
@@ -44,10 +46,18 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class KeptTurn:
-    """The cache of a session's last turn, with one row that has read `token_ids`."""
+    """The cache of a session's last turn, with one row that has read `token_ids` and `images`."""
 
     cache: PaddedCache
     token_ids: list[int]
+    images: tuple[ImageSpan, ...]
+
+
+Prompt = tuple[tuple[int, ...], tuple[ImageSpan, ...]]
+
+
+def _prompt(sequence: PaddedSequence) -> Prompt:
+    return tuple(sequence.token_ids), sequence.request.images
 
 
 class GeneralEngine(EmbeddedEngine[PaddedSequence]):
@@ -58,6 +68,7 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
     def _probe(self) -> tuple[int, int]:
         assert not self._records_experts, "only the packed engine records experts"
         self._is_padded = True
+        self.reads_images = find_encoder(self._model) is not None
         try:
             self._keeps_turns = check_cache(self._model, self._bf16, is_padded=True)
         except EngineError as error:
@@ -106,7 +117,7 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
         waiting, running = self._queue.waiting, self._queue.running
         longest = max((sequence.max_tokens for sequence in running), default=0)
         new: list[PaddedSequence] = []
-        prompts: set[tuple[int, ...]] = set()
+        prompts: set[Prompt] = set()
         n_continued = 0  # tokens to read after kept turns
         while waiting and len(running) + len(new) < self._max_num_seqs:
             sequence = waiting[0]
@@ -115,12 +126,12 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
             if n_bytes > self._max_cache_bytes:
                 break
             turn = self._find_turn(sequence)
-            is_read_anyway = turn is None and tuple(sequence.token_ids) in prompts
+            is_read_anyway = turn is None and _prompt(sequence) in prompts
             if turn is None:
-                prompts.add(tuple(sequence.token_ids))
+                prompts.add(_prompt(sequence))
             else:
                 n_continued += len(sequence.token_ids) - len(turn.token_ids)
-            n_read = n_continued + len(prompts) * max(map(len, prompts), default=0)
+            n_read = n_continued + len(prompts) * max((len(tokens) for tokens, _ in prompts), default=0)
             if new and not is_read_anyway and n_read > self._max_num_batched_tokens:
                 break
             if new and not self._is_padded and len(sequence.token_ids) != len(new[0].token_ids):
@@ -141,12 +152,14 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
         n_read = 0 if turn is None else len(turn.token_ids)
         if turn is None or n_read >= len(sequence.token_ids) or sequence.token_ids[:n_read] != turn.token_ids:
             return None
-        return turn
+        return turn if sequence.request.images[: len(turn.images)] == turn.images else None
 
     def _restart_all(self) -> None:
         super()._restart_all()
         self._batches.clear()
         self._turns.clear()
+        if (encoder := find_encoder(self._model)) is not None:
+            encoder.forget()
 
     @torch.inference_mode()
     def _prefill(self, sequences: list[PaddedSequence]) -> list[SampledToken]:
@@ -160,16 +173,17 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
         for group in groups.values():
             if (cache := group[0].kept) is None:
                 cache = PaddedCache(self._model)
-                rows = {tokens: i for i, tokens in enumerate(dict.fromkeys(tuple(s.token_ids) for s in group))}
-                copies = [rows[tuple(sequence.token_ids)] for sequence in group]
-                last = self._read(cache, list(rows))[copies]
+                rows = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(_prompt, group)))}
+                copies = [rows[_prompt(sequence)] for sequence in group]
+                last = self._read(cache, [tokens for tokens, _ in rows], [images for _, images in rows])[copies]
                 cache.select(copies)
             else:
                 unread = [sequence.token_ids[sequence.kept.length :] for sequence in group if sequence.kept]
                 for sequence in group[1:]:
                     assert sequence.kept is not None
                     cache.join(sequence.kept)
-                last = self._read(cache, unread)
+                images = [shift(s.request.images, s.kept.length) for s in group if s.kept]
+                last = self._read(cache, unread, images)
             for sequence, state in zip(group, last, strict=True):
                 states[sequence], sequence.kept = state, None
             self._add_to_batch(cache, group)
@@ -194,7 +208,8 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
                 session, n_read = sequence.request.session_id, batch.cache.lengths[row]
                 has_ended = sequence.stop_reason in (StopReason.STOP, StopReason.LENGTH)
                 if self._keeps_turns and has_ended and session is not None and n_read < len(sequence.token_ids):
-                    self._turns[session] = KeptTurn(batch.cache.copy_row(row), sequence.token_ids[:n_read])
+                    token_ids, images = sequence.token_ids[:n_read], sequence.request.images
+                    self._turns[session] = KeptTurn(batch.cache.copy_row(row), token_ids, images)
             if kept:
                 batch.cache.select(kept)
             batch.sequences = [batch.sequences[row] for row in kept]
@@ -211,14 +226,19 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
         states = self._read(batch.cache, [sequence.token_ids[-1:] for sequence in batch.sequences])
         return list(batch.sequences), self._sample(batch.sequences, states)
 
-    def _read(self, cache: PaddedCache, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Read tokens of all rows. A long prompt is read in pieces, if the model can continue from its state."""
+    def _read(
+        self, cache: PaddedCache, rows: Sequence[Sequence[int]], images: Sequence[Spans] = ()
+    ) -> torch.Tensor:
+        """Read tokens and images of all rows. A long text is read in pieces, if the model can continue from its state.
+
+        Pieces could divide an image, whose tokens may attend to each other.
+        """
         n_tokens = n_piece = max(map(len, rows))
-        if self._keeps_turns and all(len(row) == n_tokens for row in rows):
+        if self._keeps_turns and all(len(row) == n_tokens for row in rows) and not any(images):
             n_piece = max(1, self._max_num_batched_tokens // len(rows))
         with autocast(self._model.device, self._bf16):
             for start in range(0, n_tokens, n_piece):
-                states = cache.read([row[start : start + n_piece] for row in rows])
+                states = cache.read([row[start : start + n_piece] for row in rows], images)
         return states
 
     def _sample(self, sequences: Sequence[PaddedSequence], states: torch.Tensor) -> list[SampledToken]:

@@ -31,6 +31,8 @@ from transformers.cache_utils import (
 )
 
 from skyrl_train.errors import EngineError
+from skyrl_train.media.spans import Spans
+from skyrl_train.models.vision import find_encoder
 
 KNOWN_LAYERS = (
     DynamicLayer,
@@ -51,8 +53,10 @@ class PaddedCache:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self._images = find_encoder(model)
         self._cache: Cache | None = None
         self.lengths: list[int] = []
+        self._offsets: list[int] = []  # position of the next token, minus the length. Images of M-RoPE make it negative
 
     @property
     def length(self) -> int:
@@ -64,17 +68,31 @@ class PaddedCache:
         """Memory of all layers."""
         return sum(states.nbytes for layer in self._layers() for _, _, states in _tensors(layer))
 
-    def read(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Read new tokens, equally many per row unless the cache is empty. Return the last hidden states (b, H)."""
+    def read(self, rows: Sequence[Sequence[int]], images: Sequence[Spans] = ()) -> torch.Tensor:
+        """Read new tokens, equally many per row unless the cache is empty. Return the last hidden states (b, H).
+
+        `images` has the images of each row's new tokens.
+        """
         device, n_new = self._model.device, max(map(len, rows))
         n_before = self.lengths or [0] * len(rows)
         lengths = [before + len(row) for before, row in zip(n_before, rows, strict=True)]
         n_columns, ends = max(n_before) + n_new, torch.tensor(lengths)[:, None]  # (b, 1)
-        input_ids = torch.tensor([[0] * (n_new - len(row)) + list(row) for row in rows], device=device)  # (b, n_new)
+        n_padded = [n_new - len(row) for row in rows]
+        input_ids = torch.tensor([[0] * n + list(row) for n, row in zip(n_padded, rows, strict=True)], device=device)
+        offsets = self._offsets or [0] * len(rows)
         position_ids = (ends - n_new + torch.arange(n_new)).clamp(min=0)  # (b, n_new)
         is_token = torch.arange(n_columns) >= n_columns - ends  # (b, columns)
+        arguments: dict[str, Any] = {"input_ids": input_ids}
+        if self._images is not None:
+            images = images or [()] * len(rows)
+            columns = [[span.shift(n) for span in spans] for n, spans in zip(n_padded, images, strict=True)]
+            arguments = self._images.arguments(input_ids, columns, caches=True)
+            types = self._images.type_argument
+            if types in arguments:  # masks count the columns of the cache
+                arguments[types] = pad(arguments[types], (n_columns - n_new, 0))
+            position_ids, offsets = self._image_positions(position_ids, offsets, rows, images)
         output = self._model.base_model(
-            input_ids=input_ids,
+            **arguments,
             attention_mask=None if is_token.all() else is_token.long().to(device),
             position_ids=position_ids.to(device),
             past_key_values=self._cache,
@@ -84,9 +102,29 @@ class PaddedCache:
         for layer in self._layers():
             if type(layer) not in KNOWN_LAYERS:
                 raise EngineError(f"its cache has a {type(layer).__name__}, which cannot be padded and joined")
-        self.lengths = lengths
+        self.lengths, self._offsets = lengths, offsets
         states: torch.Tensor = output.last_hidden_state[:, -1]
         return states
+
+    def _image_positions(
+        self, counted: torch.Tensor, offsets: list[int], rows: Sequence[Sequence[int]], images: Sequence[Spans]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Return the positions (3, b, n_new) of new tokens with M-RoPE, else (b, n_new), and the new offsets.
+
+        An image of 24 tokens that takes 6 positions lowers the offset by 18.
+        """
+        assert self._images is not None
+        found = [self._images.positions(row, spans) for row, spans in zip(rows, images, strict=True)]
+        if found[0] is None:
+            return counted, offsets
+        positions = counted.repeat(3, 1, 1)
+        new_offsets = []
+        n_before = self.lengths or [0] * len(rows)
+        for row, (own, before, offset) in enumerate(zip(found, n_before, offsets, strict=True)):
+            assert own is not None
+            positions[:, row, counted.shape[1] - own.shape[1] :] = own + before + offset
+            new_offsets.append(offset + int(own.max()) + 1 - own.shape[1])
+        return positions, new_offsets
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order. A row may be repeated. Cut off columns that hold only padding."""
@@ -95,6 +133,7 @@ class PaddedCache:
         if list(rows) != list(range(len(self.lengths))):
             self._cache.reorder_cache(torch.tensor(rows, device=self._model.device))  # type: ignore[arg-type]
             self.lengths = [self.lengths[row] for row in rows]
+            self._offsets = [self._offsets[row] for row in rows]
         self._add_columns(self.length - before)
 
     def copy_row(self, row: int) -> "PaddedCache":
@@ -103,7 +142,7 @@ class PaddedCache:
         twin._cache = copy.copy(self._cache)
         assert twin._cache is not None
         twin._cache.layers = [_copy_row(layer, row) for layer in self._layers()]
-        twin.lengths = [self.lengths[row]]
+        twin.lengths, twin._offsets = [self.lengths[row]], [self._offsets[row]]
         twin._add_columns(twin.length - self.length)
         return twin
 
@@ -115,6 +154,7 @@ class PaddedCache:
             for (owner, key, states), (_, _, more) in zip(_tensors(layer), _tensors(new), strict=True):
                 owner[key] = torch.cat([states, more])
         self.lengths += other.lengths
+        self._offsets += other._offsets
 
     def _layers(self) -> Sequence[object]:
         return [] if self._cache is None else self._cache.layers

@@ -1,0 +1,1 @@
+"""Catch from pixels: the model sees the board as an image."""

@@ -1,0 +1,1 @@
+"""Images as inputs of vision-language models: placeholder tokens and processed tensors."""

@@ -1,0 +1,138 @@
+"""A model's own image processor, and the tokens that stand for an image.
+
+A chat template writes one placeholder for an image. The processor replaces it by as many placeholder tokens as the
+model has features for that image, sometimes with tokens around them and between tiles:
+
+    template    <|vision_start|><|image_pad|><|vision_end|>Where is the ball?
+    processor   <|vision_start|><|image_pad|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>Where is the ball?
+
+Tokens stay authoritative: a row has the placeholder tokens, and an `ImageSpan` says which of them an image fills. A
+model may also sample a placeholder. It is in no span, so it stays an ordinary token.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
+
+from skyrl_gym.images import EncodedImage
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.media.spans import ImageSpan
+
+CACHED_BYTES = 2**28
+"""Memory for processed images. The samples of a group and the turns of an episode show the same images."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
+    """An image as a model reads it."""
+
+    inputs: Mapping[str, torch.Tensor]  # arguments of the model, e.g. "pixel_values" and "image_grid_thw"
+    text: str  # replaces the template's placeholder
+    n_tokens: int  # placeholder tokens in the text
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of the tensors."""
+        return sum(tensor.nbytes for tensor in self.inputs.values())
+
+
+class ImageProcessor:
+    """The processor of a vision-language model, with the images that it has processed last."""
+
+    def __init__(self, processor: Any, token_id: int) -> None:
+        """`token_id` is the token that features of an image replace."""
+        self.token_id = token_id
+        self._processor = processor
+        self._cache: OrderedDict[str, ProcessedImage] = OrderedDict()  # by digest, most recently used last
+        self._n_bytes = 0
+
+    def save(self, folder: str) -> None:
+        """Write the processor's settings."""
+        self._processor.save_pretrained(folder)
+
+    def process(self, image: EncodedImage) -> ProcessedImage:
+        """Return an image as the model reads it. Raise DataError if the processor rejects it."""
+        if image.digest in self._cache:
+            self._cache.move_to_end(image.digest)
+            return self._cache[image.digest]
+        options = {"return_tensors": "pt", "add_special_tokens": False, "return_text_replacement_offsets": True}
+        try:
+            output = self._processor(images=[image.open()], text=[self._processor.image_token], **options)
+            (replacement,) = output["text_replacement_offsets"][0]
+        except (TypeError, ValueError, IndexError, KeyError, RuntimeError) as error:
+            raise DataError(f"the model's processor rejects {image!r}: {error}; scale the image") from error
+        text_inputs = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+        inputs = {name: tensor for name, tensor in output.items() if name not in text_inputs}
+        n_tokens = int((output["input_ids"] == self.token_id).sum())
+        processed = self._cache[image.digest] = ProcessedImage(inputs, str(replacement["replacement"]), n_tokens)
+        self._n_bytes += processed.n_bytes
+        while self._n_bytes > CACHED_BYTES and len(self._cache) > 1:
+            self._n_bytes -= self._cache.popitem(last=False)[1].n_bytes
+        return processed
+
+    def expand(self, text: str, images: Sequence[EncodedImage]) -> str:
+        """Replace the placeholder of each image by the tokens that it fills, in order.
+
+        Raise DataError unless the text has one placeholder per image, e.g. if a message contains the placeholder.
+        """
+        placeholder = re.escape(self._processor.image_token)
+        if (n_found := len(re.findall(placeholder, text))) != len(images):
+            raise DataError(
+                f"the conversation has {len(images)} images, but its text has {n_found} placeholders "
+                f"{self._processor.image_token!r}; remove the placeholder from messages, or use a chat template that "
+                "writes one for each image"
+            )
+        texts = iter(images)
+        return re.sub(placeholder, lambda _: self.process(next(texts)).text, text)
+
+    def find_spans(self, token_ids: Sequence[int], images: Sequence[EncodedImage]) -> list[ImageSpan]:
+        """Return where the images are in the tokens of an expanded text."""
+        positions = [position for position, token in enumerate(token_ids) if token == self.token_id]
+        spans, n_before = [], 0
+        for image in images:
+            n_tokens = self.process(image).n_tokens
+            filled = positions[n_before : n_before + n_tokens]
+            spans.append(ImageSpan(filled[0], filled[-1] + 1, image))
+            n_before += n_tokens
+        assert n_before == len(positions), f"{len(positions)} placeholder tokens for {n_before} features"
+        return spans
+
+
+@lru_cache(maxsize=8)
+def load_image_processor(path: str) -> ImageProcessor | None:
+    """Return the image processor of the model at `path`, or None for a text model. It is shared within a process.
+
+    Raises:
+        ConfigError: the processor of a vision-language model cannot be loaded, e.g. because a package is missing.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):  # loading the model reports it
+        return None
+    if not has_vision(config):
+        return None
+    try:
+        return ImageProcessor(AutoProcessor.from_pretrained(path), int(config.image_token_id))
+    except Exception as error:
+        raise ConfigError(
+            f"cannot load the image processor of {path}: {error}; a vision-language model needs its "
+            "preprocessor_config.json, and the packages pillow and torchvision"
+        ) from error
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
+    """Write a tokenizer into a folder, and the image processor of its model if it reads images."""
+    if (images := load_image_processor(tokenizer.name_or_path)) is not None:
+        images.save(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def has_vision(config: Any) -> bool:
+    """Return True for the configuration of a model that reads images."""
+    return getattr(config, "vision_config", None) is not None
