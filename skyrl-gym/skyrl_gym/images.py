@@ -2,8 +2,8 @@
 
     {"role": "user", "content": [{"type": "image", "image": board}, {"type": "text", "text": "Where is the ball?"}]}
 
-The image may be a Pillow image, an array, the bytes of a file, a path or a data URL. `read_parts` also accepts the parts
-of OpenAI's, Anthropic's and MCP's messages. Everything becomes an `EncodedImage`. Needs Pillow.
+The image may be a Pillow image, an array, the bytes of a file, a path or a data URL. `read_parts` also accepts the
+parts of OpenAI's, Anthropic's and MCP's messages. Everything becomes an `EncodedImage`. Needs Pillow.
 """
 
 import base64

@@ -68,7 +68,9 @@ def validate_step_output(output: Any) -> BaseTextEnvStepOutput:
 
 def _clean_messages(messages: ConversationType) -> ConversationType:
     """Clean the texts of messages and read their images."""
-    return [{**clean_strings(message), "content": clean_strings(read_parts(message["content"]))} for message in messages]
+    return [
+        {**clean_strings(message), "content": clean_strings(read_parts(message["content"]))} for message in messages
+    ]
 
 
 def _clean_texts(output: dict[str, Any]) -> BaseTextEnvStepOutput:

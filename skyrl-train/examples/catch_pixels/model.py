@@ -1,6 +1,6 @@
 """A tiny vision-language model that sees the board and knows the letters of Catch, but not how to play.
 
-It is an Idefics 3: an image encoder, a connector and a small Llama, 450,000 random weights in all. A short training
+It is an Idefics 3: an image encoder, a connector and a small Llama, 350,000 random weights in all. A short training
 teaches it to describe a board ("ball 3,0 paddle 5"), and to answer L, R or S at random when it is asked to play. It sees
 no rewards and no good play.
 """
@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, PreTrainedTokenizerBase, get_scheduler
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
+    PreTrainedTokenizerBase,
+    get_scheduler,
+)
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from examples.catch.game import MOVES, CatchState
@@ -43,7 +49,13 @@ TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utter
 def make_model(rows: Sequence[dict[str, Any]], folder: Path, seed: int) -> float:
     """Write the model with its tokenizer and processor. Return the last loss in nats per token."""
     turn = [{"role": "system", "content": RULES}, {"role": "user", "content": "Action:"}]
-    tokenizer = train_tokenizer([[*turn, {"role": "assistant", "content": text}] for text in [*MOVES, "Describe:", "ball ", " paddle ", ",", *"0123456789"]] * 2)
+    tokenizer = train_tokenizer(
+        [
+            [*turn, {"role": "assistant", "content": text}]
+            for text in [*MOVES, "Describe:", "ball ", " paddle ", ",", *"0123456789"]
+        ]
+        * 2
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
     tokenizer.chat_template = TEMPLATE
     size = {"longest_edge": BOARD}
@@ -92,7 +104,10 @@ def _config(tokenizer: PreTrainedTokenizerBase) -> Idefics3Config:
 
 def _warm_start(rows: Sequence[dict[str, Any]], folder: Path, seed: int) -> float:
     """Train the model to describe boards and to play at random."""
-    model, tokenizer = load_model(str(folder), dtype=torch.float32, device=default_device()), load_tokenizer(str(folder))
+    model, tokenizer = (
+        load_model(str(folder), dtype=torch.float32, device=default_device()),
+        load_tokenizer(str(folder)),
+    )
     chat, rng = ChatEncoder(tokenizer), random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=10, num_training_steps=N_STEPS)
@@ -120,7 +135,12 @@ def _example(chat: ChatEncoder, row: dict[str, Any], rng: random.Random) -> Segm
     prompt, _ = env.init([])
     answer = rng.choice(list(MOVES))
     if rng.random() < DESCRIBED:
-        prompt = [{"role": "user", "content": [{"type": "image", "image": draw(env.state)}, {"type": "text", "text": "Describe:"}]}]
+        prompt = [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": draw(env.state)}, {"type": "text", "text": "Describe:"}],
+            }
+        ]
         answer = describe(env.state)
     prompt = validate_prompt((prompt, {}))
     token_ids = chat.prompt_ids(prompt)

@@ -117,8 +117,8 @@ class SingleMessageConversation(TokenConversation):
         for message in observations:
             if not isinstance(message["content"], str):
                 raise EnvError(
-                    "an observation has an image, which generator.use_conversation_multi_turn=false cannot write inside "
-                    "an assistant message; set it to true"
+                    "an observation has an image, which cannot be written inside an assistant message; set "
+                    "generator.use_conversation_multi_turn=true"
                 )
             row.append_observed(self._chat.encode_after(row.token_ids, message["content"]))
 

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from skyrl_train.media.spans import Spans
 from skyrl_train.models.linear_head import linear_head_scores, multiply, operand_dtype
 from skyrl_train.models.prefix_sharing import PrefixTree, remove_padding, tree_hidden_states
-from skyrl_train.models.routing import Routers
+from skyrl_train.models.routing import Routers, counting_routers
 from skyrl_train.models.sequence_parallel import SequenceGroup, sum_over_ranks
 from skyrl_train.models.vision import find_encoder
 from skyrl_train.types import TokenScores
@@ -74,13 +75,18 @@ def hidden_before(
     """
     mask = loss_mask.bool()
     rows, positions = find_predictions(attention_mask, loss_mask)
+    counting = counting_routers(model)
     if shares_prefixes:
         is_narrowed = group is None and sequences.device.type == "cpu"  # models/last_layer.py explains why
         selected = (rows, positions) if is_narrowed else None
         tree = PrefixTree(remove_padding(sequences, attention_mask), sequences.device, selected)
         if experts is not None:
             Routers.of(model).replay(tree.merge_experts(experts[attention_mask.bool()]), tree.selected)
-        states, index = tree_hidden_states(model, tree, group), tree.index[rows, positions]  # (M or u, H), (N,)
+        index = tree.index[rows, positions]  # (N,)
+        if counting is not None:
+            uses = index.bincount(minlength=len(tree.token_ids))  # (U,)
+            counting.count_next(uses if group is None else group.take_slice(uses), tree.selected)
+        states = tree_hidden_states(model, tree, group)  # (M or u, H)
         if tree.selected is not None:
             index = torch.searchsorted(tree.selected, index)
         if group is not None:
@@ -90,6 +96,9 @@ def hidden_before(
         return states[index], mask
     if experts is not None:
         Routers.of(model).replay(align_left(experts, attention_mask).flatten(0, 1))
+    if counting is not None:
+        uses = pad(loss_mask.long(), (sequences.shape[1] - loss_mask.shape[1] - 1, 1))  # (B, L) of the token before
+        counting.count_next(align_left(uses, attention_mask).flatten())
     return hidden_states(model, sequences, attention_mask, images)[rows, positions], mask
 
 
@@ -115,10 +124,7 @@ def align_left(sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.T
 
 
 def hidden_states(
-    model: PreTrainedModel,
-    sequences: torch.Tensor,
-    attention_mask: torch.Tensor,
-    images: Sequence[Spans] | None = None,
+    model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor, images: Sequence[Spans] | None = None
 ) -> torch.Tensor:
     """Return final hidden states (B, L', H) of rows whose tokens are moved to the left, L' the longest row."""
     compact = align_left(sequences, attention_mask)

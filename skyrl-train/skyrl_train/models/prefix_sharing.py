@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.models.attributes import with_attribute
+from skyrl_train.models.attributes import crossing_windows, with_attribute
 from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow, widen_last_layer
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.types import UNKNOWN_EXPERT
@@ -314,7 +314,7 @@ AttentionInterface.register(NAME, _attend)
 def find_mask_fault(config: PretrainedConfig) -> str | None:
     """Return why attention that masks by position and sliding window alone is wrong for a model, or None.
 
-    The probes are shorter than the chunks of Llama 4, so they would not notice.
+    The probes would fail, too, but could not give this reason.
     """
     if "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
         return "its tokens attend only to their chunk"
@@ -328,6 +328,7 @@ def read_alone(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
+@crossing_windows
 def find_sharing_fault(model: PreTrainedModel, group: SequenceGroup | None = None) -> str | None:
     """Return why rows of a model cannot share prefixes, or None if they can.
 

@@ -3,6 +3,7 @@
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import cast
 
@@ -14,9 +15,9 @@ from skyrl_train.media.processing import has_vision
 from skyrl_train.models.loading import check_head
 from skyrl_train.models.logprobs import hidden_before, on_mask, response_logprobs
 from skyrl_train.models.prefix_sharing import find_sharing_fault
-from skyrl_train.models.routing import Routers
+from skyrl_train.models.routing import Routers, measuring_experts
 from skyrl_train.models.sequence_parallel import SequenceGroup
-from skyrl_train.types import Scores, TokenScores, TrainingBatch, ValueScores
+from skyrl_train.types import Metrics, Scores, TokenScores, TrainingBatch, ValueScores
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,10 @@ class Scorer(torch.nn.Module):
     @abstractmethod
     def hf_model(self) -> PreTrainedModel:
         """The Hugging Face model. If weights have another form, a model on the meta device that describes them."""
+
+    def measuring_experts(self) -> AbstractContextManager[Metrics]:
+        """Return a context that yields `routing.measuring_experts`, or no metrics if they are not supported."""
+        return nullcontext(Metrics())
 
 
 class ScoringModule(Scorer):
@@ -74,6 +79,9 @@ class ScoringModule(Scorer):
     def can_share(self, rows: TrainingBatch) -> bool:
         """Return True if prefixes of a micro-batch are computed once. A tree of prefixes has no place for images."""
         return self.shares_prefixes and not any(rows.images or ())
+
+    def measuring_experts(self) -> AbstractContextManager[Metrics]:
+        return measuring_experts(self.model, self._sequence_group)
 
     def forward(self, rows: TrainingBatch) -> Scores:
         """Score a micro-batch: values for a critic, else log-probs and entropies, (B, R) and 0 outside the mask."""

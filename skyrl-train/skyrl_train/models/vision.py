@@ -1,14 +1,14 @@
 """Inputs of a vision-language model: text tokens, features of images, and positions.
 
-Transformers' models take the features as `mm_encoder_outputs`, and put them where the tokens are placeholders. So each
-image is encoded once, whoever shows it: the samples of a group, the turns of a conversation, the rows of a micro-batch.
+Transformers' models take the features as `mm_encoder_outputs`, and put them where the tokens are placeholders. So an
+image is encoded once for all samples of a group, turns of a conversation and rows of a micro-batch that show it.
 
 Three details differ from text:
 
 - A placeholder that no image fills, because the model sampled it, is read as token 0. Otherwise the model would look
   for its features.
 - Gemma 3 attends within an image in both directions, and needs to know which tokens belong to images.
-- Qwen's models rotate by three positions (M-RoPE). An image of 4 x 6 features takes 6 positions, not 24, and so all text
+- Qwen's models rotate by three positions (M-RoPE). An image of 4 x 6 features takes 6 positions, not 24, so the text
   after it is closer: position = number of tokens - 18.
 """
 
@@ -60,7 +60,7 @@ class ImageEncoder:
         parameters = inspect.signature(type(model.base_model).forward).parameters
         if "mm_encoder_outputs" not in parameters:
             raise ConfigError(
-                f"a {type(model).__name__} does not take the features of images separately, which images need here; use "
+                f"a {type(model).__name__} does not take `mm_encoder_outputs`, so images cannot be encoded once; use "
                 "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 3, Gemma 4, Idefics 3 or SmolVLM"
             )
         self.type_argument = next((n for n in ("mm_token_type_ids", "token_type_ids") if n in parameters), None)
@@ -81,7 +81,7 @@ class ImageEncoder:
         self._n_bytes = 0
 
     def arguments(self, input_ids: torch.Tensor, images: Sequence[Spans], *, caches: bool = False) -> dict[str, Any]:
-        """Return the arguments of the base model for tokens (b, n) and the images of each row, in columns of the tokens.
+        """Return the arguments of the base model for tokens (b, n) and the images of each row.
 
         `caches` keeps the features for the next call. Use it only without gradients.
         """
@@ -172,7 +172,9 @@ class ImageEncoder:
             embeddings = (embeddings,)
         joined = BaseModelOutputWithPooling(pooler_output=embeddings)
         if features[0].deep:
-            joined["deepstack_features"] = [(torch.cat(layers),) for layers in zip(*(f.deep for f in features), strict=True)]
+            joined["deepstack_features"] = [
+                (torch.cat(layers),) for layers in zip(*(f.deep for f in features), strict=True)
+            ]
         return joined
 
 

@@ -101,9 +101,13 @@ class TrainingBatch:
     def chunk(self, n_prompts: int) -> list[TrainingBatch]:
         """Split into consecutive batches of `n_prompts` drawn prompts (the last may have fewer), as views."""
         edges = [*self._starts()[::n_prompts], len(self)]
-        return [self._map(lambda tensor, s=start, e=end: tensor[s:e], range(start, end)) for start, end in pairwise(edges)]  # type: ignore[misc]
+        return [
+            self._map(lambda tensor, s=start, e=end: tensor[s:e], range(start, end)) for start, end in pairwise(edges)
+        ]  # type: ignore[misc]
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor], rows: Sequence[int] | None = None) -> TrainingBatch:
+    def _map(
+        self, function: Callable[[torch.Tensor], torch.Tensor], rows: Sequence[int] | None = None
+    ) -> TrainingBatch:
         """Apply a function to all tensors. It returns `rows`, or all rows."""
         mapped: dict[str, Any] = {
             name: function(tensor) for name in TENSOR_FIELDS if (tensor := getattr(self, name)) is not None

@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple
 
 from skyrl_train.lazy import torch
 
-MetricKind = Literal["mean", "std", "ess", "sum", "max", "min"]
+MetricKind = Literal["mean", "std", "ess", "sum", "max", "min", "expert_load_max", "expert_load_min", "experts_unused"]
 
 
 class Metric(NamedTuple):
     """The sums behind one number, so that metrics of parts merge to the metric of the whole.
 
     `mean`, `std` (of the population) and `ess` (effective sample size as a fraction of the samples, (Σx)² / (n Σx²))
-    cover all merged samples.
+    cover all merged samples. The kinds for experts describe `counts`.
 
     >>> Metric("mean", value=6.0, weight=4.0).number
     1.5
@@ -30,6 +30,8 @@ class Metric(NamedTuple):
     """Σ weight."""
     square: float = 0.0
     """Σ weight · x², for `std` and `ess`."""
+    counts: torch.Tensor | None = None
+    """Σ of the tokens (layers, E) that each expert got."""
 
     @property
     def number(self) -> float:
@@ -41,7 +43,12 @@ class Metric(NamedTuple):
                 return math.sqrt(max(self.square / self.weight - (self.value / self.weight) ** 2, 0.0))
             case "ess":
                 return self.value**2 / (self.weight * self.square)
-        return self.value
+        if self.counts is None:
+            return self.value
+        loads = self.counts / self.counts.mean(dim=1, keepdim=True, dtype=torch.float64)  # 1 if balanced
+        if self.kind == "experts_unused":
+            return (loads == 0).double().mean().item()
+        return (loads.amax(dim=1) if self.kind == "expert_load_max" else loads.amin(dim=1)).mean().item()
 
     def merge(self, other: Metric) -> Metric:
         """Return the metric of both sets of samples together."""
@@ -49,7 +56,9 @@ class Metric(NamedTuple):
         if self.kind in ("max", "min"):
             choose = max if self.kind == "max" else min
             return Metric(self.kind, choose(self.value, other.value))
-        return Metric(self.kind, self.value + other.value, self.weight + other.weight, self.square + other.square)
+        counts = None if self.counts is None or other.counts is None else self.counts + other.counts
+        sums = (self.value + other.value, self.weight + other.weight, self.square + other.square)
+        return Metric(self.kind, *sums, counts)
 
 
 class Metrics(dict[str, Metric]):

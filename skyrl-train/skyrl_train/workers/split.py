@@ -30,9 +30,10 @@ def split(
     the rank, at most `max_tokens` tokens and `max_rows` rows, but at least one row.
 
     With `shares_prefixes`, a token costs `SHARED_COST` instead of 1 if it is in a prefix that the micro-batch already
-    has. Rows with images share nothing. For example, two prompts of 60 tokens are sampled twice each, and all four rows have 100 tokens. The second row
+    has. For example, two prompts of 60 tokens are sampled twice each, and all four rows have 100 tokens. The second row
     of a prompt costs 40 + 0.25 · 60 = 55, so on 2 ranks, each rank gets one prompt (cost 155). With `max_tokens` = 200,
-    it is one micro-batch. With 100 it is two, and the second micro-batch computes the prompt again, at full cost.
+    it is one micro-batch. With 100 it is two, and the second micro-batch computes the prompt again, at full cost. Rows
+    with images share nothing.
 
     With `keeps_draws`, all rows of a draw are in one micro-batch, in their order, whatever the limits (`draws_fit`).
 
@@ -46,7 +47,8 @@ def split(
     if keeps_draws:
         order, n_shared, units = _join_draws(order, tokens, batch.draws[trained].tolist())
     lengths = [len(tokens[i]) for i in order]
-    saved = [(1 - SHARED_COST) * n if shares_prefixes and batch.images is None else 0.0 for n in n_shared]
+    shares_prefixes = shares_prefixes and batch.images is None
+    saved = [(1 - SHARED_COST) * n if shares_prefixes else 0.0 for n in n_shared]
     rows_of_rank: list[list[int]] = [[] for _ in range(n_ranks)]
     micro_batches_of_rank: list[list[list[int]]] = [[] for _ in range(n_ranks)]
     total, cost, load = sum(lengths) - sum(saved), 0.0, 0.0

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from pathlib import Path
@@ -189,7 +190,9 @@ class Worker:
         """Add the gradient of the shard's part of the loss to the parameters."""
         assert self._objective is not None, f"the {self._spec.role} has no objective"
         settings = Pass(self._spec.bf16, backward=True, dropout=True)
-        return Metrics().merge(*self._strategy.run(self.module, shard, self._objective, settings))
+        with self.module.measuring_experts() if self._spec.role == "policy" else nullcontext(Metrics()) as loads:
+            metrics = Metrics().merge(*self._strategy.run(self.module, shard, self._objective, settings))
+        return metrics.merge(loads)
 
     @needing("all")
     def optim_step(self) -> Metrics:

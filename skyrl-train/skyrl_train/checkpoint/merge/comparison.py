@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from skyrl_train.checkpoint.model_folder import read_dtype
 from skyrl_train.errors import CheckpointError
@@ -58,7 +58,9 @@ def compare(merged: Path, probe_sources: Callable[[torch.dtype], torch.Tensor], 
     dtype = read_dtype(merged)
     reference = probe_sources(dtype)
     gc.collect()
-    model, report = model_class(role, AutoConfig.from_pretrained(merged)).from_pretrained(merged, dtype=dtype, output_loading_info=True)
+    model, report = model_class(role, AutoConfig.from_pretrained(merged)).from_pretrained(
+        merged, dtype=dtype, output_loading_info=True
+    )
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(
             f"the merged model lacks {len(missing)} tensors, among them {missing[0]}, so nothing was written; report "

@@ -226,9 +226,7 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
         states = self._read(batch.cache, [sequence.token_ids[-1:] for sequence in batch.sequences])
         return list(batch.sequences), self._sample(batch.sequences, states)
 
-    def _read(
-        self, cache: PaddedCache, rows: Sequence[Sequence[int]], images: Sequence[Spans] = ()
-    ) -> torch.Tensor:
+    def _read(self, cache: PaddedCache, rows: Sequence[Sequence[int]], images: Sequence[Spans] = ()) -> torch.Tensor:
         """Read tokens and images of all rows. A long text is read in pieces, if the model can continue from its state.
 
         Pieces could divide an image, whose tokens may attend to each other.

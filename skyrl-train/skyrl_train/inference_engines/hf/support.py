@@ -14,6 +14,7 @@ from skyrl_train.inference_engines.hf.kv_memory import UNIT, KVMemory
 from skyrl_train.inference_engines.hf.padded_cache import PaddedCache
 from skyrl_train.inference_engines.hf.region_table import Region
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
+from skyrl_train.models.attributes import crossing_windows
 from skyrl_train.models.last_layer import is_narrow, widen_last_layer
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.prefix_sharing import LOW_PRECISION_TOLERANCE, TOLERANCE, find_mask_fault, read_alone
@@ -24,6 +25,7 @@ FIRST, SECOND = (5, 3), (1, 4)  # tokens of two sequences that the first and the
 
 
 @torch.inference_mode()
+@crossing_windows
 def check_supported(model: PreTrainedModel, bf16: bool) -> None:
     """Compare the hidden states of two short sequences, packed with a cache and separate without a cache.
 
@@ -68,6 +70,7 @@ def _check_packed(model: PreTrainedModel, bf16: bool, *, last_only: bool) -> Non
 
 
 @torch.inference_mode()
+@crossing_windows
 def check_cache(model: PreTrainedModel, bf16: bool, *, is_padded: bool) -> bool:
     """Compare the hidden states of three sequences with the model's own cache and without a cache.
 

@@ -5,9 +5,11 @@ import pytest
 import torch
 from train_kit import runs
 from train_kit.architectures import tiny_config
+from train_kit.batches import random_batch
 from train_kit.engines import LIMITS
-from train_kit.models import create_model
+from train_kit.models import create_model, load_on_cpu
 from train_kit.runs import assert_close_runs, expect_error, train
+from train_kit.workers import complete, make_worker
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.dataset.batch import build_training_batch
@@ -19,6 +21,7 @@ from skyrl_train.models.prefix_sharing import use_attention
 from skyrl_train.models.routing import Routers
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.types import UNKNOWN_EXPERT, Segment, TrainingBatch, Trajectory, TrajectoryID
+from skyrl_train.workers.group import WorkerGroup
 
 PACKED = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
 SENSITIVE = {"num_experts": 64, "num_experts_per_tok": 1, "norm_topk_prob": True, "num_hidden_layers": 8}
@@ -150,3 +153,42 @@ def test_routers_without_topk_are_refused(tiny_tokenizer: PreTrainedTokenizerBas
 def test_a_model_without_experts_is_refused(catch_run: list[str]) -> None:
     message = expect_error(*catch_run, "trainer.algorithm.router_replay=true")
     assert "trainer.algorithm.router_replay=true found no experts in a Qwen3ForCausalLM" in message
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_load_of_experts_is_the_one_counted_by_hand(shares: bool, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Positions 1 to 3 predict trained tokens. The experts get 0, 3, 2 and 1 of them, and an equal share is 1.5."""
+    module = ScoringModule(create_model(tiny_config("qwen3_moe", tiny_tokenizer)).eval(), replays_experts=True)
+    module.shares_prefixes = shares
+    experts = torch.tensor([[0, 3], [1, 2], [1, 2], [1, 3], [0, 3]])[None, :, None].repeat(1, 1, 4, 1)
+    tokens, loss_mask = torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 3)
+    batch = TrainingBatch(tokens, torch.ones_like(tokens), loss_mask, draws=torch.zeros(1), experts=experts)
+    module(batch)  # nothing is counted outside the context
+    with module.measuring_experts() as metrics:
+        module(batch)
+    assert metrics.numbers() == {"expert_load_max": 2.0, "expert_load_min": 0.0, "experts_unused": 0.25}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text"])
+def test_the_counts_of_a_step_do_not_depend_on_micro_batches_and_ranks(
+    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """They equal the choices in each row alone. Scoring and recomputed layers are not counted."""
+    create_model(tiny_config(name, tiny_tokenizer)).save_pretrained(tmp_path)
+    model, batch = load_on_cpu(tmp_path, gradient_checkpointing=True), random_batch(1)
+    counts: dict[int, torch.Tensor] = {}
+    is_predicting = torch.zeros_like(batch.attention_mask, dtype=torch.bool)
+    is_predicting[:, -batch.response_length - 1 : -1] = batch.loss_mask.bool()
+    for tokens, is_token, is_counted in zip(batch.sequences, batch.attention_mask.bool(), is_predicting, strict=True):
+        chosen: dict[int, torch.Tensor] = {}
+        with torch.no_grad(), Routers.of(model).recording(chosen.__setitem__):
+            model.base_model(input_ids=tokens[is_token][None], use_cache=False)
+        for layer, experts in chosen.items():
+            counts[layer] = counts.get(layer, 0) + experts[is_counted[is_token]].flatten().bincount(minlength=4)
+    for n_rows, n_ranks in ((6, 1), (2, 1), (1, 1), (2, 2)):  # 1, 3 and 6 micro-batches, and 2 on each of two ranks
+        worker = make_worker(model, micro_train_batch_size_per_gpu=n_rows)
+        group = WorkerGroup(worker.group._spec, [worker.rank] * n_ranks, worker.group._objective)
+        complete(group.load())
+        complete(group.score(batch))
+        metric = complete(group.forward_backward(batch))["experts_unused"]
+        assert torch.equal(metric.counts, torch.stack(list(counts.values())))

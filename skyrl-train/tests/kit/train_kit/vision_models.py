@@ -121,7 +121,13 @@ def _qwen(family: str, vision: dict[str, Any], text: dict[str, Any]) -> tuple[An
     videos = (transformers.Qwen2VLVideoProcessor if is_old else transformers.Qwen3VLVideoProcessor)()
     processor_class = transformers.Qwen2_5_VLProcessor if is_old else transformers.Qwen3VLProcessor
     processor = processor_class(images, tokenizer, videos, chat_template=tokenizer.chat_template)
-    ids = dict(zip(("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), QWEN_TOKENS, strict=True))
+    ids = dict(
+        zip(
+            ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
+            QWEN_TOKENS,
+            strict=True,
+        )
+    )
     config_class = {
         "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
         "qwen3_vl": transformers.Qwen3VLConfig,
@@ -138,7 +144,14 @@ def _qwen(family: str, vision: dict[str, Any], text: dict[str, Any]) -> tuple[An
 
 def _qwen2_5_vl() -> tuple[Any, Any]:
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-    vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 32}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "depth": 2,
+        "out_hidden_size": 32,
+        "fullatt_block_indexes": [1],
+        "window_size": 32,
+    }
     return _qwen("qwen2_5_vl", vision, {"rope_parameters": rope})
 
 
