@@ -139,7 +139,7 @@ def read_parts(content: Any, folder: Path | None = None) -> str | list[dict[str,
         InvalidAnswer: a part is neither text nor an image, or its image cannot be read.
     """
     if not isinstance(content, list | tuple):
-        return content  # type: ignore[no-any-return]
+        return content
     parts: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None

@@ -1,8 +1,8 @@
 """A tiny vision-language model that sees the board and knows the letters of Catch, but not how to play.
 
-It is an Idefics 3: an image encoder, a connector and a small Llama, 350,000 random weights in all. A short training
-teaches it to describe a board ("ball 3,0 paddle 5"), and to answer L, R or S at random when it is asked to play. It sees
-no rewards and no good play.
+It is an Idefics 3: an image encoder, a connector and a small Llama with random weights. A short training teaches it to
+describe a board ("ball 3,0 paddle 5"), and to answer L, R or S at random when it is asked to play. It sees no rewards
+and no good play.
 """
 
 import random
