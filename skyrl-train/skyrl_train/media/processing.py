@@ -76,17 +76,30 @@ class ImageProcessor:
             self._n_bytes -= self._cache.popitem(last=False)[1].n_bytes
         return processed
 
+    def escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Write placeholders in a message's text as `< image>`, so that they are text. A model may have written them."""
+        placeholder: str = self._processor.image_token
+
+        def escape(text: str) -> str:
+            return text.replace(placeholder, f"{placeholder[0]} {placeholder[1:]}")
+
+        content = message.get("content")
+        if isinstance(content, str):
+            content = escape(content)
+        elif isinstance(content, list):
+            content = [{**part, "text": escape(part["text"])} if "text" in part else part for part in content]
+        return {**message, "content": content}
+
     def expand(self, text: str, images: Sequence[EncodedImage]) -> str:
         """Replace the placeholder of each image by the tokens that it fills, in order.
 
-        Raise DataError unless the text has one placeholder per image, e.g. if a message contains the placeholder.
+        Raise DataError unless the text has one placeholder per image.
         """
         placeholder = re.escape(self._processor.image_token)
         if (n_found := len(re.findall(placeholder, text))) != len(images):
             raise DataError(
                 f"the conversation has {len(images)} images, but its text has {n_found} placeholders "
-                f"{self._processor.image_token!r}; remove the placeholder from messages, or use a chat template that "
-                "writes one for each image"
+                f"{self._processor.image_token!r}; use a chat template that writes one for each image"
             )
         texts = iter(images)
         return re.sub(placeholder, lambda _: self.process(next(texts)).text, text)

@@ -174,6 +174,8 @@ class ChatTemplate:
 
     def _apply(self, prepared: list[dict[str, Any]], tools: Sequence[Any] | None, *, adds_header: bool) -> str:
         options = {**self.options, "tools": list(tools)} if tools else self.options
+        if find_images(prepared):
+            prepared = [self._images.escape(message) for message in prepared]
         if self._needs_parts:
             prepared = [_with_parts(message) for message in prepared]
         try:

@@ -179,10 +179,10 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
                 cache.select(copies)
             else:
                 unread = [sequence.token_ids[sequence.kept.length :] for sequence in group if sequence.kept]
+                images = [shift(s.request.images, s.kept.length) for s in group if s.kept]  # before rows join
                 for sequence in group[1:]:
                     assert sequence.kept is not None
                     cache.join(sequence.kept)
-                images = [shift(s.request.images, s.kept.length) for s in group if s.kept]
                 last = self._read(cache, unread, images)
             for sequence, state in zip(group, last, strict=True):
                 states[sequence], sequence.kept = state, None

@@ -1,14 +1,21 @@
 """Tiny vision-language models with their tokenizers and image processors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.runtime.validation import validate_prompt
 from skyrl_train.entrypoints.tiny import DEFAULT_TEXT, train_tokenizer
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.types import Segment
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -195,7 +202,14 @@ VISION_FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_5": _qwen3_5,
 }
-"""Configuration and processor by family. Qwen's processors need torchvision."""
+"""Configuration and processor by family."""
+
+needs_torchvision = pytest.mark.skipif(
+    find_spec("torchvision") is None, reason="Qwen's image processors need torchvision: run make test-vision"
+)
+each_family = pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=needs_torchvision if f.startswith("qwen") else ()) for f in VISION_FAMILIES]
+)
 
 
 def save_vision_model(folder: Path, family: str, *, seed: int = 0) -> Path:
@@ -207,3 +221,51 @@ def save_vision_model(folder: Path, family: str, *, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+def picture(seed: int, width: int = 48, height: int = 32) -> Image.Image:
+    """Return an image of random pixels."""
+    pixels = torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(pixels.numpy())
+
+
+def ask(*parts: Image.Image | str) -> list[dict[str, Any]]:
+    """Return a user message with images and texts, as an environment's messages are read."""
+    forms = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return validate_prompt(([{"role": "user", "content": forms}], {}))
+
+
+def conversation_row(chat: ChatEncoder, *turns: list[dict[str, Any]], reply: Sequence[int] = (5, 9, 7)) -> Segment:
+    """Return a row in which the model answers each turn with the tokens `reply`."""
+    first, *rest = turns
+    token_ids = chat.prompt_ids(first)
+    row = Segment.start(token_ids, chat.find_spans(token_ids, first))
+    row.append_sampled(list(reply), [0.0] * len(reply), None)
+    for messages in rest:
+        token_ids = chat.observation_ids(messages, row.token_ids[-1])
+        row.append_observed(token_ids, chat.find_spans(token_ids, messages))
+        row.append_sampled(list(reply), [0.0] * len(reply), None)
+    return row
+
+
+class PictureEnv(BaseTextEnv):
+    """Three turns, each with a picture. The reward is the number of different characters of the reply."""
+
+    def __init__(self, env_config: Any, extras: Any) -> None:
+        super().__init__()
+        self._seed = 10 * int(extras["extra_info"]["seed"])
+
+    def init(self, prompt: Any) -> Any:
+        return [*prompt, self._look()], {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        return BaseTextEnvStepOutput(
+            observations=[self._look()], reward=len(set(action)) / 10, done=self.turns == 3, metadata={}
+        )
+
+    def _look(self) -> dict[str, Any]:
+        content = [{"type": "image", "image": picture(self._seed + self.turns)}, {"type": "text", "text": "What?"}]
+        return {"role": "user", "content": content}
