@@ -79,6 +79,8 @@ def hidden_before(
     if shares_prefixes:
         is_narrowed = group is None and sequences.device.type == "cpu"  # models/last_layer.py explains why
         selected = (rows, positions) if is_narrowed else None
+        if (encoder := find_encoder(model)) is not None:
+            sequences = encoder.as_text(sequences)
         tree = PrefixTree(remove_padding(sequences, attention_mask), sequences.device, selected)
         if experts is not None:
             Routers.of(model).replay(tree.merge_experts(experts[attention_mask.bool()]), tree.selected)

@@ -90,8 +90,7 @@ class ImageEncoder:
             for span in spans:
                 is_image[row, span.start : span.end] = True
         is_image = is_image.to(input_ids.device) & (input_ids == self._token_id)
-        is_text = (input_ids == self._token_id) & ~is_image
-        arguments: dict[str, Any] = {"input_ids": input_ids.masked_fill(is_text, TEXT_FOR_PLACEHOLDER)}
+        arguments: dict[str, Any] = {"input_ids": torch.where(is_image, input_ids, self.as_text(input_ids))}
         shown = [span.image for spans in images for span in spans]
         if shown:
             if self.type_argument is not None:
@@ -100,6 +99,10 @@ class ImageEncoder:
             if self._has_grids:
                 arguments["image_grid_thw"] = self._grids(shown)
         return arguments
+
+    def as_text(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that the model reads where no image is: a placeholder is `TEXT_FOR_PLACEHOLDER`."""
+        return input_ids.masked_fill(input_ids == self._token_id, TEXT_FOR_PLACEHOLDER)
 
     def positions(self, token_ids: Sequence[int], spans: Spans) -> torch.Tensor | None:
         """Return the position of each token in each dimension (3, n), or None if positions count the tokens."""

@@ -111,11 +111,14 @@ def test_a_sampled_placeholder_is_an_ordinary_token(family: str, folders: Any) -
     folder = folders(family)
     model, chat = load_on_cpu(folder), chat_of(folder)
     placeholder = model.config.image_token_id
-    row = conversation_row(chat, *TURNS, reply=(5, placeholder, 7))
-    batch = batch_of([row])
-    scores = ScoringModule(model)(batch)
-    assert scores.logprobs.isfinite().all()
-    assert (scores.logprobs[0] != 0).sum() == 6
+    reply = (5, placeholder, 7)
+    rows = [conversation_row(chat, *TURNS, reply=reply), conversation_row(chat, ask("Only text."), reply=reply)]
+    batch, module = batch_of(rows), ScoringModule(model)
+    together = module(batch).logprobs
+    assert (together != 0).sum(dim=1).tolist() == [6, 3]
+    module.probe()
+    assert module.shares_prefixes == (family != "qwen3_5"), "then the row of text is computed as a tree of prefixes"
+    torch.testing.assert_close(module(batch.select([1])).logprobs[0], together[1], rtol=0, atol=1e-5)
 
 
 def test_equal_images_are_encoded_once(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
