@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import io
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,12 @@ class EncodedImage:
         return f"data:{self.mime_type};base64,{base64.b64encode(self.content).decode()}"
 
 
+def is_pillow_image(value: Any) -> bool:
+    """Return True for a Pillow image, without importing Pillow."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
 def read_image(source: Any, folder: Path | None = None) -> EncodedImage:
     """Return the image in `source`. Relative paths start at `folder`, or else at the working directory.
 
@@ -81,14 +88,14 @@ def read_image(source: Any, folder: Path | None = None) -> EncodedImage:
     pillow = _import_pillow()
     if isinstance(source, Mapping) and ("bytes" in source or "path" in source):
         source = source.get("bytes") or source.get("path")
-    if hasattr(source, "__array_interface__") and not isinstance(source, pillow.Image):
+    if hasattr(source, "__array_interface__") and not is_pillow_image(source):
         try:
             source = pillow.fromarray(source)
         except (TypeError, ValueError) as error:
             raise InvalidAnswer(
                 f"an array cannot become an image: {error}; its shape must be (height, width, 3), and its type uint8"
             ) from error
-    if isinstance(source, pillow.Image):
+    if is_pillow_image(source):
         file = io.BytesIO()
         source.save(file, "PNG", compress_level=1)
         source = file.getvalue()
