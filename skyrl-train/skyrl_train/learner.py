@@ -201,7 +201,7 @@ class Learner(TrainedModels):
         """Fill in `advantages` and `returns` (B, R). With `use_kl_in_reward`, first subtract the KL penalty."""
         penalty_metrics = Metrics()
         if self._cfg.algorithm.use_kl_in_reward:
-            batch, penalty_metrics = self.penalize_rewards(batch)
+            batch, penalty_metrics = self.subtract_kl_penalty(batch)
         batch, metrics = self.normalize_advantages(self.estimate_advantages(batch))
         return batch, penalty_metrics.merge(metrics)
 
@@ -227,7 +227,7 @@ class Learner(TrainedModels):
             batch = replace(batch, advantages=normalize_over_batch(batch.advantages, batch.loss_mask))
         return batch, metrics
 
-    def penalize_rewards(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
+    def subtract_kl_penalty(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
         """Subtract the per-token KL penalty from the rewards (B, R), and update the KL coefficient."""
         assert batch.rewards is not None
         assert batch.old_logprobs is not None

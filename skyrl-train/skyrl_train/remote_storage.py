@@ -118,7 +118,7 @@ def _attempt(upload: Upload) -> UploadResult:
     except STORAGE_ERRORS as failure:
         n_bytes, error, is_final = 0, f"{type(failure).__name__}: {failure}", False
         if not upload.source.exists():
-            error, is_final = f"{upload.source} was removed before it was uploaded", True
+            error, is_final = "it was removed from this machine before it was uploaded", True
     return UploadResult(upload, time.monotonic() - started, n_bytes, error, is_final)
 
 
@@ -214,8 +214,8 @@ class RemoteStorage(Callback):
                     logger.info("The checkpoint of step %d is in remote storage", upload.step)
             elif upload.source not in self._failing:  # one alert for each folder
                 self._failing.add(upload.source)
-                outlook = "it stays on this machine" if result.is_final else "training continues, and it is retried"
-                await run.alert(f"{upload.source} could not be uploaded: {result.error}; {outlook}")
+                retries = "the upload is not retried" if result.is_final else "training continues, and it is retried"
+                await run.alert(f"{upload.source} could not be uploaded: {result.error}; {retries}")
             if result.is_final and upload.step is not None and result.error is None:
                 run.checkpoints.pinned.discard(upload.step)
         gauges["storage/pending_uploads"] = float(self._uploader.n_pending)

@@ -13,7 +13,7 @@ from skyrl_agent.chat import Chat
 from skyrl_agent.config import AgentGeneration
 from skyrl_agent.tools.base import BaseTool, create_tools
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.env_pool import ThreadPool, await_within, errors_as_exceptions
+from skyrl_train.generators.env_pool import ThreadPool, await_with_timeout, errors_as_exceptions
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ async def call_with_limit(
     """
     late = _LateCall(function, close_late)
     result = await threads.run(late, late)
-    return await await_within(run_contained(result), limit_s) if inspect.isawaitable(result) else result
+    return await await_with_timeout(run_contained(result), limit_s) if inspect.isawaitable(result) else result
 
 
 async def run_contained(awaitable: Awaitable[T]) -> T:

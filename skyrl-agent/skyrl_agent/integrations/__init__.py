@@ -1,4 +1,4 @@
-"""Backends that sample for agents and train them. Each module imports its framework on use."""
+"""Backends that sample for agents or train them. A backend's framework is imported when the backend is used."""
 
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ def create_engine(settings: AgentGeneration, infer_engine: Any, tokenizer: PreTr
         tokenizer: the model's tokenizer.
 
     Raises:
-        ConfigError: the engine does not belong to the backend.
+        ConfigError: `infer_engine` is None, or is set although `infer_backend=openai_server` needs none.
     """
     backend = settings.backend_config
     if infer_engine is None and settings.infer_backend != "openai_server":

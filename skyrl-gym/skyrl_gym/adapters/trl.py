@@ -38,7 +38,7 @@ from skyrl_gym.tools.calls import ToolCall, ToolCallError
 from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt
 from skyrl_gym.tools.schema import Signature
 
-NO_TOOLS = {"reset", "get_reward", "close"}
+NON_TOOL_METHODS = {"reset", "get_reward", "close"}
 """Public methods that are not tools."""
 
 
@@ -59,13 +59,13 @@ class TrlSettings:
 
 
 class TrlEnv(BaseTextEnv):
-    """One episode: the model calls tools until a reply has no call, or the environment's `done` is True.
+    """One episode: the model calls tools until a reply has no call, the environment's `done` is True, or turns run out.
 
     `reset` gets the row's columns, and its result is appended to the prompt. The final reward is the result of
     `get_reward()`, or the attribute `reward`.
 
-    The model reads the errors that tools raise, as in TRL, except connection errors and timeouts, which fail the
-    rollout. Methods may be `async`: an episode runs them all in one event loop. `close`, if any, is called at the end.
+    As in TRL, the model sees errors that tools raise. Connection errors and timeouts fail the rollout instead. Methods
+    may be `async`: an episode runs them all in one event loop. `close`, if any, is called at the end.
     """
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ class TrlEnv(BaseTextEnv):
         return append_observation(prompt, first or ""), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Execute the calls in a reply, in order."""
+        """Execute the calls in a reply, in order. At the end of the episode, return its reward instead of results."""
         if self._is_done or self._is_closed:
             raise RuntimeError("this episode is over; create a new TrlEnv for the next episode")
         self.turns += 1
@@ -130,7 +130,7 @@ class TrlEnv(BaseTextEnv):
         }
 
     def _execute_calls(self, reply: str) -> tuple[list[str], bool]:
-        """Execute the calls in a reply. Return the observation texts, and True if the episode is over."""
+        """Execute the calls in a reply. Return their results, and True if there is no call or `done` is True."""
         try:
             calls = parse_calls(reply)
         except ActionError as problem:
@@ -188,11 +188,11 @@ async def _await(answer: Awaitable[Any]) -> Any:
 
 
 def _tools(env: Any) -> dict[str, Signature]:
-    """Return the public methods of an environment by name."""
+    """Return an environment's tools by name: its public methods except `NON_TOOL_METHODS`."""
     return {
         name: Signature(name, getattr(env, name))
         for name, member in inspect.getmembers_static(type(env))
         if isinstance(member, FunctionType | staticmethod | classmethod)
         and not name.startswith("_")
-        and name not in NO_TOOLS
+        and name not in NON_TOOL_METHODS
     }

@@ -1,7 +1,7 @@
-"""Calls into environments as training makes them, each with a time limit.
+"""Calls into environments under the conditions of training that are most likely to break them, with a time limit.
 
-Blocking methods never run in the main thread, and consecutive calls of an episode run in different threads. Coroutines
-run in one event loop. A thread cannot be killed, so a hanging call is left behind.
+Blocking methods never run in the main thread, and with two threads or more, consecutive calls run in different ones.
+Coroutines run in one event loop. A thread cannot be killed, so a hanging call is left behind.
 """
 
 import asyncio
@@ -79,9 +79,9 @@ class Executor:
         return self._loop.was_stopped
 
     def run(self, calls: Sequence[EnvCall]) -> list[CallResult]:
-        """Make calls concurrently and return their results. Calls in threads are slowed down, so that they overlap.
+        """Make calls concurrently and return their results. All together have `limit_s` seconds.
 
-        After a hanging call, no other call can be made.
+        If several run in threads, they are slowed down so that they overlap. Do not call this again after a call hangs.
         """
         assert not self.is_stuck
         threads = [None if call.is_async else self._idle.popleft() for call in calls]
@@ -209,9 +209,9 @@ async def _async_result(function: Callable[[], Coroutine[Any, Any, Any]]) -> Cal
 
 
 def _call_slowly(function: Callable[[], Any], seed: int) -> Any:
-    """Call a function with a pause before each of its first lines, so that concurrent calls overlap.
+    """Call a function with a pause before each of the first `MAX_SLOW_LINES` lines that run outside Python's library.
 
-    Python switches threads every 5 ms, when most calls are already over. In weeks of training, some still overlap.
+    Without pauses, most calls end before Python switches threads, after 5 ms. In weeks of training, some calls overlap.
     """
     n_left = MAX_SLOW_LINES
     own_random = random.Random(seed)  # with equal pauses, threads would run in lockstep and never interfere

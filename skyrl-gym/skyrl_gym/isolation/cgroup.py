@@ -44,8 +44,8 @@ def memory_cgroup(n_bytes: int) -> Iterator[tuple[int, int] | None]:
             os.close(events)
 
 
-def n_killed(events: int) -> int:
-    """Return the number of processes that were killed for lack of memory."""
+def count_killed(events: int) -> int:
+    """Count the processes that were killed for lack of memory."""
     lines = os.pread(events, 1 << 12, 0).decode("ascii").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
@@ -112,7 +112,7 @@ def _cgroup(parent: Path, n_bytes: int) -> Iterator[Path]:
 
 
 def _remove(cgroup: Path) -> None:
-    """Remove a cgroup and its descendants, after killing their processes."""
+    """Kill the processes of a cgroup and of the programs' cgroups in it, then remove them."""
     for nested in cgroup.glob(f"{PREFIX}*"):
         _remove(nested)
     deadline = time.monotonic() + REMOVE_SECONDS
@@ -122,7 +122,7 @@ def _remove(cgroup: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         try:
             cgroup.rmdir()
-        except OSError:  # a process is still exiting
+        except OSError:  # e.g. a process is still exiting
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
@@ -131,7 +131,7 @@ def _remove(cgroup: Path) -> None:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the cgroups of killed processes: they no longer hold the lock."""
+    """Remove empty cgroups whose creator was killed and therefore no longer holds the lock."""
     for cgroup in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             lock = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

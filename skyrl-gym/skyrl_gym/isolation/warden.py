@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from skyrl_gym.isolation.cgroup import n_killed
+from skyrl_gym.isolation.cgroup import count_killed
 from skyrl_gym.isolation.child import THREADS_PER_PROCESS, Confinement, run_and_exit
 from skyrl_gym.isolation.credentials import throwaway_user
 from skyrl_gym.isolation.files import clear_folder, file_bytes
@@ -98,7 +98,7 @@ class ProgramRun:
         self._end_reason = ""
         self._streams: dict[int, tuple[str, bytearray]] = {}  # by descriptor
         self._cpu_seconds_before = _children_cpu_seconds()
-        self._n_killed_before = self._n_killed()
+        self._n_killed_before = self._count_killed()
 
     def execute(self) -> dict[str, Any]:
         """Start the child and wait until it ends or hits a limit.
@@ -118,7 +118,7 @@ class ProgramRun:
             for fd in self._streams:  # all writers are dead, so EAGAIN or EOF means empty
                 while fd in selector.get_map() and self._read(fd, selector):
                     pass
-        if self._n_killed() > self._n_killed_before:
+        if self._count_killed() > self._n_killed_before:
             self._end_reason = "memory"
         for fd in self._streams:
             os.close(fd)
@@ -163,7 +163,7 @@ class ProgramRun:
         max_processes = self._limits["n_processes"]
         if len(processes) > max_processes or sum(map(n_threads, processes)) > max_processes * THREADS_PER_PROCESS:
             return "processes"
-        if self._n_killed() > self._n_killed_before:
+        if self._count_killed() > self._n_killed_before:
             return "memory"
         if sum(map(memory_bytes, processes)) > self._limits["memory_bytes"]:
             return "memory"
@@ -180,8 +180,8 @@ class ProgramRun:
         with self._confinement.as_user():  # root sees another user's open files only with a capability
             return file_bytes(".", processes)  # the user may not enter the folders around it
 
-    def _n_killed(self) -> int:
-        return n_killed(self._confinement.cgroup[1]) if self._confinement.cgroup else 0
+    def _count_killed(self) -> int:
+        return count_killed(self._confinement.cgroup[1]) if self._confinement.cgroup else 0
 
     def _read(self, fd: int, selector: selectors.BaseSelector) -> bool:
         """Read a chunk of a stream. Return True if there may be more. Too much output ends the run."""

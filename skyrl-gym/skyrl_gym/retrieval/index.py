@@ -22,8 +22,8 @@ _ACCENTS = re.compile("[\u0300-\u036f]")
 def split_words(text: str) -> Iterator[str]:
     """Split a text into words for `WordIndex`, folding case and accents.
 
-    Scripts without spaces, such as Chinese, Japanese and Thai, are split into characters and pairs of characters, so
-    that a word is found inside a sentence.
+    Chinese, Japanese, Korean, Thai and similar scripts are split into characters and pairs of characters, because
+    spaces do not separate each word.
 
     >>> list(split_words("Café Fuji, 富士"))
     ['cafe', 'fuji', '富', '士', '富士']
@@ -93,7 +93,7 @@ class WordIndex:
 
 
 def _title(text: str) -> str:
-    """Return the index word that stands for a whole title, the document's first line."""
+    """Return one index word for a whole title: its words, joined by spaces after a newline that no other word has."""
     return "\n" + " ".join(split_words(text))
 
 

@@ -4,6 +4,7 @@ latest_ckpt_global_step.txt     the pointer: the step to resume from
 global_step_N/                  a complete checkpoint with `checksums.json`
 .global_step_N.partial/         a save in progress, or left by a crash
 .global_step_N.replaced/        the step's earlier checkpoint, while a new one replaces it
+.global_step_N.removed.partial/ a removal in progress, or interrupted by a crash
 
 The invariant is that a folder named global_step_N is complete. A save of step 40 keeps it, whenever the process dies:
 
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 POINTER = "latest_ckpt_global_step.txt"
 
-
 Write = Callable[[Path], Awaitable[None]]
 """Function that fills an empty folder."""
 
@@ -55,7 +55,7 @@ class CheckpointStore:
         self._max_to_keep = max_to_keep
         self._resume_mode, self._resume_path = resume_mode, resume_path
         self.pinned: set[int] = set()
-        """Steps that are always kept, e.g. until they are uploaded."""
+        """Steps that are kept, e.g. until they are uploaded, unless `save` needs their space."""
         self._removing = threading.Lock()  # removals run in threads
         self._resumed_step: int | None = None  # kept until the next save, even if the pointer has another step
 
@@ -129,7 +129,7 @@ class CheckpointStore:
             )
 
     def latest(self) -> Path | None:
-        """Return the checkpoint to resume from, if any. Raise CheckpointError if the pointer's does not exist."""
+        """Finish interrupted replacements. Return the pointer's checkpoint, if any; CheckpointError if it is gone."""
         self._restore_replaced()
         step = self._pointed_step()
         if step is None:
@@ -185,33 +185,33 @@ class CheckpointStore:
         if free >= needed:
             return None
         return (
-            f"{self.path} has {free:,} bytes free but needs {needed:,}, because a checkpoint takes "
-            f"{checkpoint_bytes:,} and the next one is written before the last is removed; set trainer.ckpt_path to a "
-            "larger disk, or trainer.ckpt_interval=-1 to run without checkpoints"
+            f"{self.path} has {free:,} bytes free or in removable checkpoints but needs {needed:,}: a checkpoint takes "
+            f"{checkpoint_bytes:,}, the next one is written before the last is removed, and {SPARE_BYTES:,} must stay "
+            "free; set trainer.ckpt_path to a larger disk, or trainer.ckpt_interval=-1 to run without checkpoints"
         )
 
     def remove_superseded(self) -> None:
-        """Remove checkpoints beyond the number to keep, except pinned ones and the one to resume from."""
+        """Finish interrupted removals. Remove surplus checkpoints, but neither pinned ones nor those to resume from."""
         with self._removing:
             for removed in self.path.glob(".global_step_*.removed.partial"):
                 shutil.rmtree(removed)
-            newest = self.resumable_step()
-            if newest is None or self._max_to_keep <= 0:
+            pointed = self.resumable_step()
+            if pointed is None or self._max_to_keep <= 0:
                 return
             n_excess = max(0, len(self.steps()) - self._max_to_keep)
-            for step in self._other_steps(newest)[:n_excess]:
+            for step in self._other_steps(pointed)[:n_excess]:
                 if step not in self.pinned and step != self._resumed_step:
                     self._remove(step)
 
     def _folder(self, step: int | str) -> Path:
         return self.path / f"global_step_{step}"
 
-    def _other_steps(self, latest: int) -> list[int]:
-        """Return all steps but `latest`, least useful first: steps of an abandoned future, then from the oldest on.
+    def _other_steps(self, pointed: int) -> list[int]:
+        """Return all steps but `pointed` in the order of removal: later steps, then earlier ones, each ascending.
 
-        With steps 10, 20, 40 and latest 20, that is 40, 10: step 40 is from before the run resumed at an earlier step.
+        With steps 10, 20, 40 and `pointed` 20, that is 40, 10: the run saved 40 before it resumed from an earlier step.
         """
-        return sorted((step for step in self.steps() if step != latest), key=lambda step: (step < latest, step))
+        return sorted((step for step in self.steps() if step != pointed), key=lambda step: (step < pointed, step))
 
     def _removable(self) -> list[int]:
         """Return the steps that may be removed for room, pinned steps last.

@@ -229,8 +229,8 @@ def open_source(source: str) -> RowSource:
     """Open one entry of `data.train_data` or `data.val_data`.
 
     Args:
-        source: a `.parquet`, `.json` or `.jsonl` file (`~` and `$VARIABLES` are expanded), or a Hub dataset as
-            `owner/name` (its train split), `owner/name:split` or, if it has configurations, `owner/name/config:split`.
+        source: a `.parquet`, `.json` or `.jsonl` file, a folder of `save_to_disk`, or a Hub dataset as `owner/name` or
+            `owner/name/config`. The last two may end in `:split` (default: train). `~` and `$VARIABLES` are expanded.
 
     Raises:
         DataError: the file does not exist or cannot be read.
@@ -357,6 +357,7 @@ def _load_from_hub(source: str) -> pa.Table:
     """Load a dataset from the Hub or a `save_to_disk` folder as a memory-mapped table."""
     import datasets
 
+    source = os.path.expanduser(os.path.expandvars(source))
     name, _, split = source.partition(":")
     config: str | None = None
     parts = name.split("/")

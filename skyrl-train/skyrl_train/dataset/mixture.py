@@ -88,7 +88,7 @@ class MixedPrompts(PromptOrder[PromptRow]):
             )
 
     @property
-    def n_epochs_over(self) -> int:
+    def n_finished_epochs(self) -> int:
         """Number of finished epochs of the mixture."""
         return self._n_batches // self.batches_per_epoch
 
@@ -158,15 +158,15 @@ class _Stream:
         n_failures = 0  # in a row
         while len(taken) < n:
             if n_failures == len(self._indices):
-                raise DataError(f"no row of the data source {self._name} can be used; see the warnings above")
+                raise DataError(
+                    f"no row of the data source {self._name} can be used: all are invalid (see the warnings above) or "
+                    "too long (without a warning); correct them, or raise trainer.max_prompt_length"
+                )
             index = self._indices[int(self._order(epoch)[row])]
-            found = self._find(index)
-            if found is not None:
+            if (found := self._find(index)) is not None:
                 taken.append((index, found))
             n_failures = 0 if found is not None else n_failures + 1
-            row += 1
-            if row == len(self._indices):
-                epoch, row = epoch + 1, 0
+            epoch, row = (epoch, row + 1) if row + 1 < len(self._indices) else (epoch + 1, 0)
         self.position = (epoch, row)
         return taken
 

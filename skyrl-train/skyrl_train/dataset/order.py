@@ -52,7 +52,7 @@ class EpochOrder:
 
 
 class PromptOrder(ABC, Generic[R]):
-    """Batches of rows, epoch after epoch, in an order that depends only on the seed.
+    """Batches of rows, epoch after epoch. The order depends on data, batch size and seed, in mixtures also on weights.
 
     Drawn rows are numbered. `state_dict` is the position after the last batch, so an order that loads it continues
     from there, starting with prompts that were drawn but not trained on.
@@ -66,7 +66,7 @@ class PromptOrder(ABC, Generic[R]):
         self._seed = seed
         self._n_drawn = 0  # rows, over all epochs
         self._n_skipped = 0
-        self._unused: deque[DrawnPrompt[R]] = deque()  # drawn but not trained on before the run was resumed
+        self._unused: deque[DrawnPrompt[R]] = deque()  # drawn for later batches, or untrained before a resume
         self._warned: set[int] = set()
 
     @property
@@ -81,7 +81,7 @@ class PromptOrder(ABC, Generic[R]):
 
     @property
     @abstractmethod
-    def n_epochs_over(self) -> int:
+    def n_finished_epochs(self) -> int:
         """Number of finished epochs, i.e. epochs without a full batch left."""
 
     def next_batch(self) -> list[DrawnPrompt[R]]:
@@ -90,14 +90,14 @@ class PromptOrder(ABC, Generic[R]):
         After the last batch of an epoch, the next epoch starts. An error leaves the position unchanged.
         """
         if len(self._unused) < self._batch_size:
-            position, n_skipped, n_epochs_over = self._position(), self._n_skipped, self.n_epochs_over
+            position, n_skipped, n_finished_epochs = self._position(), self._n_skipped, self.n_finished_epochs
             try:
                 rows = self._next_rows()
             except BaseException:
                 self._load(position)
                 self._n_skipped = n_skipped
                 raise
-            ends_epoch = self.n_epochs_over > n_epochs_over
+            ends_epoch = self.n_finished_epochs > n_finished_epochs
             self._unused += [
                 DrawnPrompt(self._n_drawn + i, row, index, ends_epoch and i == len(rows) - 1)
                 for i, (index, row) in enumerate(rows)
@@ -169,8 +169,7 @@ class ShuffledPrompts(PromptOrder[R]):
         self._order = EpochOrder(len(dataset), lambda epoch: (seed * EPOCHS_PER_SEED + epoch) % 2**63)
 
     @property
-    def n_epochs_over(self) -> int:
-        """Number of finished epochs, i.e. epochs without a full batch left."""
+    def n_finished_epochs(self) -> int:
         return self._epoch + (not self._is_enough(self._batch_size))
 
     def _is_enough(self, n_rows: int) -> bool:
@@ -183,7 +182,8 @@ class ShuffledPrompts(PromptOrder[R]):
             if not self._is_enough(n_missing):
                 if self._epoch > first_epoch:
                     raise DataError(
-                        f"fewer than {self._batch_size} rows of data.train_data can be used; see the warnings above"
+                        f"fewer than {self._batch_size} rows of data.train_data can be used: all others are invalid "
+                        "(see the warnings above) or too long (without a warning); correct them, or raise the limit"
                     )
                 self._epoch, self._row, rows = self._epoch + 1, 0, []
             index = int(self._order(self._epoch)[self._row])

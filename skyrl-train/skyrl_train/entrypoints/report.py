@@ -59,7 +59,7 @@ def report_trajectories(
 ) -> None:
     """Compare the evaluated trajectories of two steps, as Markdown.
 
-    Turns, tool calls, success and pass@n of each environment, and the failures by category.
+    Turns, tool calls, success and pass@n of each data source, and the failures by category.
     """
     from skyrl_train.report.trajectories import compare_evaluations
 

@@ -37,7 +37,7 @@ JOIN_S = 2.0  # maximum wait of `ThreadPool.close` for running calls
 
 
 class EnvTimeout(EnvError):
-    """A call into an environment exceeded `environment.skyrl_gym.call_timeout_seconds`."""
+    """A call of an environment, an agent, a task or a tool exceeded its time limit."""
 
 
 class EnvCrashed(EnvError):
@@ -201,7 +201,7 @@ class ThreadPool:
         self._timer = loop.call_later(CHECK_S, self._check, loop) if self._calls else None
 
     def _abandon(self, call: _Call, loop: asyncio.AbstractEventLoop) -> bool:
-        """Give up a call and replace its thread. Return False if the call is not running."""
+        """Give up a call, and remove its thread from the pool. Return False if the call is not running."""
         with self._lock:
             thread = None if call.is_over else call.thread
             call.is_over = True
@@ -262,15 +262,15 @@ class _LocalEpisode(Episode):
     async def call(self, method: str, *args: Any) -> Any:
         native = async_method(self._env, method)
         if native is not None:
-            return await await_within(native(*args), self._cfg.call_timeout_seconds)
+            return await await_with_timeout(native(*args), self._cfg.call_timeout_seconds)
         bound = getattr(self._env, method)
         return await self._pool.run(lambda: bound(*args), None if method == "close" else self)
 
 
-async def await_within(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
+async def await_with_timeout(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
     """Await a coroutine of an environment, an agent, a task or a tool, or raise EnvTimeout after `limit_s` seconds.
 
-    Its own errors become `Exception`s, see `errors_as_exceptions`.
+    `errors_as_exceptions` converts the coroutine's own errors.
     """
     limit = asyncio.timeout(limit_s)
     try:
@@ -303,7 +303,7 @@ def errors_as_exceptions() -> Iterator[None]:
 
 
 def call_contained(function: Callable[..., Any], *args: Any) -> Any:
-    """Call user code in a thread. Its errors become `Exception`s that a future can hold, so never StopIteration."""
+    """Call user code whose errors go into a future. SystemExit, StopIteration and the like become RuntimeErrors."""
     try:
         return function(*args)
     except BaseException as error:

@@ -139,7 +139,8 @@ class EngineClient:
                             n_old = min(len(chunk.token_ids), len(received) - n_streamed)
                             if chunk.token_ids[:n_old] != received[n_streamed : n_streamed + n_old]:
                                 raise EngineError(
-                                    "an engine was lost after it had streamed tokens of earlier weights; retry it"
+                                    "an engine was lost while it streamed, and its replacement sampled other tokens: "
+                                    "the weights have changed, or the engine ignores seeds; repeat the request"
                                 )
                             new = replace(chunk, token_ids=chunk.token_ids[n_old:], logprobs=chunk.logprobs[n_old:])
                             received += new.token_ids

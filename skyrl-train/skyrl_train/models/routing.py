@@ -47,7 +47,7 @@ class Routers:
     """The routers of a model. They choose their own experts unless `replay` sets them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Attach to a model's decoder layers. Raise ConfigError if no experts are found in the model."""
+        """Attach to a model's decoder layers. Raise ConfigError if its experts or its layers are not found."""
         config = model.config.get_text_config()
         self.n_experts, self.n_chosen = (
             next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
@@ -56,9 +56,9 @@ class Routers:
         layers = getattr(model.base_model, "layers", None)
         if not self.n_experts or not self.n_chosen or not isinstance(layers, torch.nn.ModuleList):
             raise ConfigError(
-                f"trainer.algorithm.router_replay=true found no experts in a {type(model).__name__}: its configuration "
-                f"has none of {', '.join(N_EXPERTS)}, or its layers are not in `layers`; set "
-                "trainer.algorithm.router_replay=false"
+                f"trainer.algorithm.router_replay=true found no experts in a {type(model).__name__}: it needs one of "
+                f"{', '.join(N_EXPERTS)} and one of {', '.join(N_CHOSEN)} in its configuration, and its layers in "
+                "`base_model.layers`; set trainer.algorithm.router_replay=false"
             )
         self.n_layers = len(layers)
         self._name = type(model).__name__
@@ -72,7 +72,7 @@ class Routers:
         for index, layer in enumerate(layers):
             mode = _TopKInterceptor(self, index)
             layer.register_forward_pre_hook(lambda *_, mode=mode: mode.enter())
-            layer.register_forward_hook(lambda *_, mode=mode: mode.leave(), always_call=True)
+            layer.register_forward_hook(lambda *_, mode=mode: mode.leave(), always_call=True)  # also after an error
 
     @staticmethod
     def of(model: PreTrainedModel) -> "Routers":
@@ -86,7 +86,7 @@ class Routers:
 
     @contextmanager
     def recording(self, record: Record) -> Iterator[None]:
-        """Pass the experts that the routers choose to `record`. Raise ConfigError if no router called `torch.topk`."""
+        """Stop replaying, and pass the routers' choices to `record`. ConfigError if none was made with `torch.topk`."""
         self._record, self._experts, self._has_recorded = record, None, False
         try:
             yield
@@ -99,10 +99,10 @@ class Routers:
             )
 
     def replay(self, experts: torch.Tensor | None, selected: torch.Tensor | None = None) -> None:
-        """Use `experts` (T, layers, K) in the next forward pass and its backward pass. None stops replaying.
+        """Use `experts` (T, layers, K) in all passes until the next call. With None, routers use their own choice.
 
-        The router chooses where an expert is `UNKNOWN_EXPERT`. `selected` (M,) are the tokens that a narrowed last
-        layer computes.
+        They also do so where an expert is `UNKNOWN_EXPERT`. `selected` (M,) has the indices of the tokens in a narrowed
+        last layer.
         """
         self._experts, self._selected = experts, selected
 

@@ -27,13 +27,10 @@ from skyrl_train.report.summary import (
 )
 from skyrl_train.tracking import RunFolder, find_missing_signal, read_metrics
 
-_CURVES = (
-    "eval/all/avg_score",
-    "reward/avg_raw_reward",
-    "val/loss",
-    "train/loss",
-)  # the learning curve shows the first that was measured
+# The learning curve shows the first that was measured.
+_CURVES = ("eval/all/avg_score", "reward/avg_raw_reward", "val/loss", "train/loss")
 
+_COMMAND = re.compile(r'<p class="label">command</p>\s*<pre>(.*?)</pre>', re.DOTALL)
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|\[/?INST\]")
 
 # start of an evaluation metric → start of the same quantity on the training rollouts. The first match counts.
@@ -86,11 +83,9 @@ def report_run(run_folder: RunFolder, *, command: str | None = None) -> Path | N
 
     Works for unfinished runs. Raise DataError if the metrics or an evaluation file cannot be read.
     """
-    rows = read_metrics(run_folder.metrics)
-    if not rows:
+    if not (rows := read_metrics(run_folder.metrics)):
         return None
-    measured = [name for name in _CURVES if any(name in row for row in rows)]
-    if measured:
+    if measured := [name for name in _CURVES if any(name in row for row in rows)]:
         title = f"{run_folder.path.parent.name}: {run_folder.path.name}"
         plot_learning_curve(rows, run_folder.learning_curve, metric=measured[0], title=title)
     return write_report(run_folder, command=command)
@@ -107,12 +102,15 @@ def write_report(
     """Write `report.html` from the files in the run folder and return its path. Works for unfinished runs.
 
     Args:
-        command: the shell command that reproduces the run.
+        command: the shell command that reproduces the run. By default, the command on the previous page is kept.
         baselines: dashed lines: metric → label → value, e.g. `{"eval/environment/catch_rate": {"random play": 0.2}}`.
 
     Raises:
         DataError: the metrics or an evaluation file cannot be read.
     """
+    if command is None and run_folder.report.exists():
+        found = _COMMAND.search(run_folder.report.read_text(encoding="utf-8"))
+        command = found and Markup(found[1]).unescape()
     rows = read_metrics(run_folder.metrics)
     config_text, config = run_folder.read_config()
     last_step = max((row["step"] for row in rows), default=None)

@@ -1,4 +1,4 @@
-"""Analysis of evaluated trajectories: compare behavior by environment and failures by category between two steps.
+"""Analysis of evaluated trajectories: compare behavior by data source and failures by category between two steps.
 
 Reads `evals/global_step_N/<data_source>.jsonl` in a run folder or remote storage, as written by this project or SkyRL.
 """
@@ -105,7 +105,7 @@ CATEGORIES = {
     "tool arguments": "a call is not valid JSON, or a tool rejected its arguments",
     "authorization": "a tool answered 401, 403 or denied access",
     "resource not found": "a tool answered 404 or that something does not exist",
-    "false completion": "the model declared the task done",
+    "false completion": "the last reply says `<done>` or `[done]`, or calls no tool although earlier ones did",
     "cut reply": "the last reply reached its token limit",
     "context overflow": "the conversation ended with stop reason `length`",
     "turn limit": "the episode ended with stop reason `max_turns`",
@@ -195,13 +195,13 @@ def compare_evaluations(source: str, first: int | None = None, last: int | None 
     except STORAGE_ERRORS as error:
         raise DataError(f"cannot read {source}: {error!r}; check the path and the credentials") from error
     names = " and ".join(map(str, evaluations))
-    lines = [f"# Trajectories of {source}", "", f"Evaluations at steps {names}.", "", "## Environments", ""]
-    lines += _format_environments(evaluations)
+    lines = [f"# Trajectories of {source}", "", f"Evaluations at steps {names}.", "", "## Data sources", ""]
+    lines += _format_data_sources(evaluations)
     return "\n".join([*lines, "", "## Failures", "", *_format_failures(evaluations, n_samples), ""])
 
 
-def _format_environments(evaluations: dict[int, list[EvaluatedEpisode]]) -> list[str]:
-    """Format a table of each environment's behavior at each step. Means and rates are over valid episodes."""
+def _format_data_sources(evaluations: dict[int, list[EvaluatedEpisode]]) -> list[str]:
+    """Format a table of the behavior on each data source at each step. Means and rates are over valid episodes."""
     names = sorted({e.trajectory.data_source for episodes in evaluations.values() for e in episodes})
     rows, n_samples = [], 0
     for name in ["all", *names] if len(names) > 1 else names:
@@ -220,7 +220,7 @@ def _format_environments(evaluations: dict[int, list[EvaluatedEpisode]]) -> list
                 rates = map(statistics.fmean, ([e.is_success for e in valid], passed))
                 cells = [*(f"{mean:.1f}" for mean in means), *(f"{rate:.1%}" for rate in rates)]
             rows.append([name, step, len(found), len(found) - len(valid), *cells])
-    head = ("environment", "step", "episodes", "invalid", "turns", "tool calls", "tool errors", "success")
+    head = ("data source", "step", "episodes", "invalid", "turns", "tool calls", "tool errors", "success")
     return _format_table([*head, f"pass@{n_samples}"], rows)
 
 

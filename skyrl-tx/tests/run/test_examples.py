@@ -69,15 +69,21 @@ def test_row_formats(tmp_path: Path, row: dict[str, Any], expected: str) -> None
 @pytest.mark.parametrize(
     ("row", "template", "message"),
     [
-        ({"messages": None, "question": "x"}, None, r"row 7: it has question; a row has 'messages'"),
-        ({"messages": CONVERSATION[:1]}, None, "row 7: there is no assistant message"),
-        ({"messages": [{"content": "x"}]}, None, "row 7: 'role'"),
-        ({"messages": 3}, None, "row 7: 'int' object is not iterable"),
+        ({"messages": None, "question": "x"}, None, r"row 7: its columns are question; a row has 'messages'"),
+        ({"messages": None}, None, r"row 7: its columns are empty; a row has 'messages'"),
+        ({"messages": CONVERSATION[:1]}, None, "row 7: no assistant message to train on; end the row with one$"),
+        ({"messages": [{"content": "x"}]}, None, "row 7: a message has no 'role'; add it$"),
+        ({"messages": 3}, None, "row 7: 'int' object is not iterable; a row has 'messages'"),
         ({"prompt": "x" * 300, "completion": "y"}, None, r"row 7: no trained token within --max-length 200"),
         (
             {"messages": CONVERSATION},
             "{{ raise_exception('System role not supported') }}",
-            "row 7: the chat template refuses it: System role not supported; correct",
+            "row 7: the chat template rejects it: System role not supported; correct",
+        ),
+        (
+            {"messages": CONVERSATION},
+            "{{ 'reply:' if add_generation_prompt else messages[-1].content }}",
+            "row 7: the chat template starts a reply without its generation prompt; use another template$",
         ),
     ],
 )

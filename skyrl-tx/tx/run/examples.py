@@ -60,32 +60,36 @@ class ExampleBuilder:
     """A converter from rows to data, with a model's tokenizer and chat template."""
 
     def __init__(self, folder: Path, max_length: int) -> None:
-        """Load the tokenizer in `folder`. Rows are truncated to `max_length` tokens."""
+        """Load the tokenizer in `folder`. Texts are truncated to `max_length` + 1 tokens, i.e. `max_length` targets."""
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._max_length = max_length
 
     def convert(self, number: int, row: Mapping[str, Any]) -> list[Datum]:
-        """Return a row's data: more than one datum if the template renders earlier replies differently from the last.
+        """Convert a row to data: more than one if the template later changes a reply, e.g. removes its thoughts.
 
         Raises:
             UserError: the row has an unknown format or no trained token, or the chat template rejects it.
         """
         present = {name: value for name, value in row.items() if value is not None}  # parquet fills columns with null
         try:
-            data = [self._datum(text, spans) for text, spans in self._texts(present)]
+            data = [self._datum(text, spans) for text, spans in self._render_row(present)]
         except TemplateError as error:
-            raise UserError(f"row {number}: the chat template refuses it: {error}; correct the row") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"row {number}: {error or type(error).__name__}; a row has {ROW_FORMATS}") from error
+            raise UserError(f"row {number}: the chat template rejects it: {error}; correct the row") from error
+        except KeyError as error:
+            raise UserError(f"row {number}: a message has no {error}; add it") from error
+        except TypeError as error:
+            raise UserError(f"row {number}: {error}; a row has {ROW_FORMATS}") from error
+        except ValueError as error:
+            raise UserError(f"row {number}: {error}") from error
         counting = [datum for datum in data if datum.inputs["weights"].any()]
         if not counting:
             raise UserError(f"row {number}: no trained token within --max-length {self._max_length}")
         return counting
 
-    def _texts(self, row: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """Yield texts with the character spans that are trained on."""
+    def _render_row(self, row: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+        """Yield a row's texts, each with the spans (start, end) of its trained characters."""
         if "messages" in row:
             yield from self._conversation(row["messages"], is_last_only=False)
         elif "prompt" in row and "completion" in row and not isinstance(row["prompt"], str):
@@ -99,7 +103,7 @@ class ExampleBuilder:
         elif isinstance(row.get("text"), str):
             yield row["text"] + (self._tokenizer.eos_token or ""), [(0, len(row["text"]) + 1)]
         else:
-            raise ValueError(f"it has {', '.join(row) or 'nothing'}")
+            raise ValueError(f"its columns are {', '.join(row) or 'empty'}; a row has {ROW_FORMATS}")
 
     def _conversation(
         self, messages: Sequence[Message], *, is_last_only: bool
@@ -107,20 +111,19 @@ class ExampleBuilder:
         text = ""
         spans: list[tuple[int, int]] = []
         for i, message in enumerate(messages):
-            is_counted = message["role"] == "assistant" and (not is_last_only or i == len(messages) - 1)
-            if not is_counted:
+            if message["role"] != "assistant" or (is_last_only and i < len(messages) - 1):
                 continue
             before = self._render(messages[:i], add_generation_prompt=True)
             after = self._render(messages[: i + 1])
             if not after.startswith(before):
-                raise ValueError("the chat template renders a reply differently from its generation prompt")
+                raise ValueError("the chat template starts a reply without its generation prompt; use another template")
             if spans and not before.startswith(text):
                 yield text, spans
                 spans = []
             text = after
             spans.append((len(before), len(after)))
         if not spans:
-            raise ValueError("there is no assistant message")
+            raise ValueError("no assistant message to train on; end the row with one")
         yield text, spans
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:

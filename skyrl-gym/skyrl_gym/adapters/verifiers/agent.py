@@ -32,7 +32,7 @@ from skyrl_gym.tools.calls import END_OF_THOUGHT, START_OF_THOUGHT
 
 MODEL = "policy"
 NEVER_S = 1e9
-"""Time limit of the model. It includes the trainer's other work, so it is practically infinite."""
+"""Time limit of a rollout, practically infinite: a rollout also waits for the trainer's other work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +170,14 @@ class ChatHarness(vf.Harness[NullHarnessConfig]):
         return vf.ProgramResult(0, "", "")
 
     async def _execute_calls(self, message: dict[str, Any], dispatch: Any, servers: Any) -> list[dict[str, Any]]:
-        """Execute a message's calls. Return the results, or the problem if the calls cannot be parsed."""
+        """Execute a message's calls. Return tool messages with the results, or a user message if parsing failed."""
         if self.exchange.problem is not None:
             return [{"role": "user", "content": self.exchange.problem}]
         results = []
         for call in message.get("tool_calls") or []:
             name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-            is_known = name in dispatch
-            content = await call_mcp(servers, dispatch, name, arguments) if is_known else f"There is no tool {name!r}."
+            unknown = f"There is no tool {name!r}. Tools: {', '.join(sorted(dispatch))}."
+            content = await call_mcp(servers, dispatch, name, arguments) if name in dispatch else unknown
             result = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
             results.append(bound_tool_message(result))
         return results

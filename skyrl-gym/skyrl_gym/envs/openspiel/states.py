@@ -1,6 +1,6 @@
 """Game states and their transitions, with all randomness from a seeded generator.
 
-A model is only shown decisions: the player to move decides or, in simultaneous games, a seat.
+A model only sees states in which it decides, as the player to move or, in simultaneous games, as one of the players.
 """
 
 import random
@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from skyrl_gym.envs.openspiel.cases import Game, State, open_spiel
 
 
-def opening(game: Game, seed: int, n_random_steps: int) -> State:
-    """Return the decision after `n_random_steps` random moves from the root, including dealt cards and dice.
+def draw_position(game: Game, seed: int, n_random_steps: int) -> State:
+    """Return the first decision after `n_random_steps` steps from the root: random moves, dealt cards and dice.
 
-    If these moves end the game, return the first decision of the game.
+    If these steps end the game, return the game's first decision.
 
     Raises:
-        ValueError: the game has no decision.
+        ValueError: there is no decision, because no player can move.
     """
     rng = random.Random(seed)
     state = game.new_initial_state()
@@ -28,7 +28,7 @@ def opening(game: Game, seed: int, n_random_steps: int) -> State:
         state = game.new_initial_state()
         advance_chance(state, random.Random(seed))
     if state.is_terminal() or not any(legal_actions(state, player) for player in range(game.num_players())):
-        raise ValueError(f"the game {game} has no decision at its start (seed {seed}); choose another case")
+        raise ValueError(f"no player of the game {game} can move (seed {seed}); choose another case")
     return state
 
 

@@ -13,7 +13,7 @@ from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.cases import Game, State, load_game, resolve_cases
 from skyrl_gym.envs.openspiel.moves import LegalMoves, legal_moves
 from skyrl_gym.envs.openspiel.rewards import REWARD_MODES, utility_range
-from skyrl_gym.envs.openspiel.states import deserialize, opening, player_to_move, serialize
+from skyrl_gym.envs.openspiel.states import deserialize, draw_position, player_to_move, serialize
 from skyrl_gym.envs.options import one_of, reject_unknown, set_options
 from skyrl_gym.envs.row import whole_number
 
@@ -140,7 +140,7 @@ class OpenSpielTasks:
         case_index, task_index = divmod(task_id, self.config.num_tasks_per_case)
         case = self.config.cases[case_index]
         game = load_game(case)
-        state = opening(game, self.config.seed + task_index, self.config.max_random_steps)
+        state = draw_position(game, self.config.seed + task_index, self.config.max_random_steps)
         return _task(task_id, case, game, state, self.config)
 
     def rows(self, task_ids: Iterable[int]) -> list[dict[str, Any]]:

@@ -29,8 +29,8 @@ ORDER_BY = re.compile(r"\border\s+by\b", re.IGNORECASE)
 def verify_format_and_extract(output: str) -> tuple[bool, list[str] | None, str | None, None]:
     """Return (is_valid, thoughts, solution, None) for a conversation.
 
-    A valid conversation has exactly one `<solution>…</solution>` without tags inside, at least one thought, and a
-    thought directly after every observation. The fourth value is there for SkyRL users who unpack four.
+    A valid conversation has exactly one `<solution>…</solution>`, outside thoughts and without tags inside, a thought,
+    and a thought directly after every observation. The fourth value is there for SkyRL users who unpack four.
 
     >>> verify_format_and_extract("<think>All of them.</think><solution>SELECT 1</solution>")
     (True, ['All of them.'], 'SELECT 1', None)
@@ -39,10 +39,10 @@ def verify_format_and_extract(output: str) -> tuple[bool, list[str] | None, str 
     """
     invalid = (False, None, None, None)
     before, _, rest = output.partition(SOLUTION)
-    if output.count(SOLUTION) != 1 or rest.count(END_OF_SOLUTION) != 1:
-        return invalid
-    solution = rest.partition(END_OF_SOLUTION)[0]
-    if OTHER_TAGS.search(solution):
+    solution, _, after = rest.partition(END_OF_SOLUTION)
+    is_single = output.count(SOLUTION) == 1 == rest.count(END_OF_SOLUTION)
+    is_thought = "<think>" in before.rpartition("</think>")[2] or "</think>" in after.partition("<think>")[0]
+    if not is_single or is_thought or OTHER_TAGS.search(solution):
         return invalid
     thoughts = [thought.strip() for thought in all_between(output, "<think>", "</think>")]
     after_observations = before.split("</observation>")[1:]

@@ -188,7 +188,8 @@ async def test_tools_are_described_and_called() -> None:
     )
     assert found.startswith("<tool_response>\nit means ANSWER: 42")
     assert "it does not burn" in burnt
-    assert "There is no tool 'fly'." in message_text(await env.step_async(call("fly")))
+    unknown = message_text(await env.step_async(call("fly")))
+    assert "There is no tool 'fly'. Tools: library_burn, library_look_up." in unknown
     assert "Field required" in message_text(await env.step_async(call("library_look_up", words=1)))
     unreadable = message_text(await env.step_async('ANSWER: 42 <tool_call>{"name": </tool_call>'))
     assert unreadable.startswith("The tool call is not valid JSON")

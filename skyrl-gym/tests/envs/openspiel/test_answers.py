@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skyrl_gym.envs.openspiel.answers import final_answer, parse_answer
 from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
 from skyrl_gym.envs.openspiel.moves import LegalMoves, legal_moves
-from skyrl_gym.envs.openspiel.states import is_simultaneous, legal_actions, opening
+from skyrl_gym.envs.openspiel.states import draw_position, is_simultaneous, legal_actions
 
 CHESS = legal_moves(load_game("chess").new_initial_state(), 1)
 OWARE = legal_moves(load_game("oware").new_initial_state(), 0)
@@ -44,7 +44,7 @@ FORMS = (
 def decisions(draw: st.DrawFn) -> LegalMoves:
     """Draw the legal moves of a random decision of a random case."""
     game = load_game(draw(st.sampled_from(AVAILABLE_CASES)))
-    state = opening(game, draw(st.integers(0, 10_000)), draw(st.integers(0, 40)))
+    state = draw_position(game, draw(st.integers(0, 10_000)), draw(st.integers(0, 40)))
     players = [player for player in range(game.num_players()) if legal_actions(state, player)]
     player = draw(st.sampled_from(players)) if is_simultaneous(state) else state.current_player()
     return legal_moves(state, player)

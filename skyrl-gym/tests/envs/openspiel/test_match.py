@@ -5,7 +5,7 @@ import pytest
 from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
 from skyrl_gym.envs.openspiel.match import Match, MatchTurn
 from skyrl_gym.envs.openspiel.opponents import RandomOpponent
-from skyrl_gym.envs.openspiel.states import is_simultaneous, legal_actions, opening
+from skyrl_gym.envs.openspiel.states import draw_position, is_simultaneous, legal_actions
 
 
 class Scripted:
@@ -33,7 +33,7 @@ def test_opponents_play_until_the_seats_turn() -> None:
 
 
 def test_hidden_moves_are_no_events() -> None:
-    match = Match(opening(load_game("leduc_poker"), 0, 0), 1, {0: Scripted(2)}, random.Random(0))
+    match = Match(draw_position(load_game("leduc_poker"), 0, 0), 1, {0: Scripted(2)}, random.Random(0))
     match.advance()
     assert match.turn().events == ()
     other = Scripted(6, 5)
@@ -54,7 +54,7 @@ def test_every_case_is_played_to_its_end(case: str) -> None:
     game = load_game(case)
     for seat in range(game.num_players()):
         opponents = {player: RandomOpponent() for player in range(game.num_players()) if player != seat}
-        state, own = opening(game, seat, 0), random.Random(99)
+        state, own = draw_position(game, seat, 0), random.Random(99)
         history = state.history()
         match = Match(state, seat, opponents, random.Random(seat))
         match.advance()

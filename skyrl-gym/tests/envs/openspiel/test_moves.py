@@ -5,11 +5,11 @@ from gym_kit.games import BACKGAMMON, walk
 
 from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, load_game
 from skyrl_gym.envs.openspiel.moves import LegalMoves, Move, legal_moves, lower_ascii
-from skyrl_gym.envs.openspiel.states import is_simultaneous, legal_actions, opening, random_step
+from skyrl_gym.envs.openspiel.states import draw_position, is_simultaneous, legal_actions, random_step
 
 
 def first_decision(case: str, player: int = 0) -> LegalMoves:
-    return legal_moves(opening(load_game(case), 0, 0), player)
+    return legal_moves(draw_position(load_game(case), 0, 0), player)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def first_decision(case: str, player: int = 0) -> LegalMoves:
     ],
 )
 def test_text_of_moves(case: str, player: int, text: str, raw: str) -> None:
-    state = opening(load_game(case), 0, 0)
+    state = draw_position(load_game(case), 0, 0)
     first = legal_moves(state, state.current_player() if not is_simultaneous(state) else player).moves[0]
     assert (first.text, first.raw) == (text, raw)
 
@@ -39,7 +39,7 @@ def test_texts_and_numbers_are_distinct_in_every_case() -> None:
     for case in AVAILABLE_CASES:
         game = load_game(case)
         for seed in range(3):
-            state, rng = opening(game, seed, 0), random.Random(seed)
+            state, rng = draw_position(game, seed, 0), random.Random(seed)
             for _ in range(30):
                 if state.is_terminal():
                     break

@@ -9,7 +9,7 @@ from skyrl_gym.envs.openspiel.cases import State, load_game
 from skyrl_gym.envs.openspiel.match import MatchTurn
 from skyrl_gym.envs.openspiel.moves import legal_moves
 from skyrl_gym.envs.openspiel.opponents import MctsConfig, MctsOpponent, PolicyOpponent
-from skyrl_gym.envs.openspiel.states import opening
+from skyrl_gym.envs.openspiel.states import draw_position
 
 
 def make_turn(state: State, events: tuple[str, ...] = ()) -> MatchTurn:
@@ -45,7 +45,7 @@ def test_search_plays_whole_games_with_hidden_cards(case: str) -> None:
     game = load_game(case)
     opponent = MctsOpponent(game, MctsConfig(n_simulations=3, n_worlds=2))
     for seed in range(3):
-        state, rng = opening(game, seed, 0), random.Random(seed)
+        state, rng = draw_position(game, seed, 0), random.Random(seed)
         for _ in range(60):
             while state.is_chance_node():
                 state.apply_action(rng.choice([action for action, _ in state.chance_outcomes()]))

@@ -4,11 +4,11 @@ from gym_kit.games import position
 from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.cases import AVAILABLE_CASES, State, load_game
 from skyrl_gym.envs.openspiel.moves import legal_moves
-from skyrl_gym.envs.openspiel.states import opening
+from skyrl_gym.envs.openspiel.states import draw_position
 
 
 def opening_of(case: str, seed: int = 0) -> State:
-    return opening(load_game(case), seed, 0)
+    return draw_position(load_game(case), seed, 0)
 
 
 def test_introduction_names_the_case_and_its_rules() -> None:

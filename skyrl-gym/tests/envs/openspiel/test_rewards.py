@@ -5,7 +5,7 @@ from gym_kit.games import position
 
 from skyrl_gym.envs.openspiel.cases import State, load_game
 from skyrl_gym.envs.openspiel.rewards import move_value, scaled_return, utility_range
-from skyrl_gym.envs.openspiel.states import is_simultaneous, opening
+from skyrl_gym.envs.openspiel.states import draw_position, is_simultaneous
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_value_is_the_mean_over_random_games() -> None:
 
 
 def test_value_of_a_move_is_deterministic() -> None:
-    state = opening(load_game("hex(board_size=5)"), 0, 0)
+    state = draw_position(load_game("hex(board_size=5)"), 0, 0)
     before = str(state)
     first = [move_value(state, 0, action, 4, "0/7") for action in (0, 12)]
     random.random()
@@ -50,7 +50,7 @@ def test_value_of_a_move_is_deterministic() -> None:
 
 
 def test_own_move_is_kept_in_simultaneous_games() -> None:
-    state = opening(load_game("goofspiel(num_cards=2,points_order=descending)"), 0, 0)
+    state = draw_position(load_game("goofspiel(num_cards=2,points_order=descending)"), 0, 0)
     assert is_simultaneous(state)
     high, low = (move_value(state, 0, action, 400, "0/0") for action in (1, 0))
     # 2 for the card 2 wins or ties both cards, 1 for it loses or ties

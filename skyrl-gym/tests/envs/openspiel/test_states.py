@@ -8,8 +8,8 @@ from skyrl_gym.envs.openspiel.states import (
     apply_jointly,
     apply_move,
     deserialize,
+    draw_position,
     is_simultaneous,
-    opening,
     player_to_move,
 )
 
@@ -17,13 +17,13 @@ from skyrl_gym.envs.openspiel.states import (
 def test_openings_without_random_moves() -> None:
     game = load_game("leduc_poker")
     for seed in (0, 42):
-        state = opening(game, seed, 4)
-        assert state.history() == opening(game, seed, 0).history()
+        state = draw_position(game, seed, 4)
+        assert state.history() == draw_position(game, seed, 0).history()
         assert len(state.history()) == 2  # the two cards
-    first, again, other = (str(opening(load_game("gin_rummy"), seed, 0)) for seed in (3, 3, 4))
+    first, again, other = (str(draw_position(load_game("gin_rummy"), seed, 0)) for seed in (3, 3, 4))
     assert first == again != other
-    with pytest.raises(ValueError, match=r"hex\(board_size=0\) has no decision at its start"):
-        opening(load_game("hex(board_size=0)"), 0, 0)
+    with pytest.raises(ValueError, match=r"no player of the game hex\(board_size=0\) can move \(seed 0\)"):
+        draw_position(load_game("hex(board_size=0)"), 0, 0)
 
 
 def test_chance_events_follow_their_probabilities() -> None:

@@ -9,7 +9,7 @@ from gym_kit.games import position
 from gym_kit.messages import user
 
 from skyrl_gym.envs.openspiel.cases import load_game
-from skyrl_gym.envs.openspiel.states import opening, serialize
+from skyrl_gym.envs.openspiel.states import draw_position, serialize
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig, read_task
 
 TWO_CASES = {"cases": ["hex(board_size=5)", "leduc_poker"], "num_tasks_per_case": 3, "seed": 10}
@@ -22,7 +22,7 @@ def test_task_id_determines_case_seed_and_seat() -> None:
         task = tasks.generate(task_id)
         case = ["hex(board_size=5)", "leduc_poker"][task_id // 3]
         assert (task.task_id, task.case) == (task_id, case)
-        assert task.state.history() == opening(load_game(case), 10 + task_id % 3, 4).history()
+        assert task.state.history() == draw_position(load_game(case), 10 + task_id % 3, 4).history()
         assert tasks.generate(task_id + 6).facts == tasks.generate(task_id - 6).facts == task.facts  # ids wrap around
     options = {"cases": ["goofspiel(num_cards=8)"], "num_tasks_per_case": 4}
     assert [OpenSpielTasks(options).generate(k).player for k in range(4)] == [0, 1, 0, 1]

@@ -5,7 +5,7 @@ import random
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel.cases import State, load_game
 from skyrl_gym.envs.openspiel.moves import LegalMoves, legal_moves
-from skyrl_gym.envs.openspiel.states import opening, random_step
+from skyrl_gym.envs.openspiel.states import draw_position, random_step
 
 
 def position(case: str, *actions: int) -> State:
@@ -18,7 +18,7 @@ def position(case: str, *actions: int) -> State:
 
 def walk(case: str, seed: int) -> list[LegalMoves]:
     """Return the legal moves of every decision of a random game."""
-    state, rng, decisions = opening(load_game(case), seed, 0), random.Random(seed), []
+    state, rng, decisions = draw_position(load_game(case), seed, 0), random.Random(seed), []
     while not state.is_terminal():
         if not state.is_chance_node():
             decisions.append(legal_moves(state, state.current_player()))

@@ -1,6 +1,6 @@
 """Estimators with one advantage per token, from later rewards or from the token itself.
 
-Time counts only sampled tokens, so an observation between two turns neither discounts nor earns a reward.
+Each sampled token is a time step. Observation tokens are not: they add no discount, and rewards on them are ignored.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def optimal_token_baseline(
 ) -> Estimate:
     """Subtract the optimal token baseline: A_t = G_t - B_t, with B_t = Σ_group G_t W_t / Σ_group W_t per position.
 
-    G_t = r_t + γ G_{t+1} is the reward-to-go. The baseline with the least variance weighs by squared gradient norms.
-    In the logits, the norm at a token with probability π_s is 1 - 2 π_s + Σ_v π_s(v)², so W_t is its sum over s ≤ t.
-    Σ_v π_s(v)² is `sum_pi_squared` (B, R).
+    G_t = r_t + γ G_{t+1} is the reward-to-go. To minimize the variance, W_t is the squared norm of the gradient of the
+    log-probs up to t with respect to the logits: the sum over tokens s ≤ t of 1 - 2 π_s + Σ_v π_s(v)², where π_s is the
+    probability of the sampled token s, and Σ_v π_s(v)² is `sum_pi_squared` (B, R).
 
     Position t is the t-th sampled token, so observations of unequal length do not misalign later turns. B_t compares
     the trajectories that reach t. With only one, or if all G_t are equal, the advantage is exactly 0. If all tokens up

@@ -18,7 +18,7 @@ from skyrl_train.lazy import torch
 @register_policy_loss("gspo", loss_reduction="sequence_mean")
 @within_mask
 def gspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
-    """Apply PPO's clip to the trajectory's ratio s = exp(mean_t log(π / π_old)): -min(s_t A, clip(s_t) A).
+    """Apply PPO's clip to the ratio of each row, s = exp(mean_t log(π / π_old)): -min(s_t A, clip(s_t) A).
 
     s_t = sg(s) · π / sg(π), where sg(x) is x detached, has the value of s and the gradient of its own token. This is
     the paper's GSPO-token. If all tokens have the same advantage, their mean has the value and the gradient of the
@@ -32,7 +32,7 @@ def gspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     tensor([[-1., -1.]])
 
     All tensors (B, R). The paper uses `loss_reduction=sequence_mean` and a narrow clip, 3e-4 below and 4e-4 above.
-    Metric `ppo_clip_ratio`: the fraction of tokens in clipped trajectories.
+    Metric `ppo_clip_ratio`: the fraction of tokens in clipped rows.
 
     Source: Group Sequence Policy Optimization (Zheng et al., 2025, arXiv:2507.18071), sections 4.1 and 4.3.
     """

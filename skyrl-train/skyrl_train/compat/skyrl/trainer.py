@@ -95,7 +95,7 @@ class RayPPOTrainer(Trainer):
 
     def apply_reward_kl_penalty(self, data: TrainingInputBatch) -> TrainingInputBatch:
         """Subtract the KL penalty from the rewards (B, R). Called with `trainer.algorithm.use_kl_in_reward`."""
-        batch, metrics = self.learner.penalize_rewards(data.to_batch())
+        batch, metrics = self.learner.subtract_kl_penalty(data.to_batch())
         self.all_metrics |= metrics.numbers()
         data.fill(batch)
         return data

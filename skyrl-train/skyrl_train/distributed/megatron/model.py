@@ -148,11 +148,11 @@ def transformer_config(model: PreTrainedModel, parallel: MegatronConfig) -> Tran
 
 
 def new_stage(
-    config: TransformerConfig, groups: ProcessGroupCollection, n_tokens: int, *, is_tied: bool, recomputes: bool
+    config: TransformerConfig, groups: ProcessGroupCollection, n_padded: int, *, is_tied: bool, recomputes: bool
 ) -> GPT:
     """Return this rank's part of a model, with uninitialized weights. `recomputes` turns on gradient checkpointing.
 
-    `n_tokens` is the size of the vocabulary, padded to a multiple of the tensor-parallel size.
+    `n_padded` is the size of the vocabulary, padded to a multiple of the tensor-parallel size.
     """
     norm_of_heads = RMSNorm if config.qk_layernorm else IdentityOp
     layer = ModuleSpec(
@@ -184,7 +184,7 @@ def new_stage(
         TransformerBlockSubmodules(
             layer_specs=[layer] * (config.num_layers // config.pipeline_model_parallel_size), layer_norm=RMSNorm
         ),
-        vocab_size=n_tokens,
+        vocab_size=n_padded,
         max_sequence_length=0,  # read for learned positions only
         pre_process=stage == 0,
         post_process=stage == groups.pp.size() - 1,
@@ -202,21 +202,21 @@ class MegatronScorer(Scorer):
         hf_model: PreTrainedModel,
         config: TransformerConfig,
         groups: ProcessGroupCollection,
-        n_tokens: int,
+        n_vocab_rows: int,
         *,
         temperature: float,
         entropy_grad: bool,
     ) -> None:
         """Create this rank's part of a model, with weights of zero. `hf_model` may have an adapter.
 
-        `n_tokens` is the number of real tokens in the rank's slice of embeddings and head. Padding rows follow.
+        `n_vocab_rows` is the number of rows in the rank's slice of embeddings and head, without padding rows.
         """
         super().__init__()
         n_padded = hf_model.config.vocab_size + -hf_model.config.vocab_size % groups.tp.size()
         is_tied = hf_model.config.tie_word_embeddings
         self.stage = new_stage(config, groups, n_padded, is_tied=is_tied, recomputes=hf_model.is_gradient_checkpointing)
         self._hf_models = [hf_model]  # a list hides it from torch, because it is no submodule
-        base_parts = find_parts(config, n_tokens, is_tied=is_tied)
+        base_parts = find_parts(config, n_vocab_rows, is_tied=is_tied)
         self.parts_of_stages = [parts | find_adapter_parts(hf_model, parts) for parts in base_parts]
         self.parts = self.parts_of_stages[groups.pp.rank()]
         self.saved_parts = self.parts
@@ -225,7 +225,7 @@ class MegatronScorer(Scorer):
             self.saved_parts = find_adapter_parts(hf_model, self.parts)
         self.replicated = {part.parameter for part in self.parts.values() if part.dim is None}
         """Parameters that each tensor-parallel rank holds as a whole."""
-        self._n_tokens = n_tokens
+        self._n_vocab_rows = n_vocab_rows
         self._temperature = temperature
         self._entropy_grad = entropy_grad
         padding: Any = hf_model.get_input_embeddings().padding_idx
@@ -293,7 +293,7 @@ class MegatronScorer(Scorer):
             weight = self.stage.shared_embedding_or_output_weight()
         scores = linear_head_scores(
             hidden[position, row],
-            weight if len(weight) == self._n_tokens else weight[: self._n_tokens],
+            weight if len(weight) == self._n_vocab_rows else weight[: self._n_vocab_rows],
             None,
             chosen - groups.tp.rank() * len(weight),
             1 / self._temperature,

@@ -41,11 +41,11 @@ class Part:
         view.copy_(part.reshape(view.shape))
 
 
-def find_parts(config: TransformerConfig, n_tokens: int, *, is_tied: bool) -> list[dict[str, Part]]:
-    """Return the parts of a tensor-parallel rank for each pipeline stage.
+def find_parts(config: TransformerConfig, n_vocab_rows: int, *, is_tied: bool) -> list[dict[str, Part]]:
+    """Return a tensor-parallel rank's part of each Hugging Face tensor by name, in one dict per pipeline stage.
 
-    `n_tokens` is the number of real tokens in the rank's slice of embeddings and head. Padding rows follow. If the head
-    is the embeddings (`is_tied`) and they are in different stages, both stages have a copy.
+    `n_vocab_rows` is the number of rows in the rank's slice of embeddings and head, without padding rows at its end. A
+    head that is tied to the embeddings (`is_tied`) has their name. If the last stage is not the first, it has a copy.
     """
     n_stages = config.pipeline_model_parallel_size
     n_layers = config.num_layers // n_stages
@@ -53,14 +53,14 @@ def find_parts(config: TransformerConfig, n_tokens: int, *, is_tied: bool) -> li
     for stage in range(n_stages):
         parts: dict[str, Part] = {}
         if stage == 0:
-            parts[EMBEDDINGS] = Part(EMBEDDINGS_PARAMETER, 0, lambda rows: rows[:n_tokens])
+            parts[EMBEDDINGS] = Part(EMBEDDINGS_PARAMETER, 0, lambda rows: rows[:n_vocab_rows])
         for index in range(n_layers):
             parts |= _find_parts_of_layer(config, stage * n_layers + index, index)
         if stage == n_stages - 1:
             parts["model.norm.weight"] = Part("decoder.final_layernorm.weight")
             head = EMBEDDINGS if is_tied else HEAD
             if head not in parts:
-                parts[head] = Part(HEAD_PARAMETER, 0, lambda rows: rows[:n_tokens])
+                parts[head] = Part(HEAD_PARAMETER, 0, lambda rows: rows[:n_vocab_rows])
         stages.append(parts)
     return stages
 

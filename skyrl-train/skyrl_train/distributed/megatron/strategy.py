@@ -156,10 +156,10 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
         dtypes = train_in_float32(model, is_empty=weights.source is not None) if spec.trains_all_weights else {}
         source = weights.source or f"the model {model.name_or_path}"
         config = configure(model, source, self._config, spec.section, spec.lora)
-        n_tokens = self._own_slice(model.get_input_embeddings().weight.shape, 0)[0][0]
+        n_vocab_rows = self._own_slice(model.get_input_embeddings().weight.shape, 0)[0][0]
         with computing_on(self._device):
             module = MegatronScorer(
-                model, config, self._groups, n_tokens, temperature=spec.temperature, entropy_grad=entropy_grad
+                model, config, self._groups, n_vocab_rows, temperature=spec.temperature, entropy_grad=entropy_grad
             ).to(self._device)
         module.export_dtypes = dtypes
         module.stage.rotary_pos_emb.inv_freq = model.model.rotary_emb.inv_freq.clone().to(self._device)

@@ -179,6 +179,15 @@ def test_a_failed_upload_is_retried_until_it_succeeds(tmp_path: Path, monkeypatc
     uploader.close()
 
 
+def test_the_upload_of_a_removed_folder_is_not_retried(tmp_path: Path) -> None:
+    uploader = Uploader()
+    uploader.submit(Upload(tmp_path / "removed", 1, lambda: len((tmp_path / "removed").read_bytes())))
+    assert uploader.wait(10)
+    (result,) = uploader.take_results()
+    assert (result.is_final, result.error) == (True, "it was removed from this machine before it was uploaded")
+    uploader.close()
+
+
 def test_the_newest_checkpoint_is_uploaded_first_and_a_hanging_upload_does_not_outlast_the_wait(tmp_path: Path) -> None:
     started, finish, order = threading.Event(), threading.Event(), list[int]()
 

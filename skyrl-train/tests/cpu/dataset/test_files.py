@@ -255,11 +255,13 @@ def test_maps_of_parquet_are_objects(tmp_path: Path) -> None:
         read_rows(str(path))
 
 
-def test_a_dataset_that_was_saved_to_disk_is_read(tmp_path: Path) -> None:
+def test_a_dataset_that_was_saved_to_disk_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
     saved.save_to_disk(tmp_path / "plain")
     datasets.DatasetDict({"test": saved}).save_to_disk(tmp_path / "splits")
     assert read_rows(str(tmp_path / "plain")) == read_rows(f"{tmp_path}/splits:test") == saved.to_list()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_rows("~/plain") == read_rows("$HOME/splits:test") == saved.to_list()
     with pytest.raises(DataError, match="it has the splits test"):
         read_rows(str(tmp_path / "splits"))
     with pytest.raises(DataError, match="it has no splits, only 2 rows; remove :test"):

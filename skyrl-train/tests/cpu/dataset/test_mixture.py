@@ -82,7 +82,7 @@ def test_epochs_of_the_whole_dataset_are_counted() -> None:
     prompts = mixed({"games": 1, "maths": 1})
     assert prompts.batches_per_epoch == 9
     for n in range(20):
-        assert prompts.n_epochs_over == n // 9
+        assert prompts.n_finished_epochs == n // 9
         prompts.next_batch()
 
 

@@ -186,7 +186,7 @@ def test_data_without_a_usable_row_ends_the_run(tmp_path: Path, tiny_tokenizer: 
         prompt_row("1" if i in sample else "1" * 200, data_source="short" if i in sample else "long") for i in range(60)
     ]
     dataset = PromptDataset(write_rows(tmp_path, rows), tiny_tokenizer, 100, max_checked_rows=20)
-    with pytest.raises(DataError, match=r"fewer than 30 rows of data\.train_data can be used"):
+    with pytest.raises(DataError, match=r"fewer than 30 rows of data\.train_data can be used: all .* too long"):
         draw(ShuffledPrompts(dataset, 30, 0), 1)
-    with pytest.raises(DataError, match="no row of the data source long can be used"):
+    with pytest.raises(DataError, match=r"no row of the data source long can be used: all .* too long"):
         draw(MixedPrompts(dataset, 8, 0, {"short": 1, "long": 1}), 1)

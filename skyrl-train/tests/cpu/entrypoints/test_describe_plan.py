@@ -62,7 +62,8 @@ def test_a_run_that_does_not_fit_is_planned_and_refused_before_it_loads(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
         message = expect_error(*tried, "trainer.ckpt_interval=1", "--dry-run")
-    assert "has 0 bytes free but needs 71,762,944, because a checkpoint takes 2,327,040" in message
+    assert "0 bytes free or in removable checkpoints but needs 71,762,944: a checkpoint takes 2,327,040" in message
+    assert "and 67,108,864 must stay free" in message
     assert f"warning      {shortage}" in capsys.readouterr().out
     for option in ([], ["--dry-run"]):
         message = expect_error(*catch_run, *option)

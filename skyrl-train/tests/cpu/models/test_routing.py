@@ -152,7 +152,8 @@ def test_routers_without_topk_are_refused(tiny_tokenizer: PreTrainedTokenizerBas
 
 def test_a_model_without_experts_is_refused(catch_run: list[str]) -> None:
     message = expect_error(*catch_run, "trainer.algorithm.router_replay=true")
-    assert "trainer.algorithm.router_replay=true found no experts in a Qwen3ForCausalLM" in message
+    assert "trainer.algorithm.router_replay=true found no experts in a Qwen3ForCausalLM: it needs one of num" in message
+    assert "topk in its configuration, and its layers in `base_model.layers`; set trainer" in message
 
 
 @pytest.mark.parametrize("shares", [False, True])

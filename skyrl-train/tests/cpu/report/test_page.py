@@ -1,3 +1,4 @@
+import html
 import json
 import re
 from pathlib import Path
@@ -95,6 +96,15 @@ def test_any_metrics_and_values_give_a_valid_page(tmp_path_factory: Any, rows: l
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     _log(folder, rows)
     _write(folder)
+
+
+def test_a_rewritten_page_keeps_the_command(folder: RunFolder) -> None:
+    command = "python train.py 'a=<b> & \"c\"'"
+    _write(folder, command=command)
+    _log(folder, [METRICS])
+    _, text = _write(folder)
+    assert command in html.unescape(text)
+    assert _write(folder)[1] == text
 
 
 def test_responses_are_escaped(folder: RunFolder) -> None:

@@ -77,7 +77,7 @@ def test_the_page_compares_two_steps(evals: Any, tmp_path: Path, capsys: pytest.
     evals(40, [row(passing, [1.0]), row(passing, [0.5, 0.5]), row(failing, [0.0], env_extras={"task_key": "task_2"})])
     assert main(["report", "trajectories", str(tmp_path / "run")]) == 0
     page = capsys.readouterr().out
-    assert "| environment | step | episodes | invalid | turns | tool calls | tool errors | success | pass@3 |" in page
+    assert "| data source | step | episodes | invalid | turns | tool calls | tool errors | success | pass@3 |" in page
     assert "| booking | 0 | 3 | 0 | 2.0 | 1.0 | 0.7 | 33.3% | 100.0% |" in page
     assert "| booking | 40 | 3 | 0 | 2.0 | 1.0 | 0.3 | 66.7% | 50.0% |" in page
     assert "| resource not found | 2 | 1 |" in page

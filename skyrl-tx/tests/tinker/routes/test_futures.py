@@ -275,4 +275,6 @@ def test_sessions_end_once(http: httpx.Client, session_id: str) -> None:
         assert finished.status_code == 200
     (found,) = http.post("sessions/search", json={"session_id": session_id}).json()["sessions"]
     assert found["status"] == {"type": "client_finished", "reason": {"type": "errored"}, "detail": "x"}
-    assert http.post("session_heartbeat", json={"session_id": session_id}).status_code == 410
+    refused = http.post("session_heartbeat", json={"session_id": session_id})
+    assert refused.status_code == 410
+    assert refused.json()["detail"] == f"session {session_id} is finished; create a new one"

@@ -148,7 +148,7 @@ async def test_old_requests_are_deleted_in_batches(service: Service, monkeypatch
     monkeypatch.setattr(retention, "MAX_ROWS", 2)
     kept, deleted = ([request(session_id=name) for _ in range(5)] for name in ("s", None))
     add_rows(service.database, session("s"), *kept, *deleted)
-    for delete in (retention.delete_results, retention.delete_requests):
+    for delete in (retention.clear_results, retention.delete_requests):
         assert await service.write(partial(delete, retention=1.0)) == 2
     await Cleaner(service).clean()
     assert [(one.payload, one.result) for one in read_rows(service.database, TxRequest)] == [(b"", None)] * 5

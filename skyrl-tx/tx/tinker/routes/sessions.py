@@ -69,13 +69,13 @@ async def create_session(call: Caller, body: wire.CreateSessionRequest) -> Respo
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(call: Caller, body: wire.SessionHeartbeatRequest) -> Response:
-    """Record that the client is alive. Return 410 if its session has ended."""
+    """Record that the client is alive. Answer 404 if its session does not exist, and 410 if it has ended."""
     call.add_notes(session=body.session_id)
 
     def hear(db: Session, owner: str) -> None:
         session = queries.find_session(db, body.session_id, owner)
         if session.status is not SessionStatus.ACTIVE:
-            raise RefusalError(410, f"session {body.session_id} is {session.status}")
+            raise RefusalError(410, f"session {body.session_id} is {session.status}; create a new one")
         session.last_seen_at = now()
 
     await call.write(hear)

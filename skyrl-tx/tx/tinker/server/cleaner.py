@@ -94,8 +94,8 @@ class Cleaner:
             logger.info("deleted checkpoint %s: it has expired", path)
         delete_batches: tuple[Callable[[Session], int], ...] = (
             partial(retention.delete_requests, retention=config.retention_sec),
-            partial(retention.delete_results, retention=config.retention_sec),
-            retention.delete_payloads,
+            partial(retention.clear_results, retention=config.retention_sec),
+            retention.clear_payloads,
         )
         for delete_batch in delete_batches:
             while await service.write(delete_batch):

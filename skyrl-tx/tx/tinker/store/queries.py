@@ -32,7 +32,7 @@ ACCEPTING = (ModelStatus.PENDING, ModelStatus.READY)
 """Statuses of models that accept requests."""
 RECENT = timedelta(seconds=2)
 SEEN_INTERVAL = timedelta(seconds=2)
-"""Minimum time between two updates of a session's `last_seen_at`."""
+"""Minimum time between two updates of a session's `last_seen_at` by requests. Heartbeats always update it."""
 
 
 def model_id_of(session_id: str, model_seq_id: int) -> str:
@@ -78,8 +78,8 @@ def active_session(db: Session, session_id: str, owner: str) -> ClientSession:
 
 
 def touch(session: ClientSession) -> None:
-    """Record that a session was seen. The clock may have been set back since it was last seen."""
-    if abs(now() - session.last_seen_at) > SEEN_INTERVAL:
+    """Record that a session was seen, at most once per `SEEN_INTERVAL`."""
+    if abs(now() - session.last_seen_at) > SEEN_INTERVAL:  # negative if the clock was set back
         session.last_seen_at = now()
 
 

@@ -1,4 +1,4 @@
-"""Find and delete expired rows."""
+"""Queries for active sessions, expired checkpoints, and requests that are no longer needed."""
 
 from collections.abc import Collection
 from datetime import datetime, timedelta
@@ -32,11 +32,8 @@ def expired_checkpoints(db: Session) -> list[Checkpoint]:
     return list(db.exec(select(Checkpoint).where(col(Checkpoint.expires_at) <= now())))
 
 
-def delete_payloads(db: Session) -> int:
-    """Delete payloads of finished requests that no restore needs. Return the number of rows.
-
-    At most `MAX_ROWS` are deleted at a time, so call this again for the rest.
-    """
+def clear_payloads(db: Session) -> int:
+    """Clear payloads of finished requests that no restore needs. Return the number of rows, at most `MAX_ROWS`."""
     is_restored = select(Model.model_id).where(
         Model.model_id == TxRequest.model_id,
         (col(Model.restored_until) >= col(TxRequest.request_id)) | col(Model.status).in_(GONE),
@@ -49,8 +46,8 @@ def delete_payloads(db: Session) -> int:
     return _clear(db, unneeded, payload=b"")
 
 
-def delete_results(db: Session, retention: float) -> int:
-    """Delete results older than `retention` seconds. Return the number of rows, at most `MAX_ROWS`."""
+def clear_results(db: Session, retention: float) -> int:
+    """Clear results older than `retention` seconds. Return the number of rows, at most `MAX_ROWS`."""
     old = _done_before(now() - timedelta(seconds=retention))
     return _clear(db, select(TxRequest.request_id).where(*old, col(TxRequest.result).is_not(None)), result=None)
 
@@ -68,8 +65,8 @@ def delete_requests(db: Session, retention: float) -> int:
     is_active = select(ClientSession.session_id).where(
         ClientSession.session_id == TxRequest.session_id, ClientSession.status == SessionStatus.ACTIVE
     )
-    is_there = select(Model.model_id).where(Model.model_id == TxRequest.model_id, col(Model.status).not_in(GONE))
-    old = select(TxRequest.request_id).where(*_done_before(limit), ~is_active.exists(), ~is_there.exists())
+    has_model = select(Model.model_id).where(Model.model_id == TxRequest.model_id, col(Model.status).not_in(GONE))
+    old = select(TxRequest.request_id).where(*_done_before(limit), ~is_active.exists(), ~has_model.exists())
     rows = col(TxRequest.request_id).in_(old.limit(MAX_ROWS))
     done: Any = db.exec(delete(TxRequest).where(rows))
     return int(done.rowcount)
