@@ -67,6 +67,10 @@ $(SMOLLM2): | .venv/.runtime # shared by the targets that use the model
 	@$(call install,.venv) -c constraints.txt gguf
 	@$(IN_TRAIN) -c 'from pathlib import Path; from examples.calculator.pretrained import fetch; fetch(Path("../$@"))'
 
+.PHONY: catch-pixels
+catch-pixels: .venv/.runtime ## train a small vision-language model to play Catch from images (ARGS=--blank hides them)
+	@$(IN_TRAIN) -m examples.catch_pixels.learn --seed $(SEED) --output_dir ../outputs $(ARGS)
+
 .PHONY: catch-compare
 catch-compare: .venv/.runtime ## train on Catch with shaped and with episodic rewards and plot both curves
 	@$(IN_TRAIN) -m examples.catch.compare --seed $(SEED) --output_dir ../outputs $(ARGS)

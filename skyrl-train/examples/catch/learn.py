@@ -19,8 +19,6 @@ from examples.catch.recipe import METRIC, N_STEPS, TRAIN_METRIC, CatchRun
 from skyrl_train.entrypoints.main_base import run_command
 from skyrl_train.report import plot_learning_curve, write_report
 
-REQUIRED_SHARE = {"shaped": 0.90, "episodic": 0.75}  # fraction of the optimal player's catch rate
-
 
 def learn(run: CatchRun) -> bool:
     """Prepare and train, print the catch rates, and return True if the required rate is reached."""
@@ -37,9 +35,8 @@ def learn(run: CatchRun) -> bool:
         baselines=baselines.as_lines(),
         train_metric=TRAIN_METRIC,
     )
-    command = f"make {'catch' if run.reward_mode == 'shaped' else 'catch-compare'} SEED={run.seed}"
-    write_report(run.folder, command=command, baselines={METRIC: baselines.as_lines()})
-    required = REQUIRED_SHARE[run.reward_mode] * baselines.optimal
+    write_report(run.folder, command=run.command, baselines={METRIC: baselines.as_lines()})
+    required = run.required_share * baselines.optimal
     has_learned = after >= required
     print(f"\nCatch rate on the validation set ({run.name}, {run.n_steps} steps, {time.monotonic() - started:.0f} s)\n")
     for label, rate in (
@@ -55,12 +52,12 @@ def learn(run: CatchRun) -> bool:
     return has_learned
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def parser(description: str, n_steps: int = N_STEPS) -> argparse.ArgumentParser:
     """Return a parser with the options shared by `learn` and `compare`."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--seed", type=int, default=42, help="seed of the model, the data order and sampling")
     options.add_argument("--output_dir", type=Path, default=Path("outputs"), help="folder of the run folders")
-    options.add_argument("--steps", type=int, default=N_STEPS, help="training steps")
+    options.add_argument("--steps", type=int, default=n_steps, help="training steps")
     return options
 
 

@@ -93,13 +93,30 @@ class CatchRun:
     def model_dir(self) -> Path:
         return self.output_dir / "catch" / "models" / f"tiny-qwen3-seed{self.seed}"
 
+    @property
+    def command(self) -> str:
+        """The command of the run."""
+        return f"make {'catch' if self.reward_mode == 'shaped' else 'catch-compare'} SEED={self.seed}"
+
+    @property
+    def required_share(self) -> float:
+        """Fraction of the optimal player's catch rate that the model must reach."""
+        return {"shaped": 0.90, "episodic": 0.75}[self.reward_mode]
+
+    def write_data(self) -> None:
+        """Write train.parquet, then validation.parquet."""
+        print(write_dataset(CatchDataset(reward=CatchReward(mode=self.reward_mode)), self.data_dir))
+
+    def write_model(self) -> None:
+        """Write the warm-started model."""
+        make_model(self.data_dir / "train.parquet", self.model_dir, self.seed)
+
     def prepare(self) -> None:
         """Write the dataset and the warm-started model if missing. Rename the folder of an earlier finished run."""
         if not (self.data_dir / "validation.parquet").is_file():  # the file written last
-            dataset = CatchDataset(reward=CatchReward(mode=self.reward_mode))
-            print(write_dataset(dataset, self.data_dir))
+            self.write_data()
         if not self.model_dir.is_dir():
-            make_model(self.data_dir / "train.parquet", self.model_dir, self.seed)
+            self.write_model()
         if self.metrics() and self.metrics()[-1]["step"] >= self.n_steps:
             kept = self.folder.path.with_name(f"{self.name}-before-{strftime('%Y%m%d-%H%M%S')}")
             self.folder.path.rename(kept)

@@ -77,7 +77,7 @@ class ImageProcessor:
         return processed
 
     def escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Write placeholders in a message's text as `< image>`, so that they are text. A model may have written them."""
+        """Write the placeholder in a message's text as `< image>`, so that it is text. A model may have written it."""
         placeholder: str = self._processor.image_token
 
         def escape(text: str) -> str:

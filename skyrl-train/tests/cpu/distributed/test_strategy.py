@@ -25,6 +25,7 @@ from train_kit.strategies import (
     layouts,
     param,
 )
+from train_kit.vision_models import image_batch, save_vision_model
 from train_kit.workers import largest_difference, policy_objective
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -226,6 +227,23 @@ async def test_each_architecture_takes_a_step_as_in_one_process_or_is_rejected(
     assert cell == "yes"
     batch = batch_for(folder, seed=1)
     alone, divided = [await strategies.load(folder, each) for each in (None, layout)]
+    expected = (await alone.update(batch)).numbers()
+    assert (await divided.update(batch)).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    scores, expected_scores = await divided.score(batch), await alone.score(batch)
+    torch.testing.assert_close(scores["logprobs"], expected_scores["logprobs"], rtol=0, atol=2e-5)
+
+
+@layouts("fsdp2")
+@pytest.mark.parametrize("trains_vision", [False, True])
+async def test_rows_with_images_take_a_step_as_in_one_process(
+    strategies: Strategies, layout: str, *, trains_vision: bool
+) -> None:
+    folder = save_vision_model(strategies.new_folder(), "idefics3")
+    batch = fill_in_values(image_batch(folder))
+    alone, divided = [
+        await strategies.load(folder, each, change=lambda spec: replace(spec, trains_vision=trains_vision))
+        for each in (None, layout)
+    ]
     expected = (await alone.update(batch)).numbers()
     assert (await divided.update(batch)).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
     scores, expected_scores = await divided.score(batch), await alone.score(batch)

@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 import torch
 from train_kit.models import load_on_cpu
-from train_kit.vision_models import ask, conversation_row, each_family, picture, save_vision_model
+from train_kit.vision_models import (
+    as_batch,
+    ask,
+    conversation_row,
+    each_family,
+    picture,
+    rows_with_images,
+    save_vision_model,
+)
 from transformers import AutoProcessor, PreTrainedModel
 
-from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.media.processing import load_image_processor
@@ -18,7 +25,7 @@ from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.models.lora import add_adapter, trained_parameters
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.vision import find_encoder, freeze_vision, language_model_name
-from skyrl_train.types import Segment, TrainingBatch, Trajectory, TrajectoryID
+from skyrl_train.types import Segment
 from skyrl_train.types.specs import LoraSpec
 
 TURNS = (ask(picture(0), "What is it? ", picture(1, 64, 32)), ask("And this? ", picture(2)))
@@ -38,22 +45,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def chat_of(folder: Path) -> ChatEncoder:
     return ChatEncoder(load_tokenizer(str(folder)))
-
-
-def rows_of(chat: ChatEncoder) -> list[Segment]:
-    """Rows with three images, one image that another row has, too, and none."""
-    return [
-        conversation_row(chat, *TURNS),
-        conversation_row(chat, ask(picture(2), "Where?")),
-        conversation_row(chat, ask("Only text."), reply=(4, 4, 8, 8)),
-    ]
-
-
-def batch_of(rows: list[Segment]) -> TrainingBatch:
-    trajectories = [
-        Trajectory(TrajectoryID(str(i), 0, draw=i), "env", "data", (row,), "stop") for i, row in enumerate(rows)
-    ]
-    return build_training_batch(trajectories, 0)
 
 
 def own_logprobs(model: PreTrainedModel, folder: Path, row: Segment, messages: list[Any]) -> torch.Tensor:
@@ -97,7 +88,7 @@ def test_scores_and_gradients_are_those_of_the_models_own_forward_pass(family: s
 @each_family
 def test_micro_batches_and_padding_change_nothing(family: str, folders: Any) -> None:
     folder = folders(family)
-    module, batch = ScoringModule(load_on_cpu(folder)), batch_of(rows_of(chat_of(folder)))
+    module, batch = ScoringModule(load_on_cpu(folder)), as_batch(rows_with_images(chat_of(folder)))
     module.probe()
     together = module(batch)
     for i in range(len(batch)):
@@ -113,7 +104,7 @@ def test_a_sampled_placeholder_is_an_ordinary_token(family: str, folders: Any) -
     placeholder = model.config.image_token_id
     reply = (5, placeholder, 7)
     rows = [conversation_row(chat, *TURNS, reply=reply), conversation_row(chat, ask("Only text."), reply=reply)]
-    batch, module = batch_of(rows), ScoringModule(model)
+    batch, module = as_batch(rows), ScoringModule(model)
     together = module(batch).logprobs
     assert (together != 0).sum(dim=1).tolist() == [6, 3]
     module.probe()
@@ -123,7 +114,7 @@ def test_a_sampled_placeholder_is_an_ordinary_token(family: str, folders: Any) -
 
 def test_equal_images_are_encoded_once(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folders("idefics3")
-    model, batch = load_on_cpu(folder), batch_of(rows_of(chat_of(folder)))
+    model, batch = load_on_cpu(folder), as_batch(rows_with_images(chat_of(folder)))
     encode, sizes = model.base_model.get_image_features, []
 
     def counting(**inputs: Any) -> Any:
@@ -138,7 +129,7 @@ def test_equal_images_are_encoded_once(folders: Any, monkeypatch: pytest.MonkeyP
 @each_family
 def test_the_image_encoder_is_frozen_or_trained(family: str, folders: Any) -> None:
     folder = folders(family)
-    batch = batch_of(rows_of(chat_of(folder)))
+    batch = as_batch(rows_with_images(chat_of(folder)))
     trained = {}
     for is_frozen in (True, False):
         model = load_on_cpu(folder)

@@ -13,9 +13,13 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.runtime.validation import validate_prompt
+from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.entrypoints.tiny import DEFAULT_TEXT, train_tokenizer
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.types import Segment
+from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.types import Segment, TrainingBatch, Trajectory, TrajectoryID
+from train_kit.batches import score_off_policy
+from train_kit.models import load_on_cpu
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -269,3 +273,28 @@ class PictureEnv(BaseTextEnv):
     def _look(self) -> dict[str, Any]:
         content = [{"type": "image", "image": picture(self._seed + self.turns)}, {"type": "text", "text": "What?"}]
         return {"role": "user", "content": content}
+
+
+def rows_with_images(chat: ChatEncoder) -> list[Segment]:
+    """Return rows with three images, with one that another row has, too, and without any."""
+    return [
+        conversation_row(chat, ask(picture(0), "What is it? ", picture(1, 64, 32)), ask("And this? ", picture(2))),
+        conversation_row(chat, ask(picture(2), "Where?")),
+        conversation_row(chat, ask("Only text."), reply=(4, 4, 8, 8)),
+    ]
+
+
+def as_batch(rows: Sequence[Segment]) -> TrainingBatch:
+    """Return a batch with a trajectory per row."""
+    ids = (TrajectoryID(str(i), 0, draw=i) for i in range(len(rows)))
+    return build_training_batch(
+        [Trajectory(i, "env", "data", (row,), "stop") for i, row in zip(ids, rows, strict=True)], 0
+    )
+
+
+def image_batch(folder: Path) -> TrainingBatch:
+    """Return a batch for an update of the model in a folder, with advantages and scores of other policies."""
+    batch = as_batch(rows_with_images(ChatEncoder(load_tokenizer(str(folder)))))
+    generator = torch.Generator().manual_seed(0)
+    batch.advantages = torch.randn(batch.loss_mask.shape, generator=generator) * batch.loss_mask
+    return score_off_policy(load_on_cpu(folder), batch)
