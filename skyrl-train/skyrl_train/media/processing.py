@@ -48,6 +48,8 @@ class ImageProcessor:
     def __init__(self, processor: Any, token_id: int) -> None:
         """`token_id` is the token that features of an image replace."""
         self.token_id = token_id
+        self.placeholder: str = processor.image_token
+        """What a chat template writes for an image."""
         self._processor = processor
         self._cache: OrderedDict[str, ProcessedImage] = OrderedDict()  # by digest, most recently used last
         self._n_bytes = 0
@@ -63,7 +65,7 @@ class ImageProcessor:
             return self._cache[image.digest]
         options = {"return_tensors": "pt", "add_special_tokens": False, "return_text_replacement_offsets": True}
         try:
-            output = self._processor(images=[image.open()], text=[self._processor.image_token], **options)
+            output = self._processor(images=[image.open()], text=[self.placeholder], **options)
             (replacement,) = output["text_replacement_offsets"][0]
         except (TypeError, ValueError, IndexError, KeyError, RuntimeError) as error:
             raise DataError(f"the model's processor rejects {image!r}: {error}; scale the image") from error
@@ -78,7 +80,7 @@ class ImageProcessor:
 
     def escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Write the placeholder in a message's text as `< image>`, so that it is text. A model may have written it."""
-        placeholder: str = self._processor.image_token
+        placeholder = self.placeholder
 
         def escape(text: str) -> str:
             return text.replace(placeholder, f"{placeholder[0]} {placeholder[1:]}")
@@ -95,11 +97,11 @@ class ImageProcessor:
 
         Raise DataError unless the text has one placeholder per image.
         """
-        placeholder = re.escape(self._processor.image_token)
+        placeholder = re.escape(self.placeholder)
         if (n_found := len(re.findall(placeholder, text))) != len(images):
             raise DataError(
                 f"the conversation has {len(images)} images, but its text has {n_found} placeholders "
-                f"{self._processor.image_token!r}; use a chat template that writes one for each image"
+                f"{self.placeholder!r}; use a chat template that writes one for each image"
             )
         texts = iter(images)
         return re.sub(placeholder, lambda _: self.process(next(texts)).text, text)

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from skyrl_gym.images import EncodedImage
 
+TEXT_FOR_PLACEHOLDER = 0
+"""Token that a model reads for a placeholder that no image fills."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:

@@ -26,13 +26,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from skyrl_gym.images import EncodedImage
 from skyrl_train.errors import ConfigError
 from skyrl_train.media.processing import has_vision, load_image_processor
-from skyrl_train.media.spans import ImageSpan, Spans
+from skyrl_train.media.spans import TEXT_FOR_PLACEHOLDER, ImageSpan, Spans
 
 CACHED_BYTES = 2**28
 """Memory for the features of images that an engine keeps between requests."""
-
-TEXT_FOR_PLACEHOLDER = 0
-"""Token that a model reads for a placeholder that no image fills."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from skyrl_train.inference_engines.vllm.core import (
     starting,
     trial_request,
 )
+from skyrl_train.inference_engines.vllm.images import load_images
 from skyrl_train.inference_engines.vllm.wire import NATIVE_LIMITS, check_results, decode_receipts, encode_plan
 from skyrl_train.inference_engines.vllm.worker import read_facts
 from skyrl_train.weight_sync import Receipt, SyncPlan
@@ -82,6 +83,8 @@ class AsyncVLLMEngine(AsyncEngine):
                 raise cannot_start(options, error) from error
         facts = read_facts(config, tokenizer.eos_token_id)
         super().__init__(facts, tokenizer, EngineThread(None, "vllm-engine"))
+        self._images = load_images(config, tokenizer)
+        self.reads_images = self._images is not None
         self._eos_token_id, self._sampler = tokenizer.eos_token_id, sampler
         self._limits = NATIVE_LIMITS if sampler == "native" else None
         self._reading: asyncio.Task[None] | None = None
@@ -96,7 +99,7 @@ class AsyncVLLMEngine(AsyncEngine):
                 raise cannot_run(error) from error
             self._reading = asyncio.create_task(self._read())
         for request_id, sequence in new.items():
-            core = core_request(request_id, sequence, self._facts, self._sampler)
+            core = core_request(request_id, sequence, self._facts, self._sampler, self._images)
             await self._ask(self._client.add_request_async(core))
 
     async def _read(self) -> None:
@@ -128,6 +131,8 @@ class AsyncVLLMEngine(AsyncEngine):
     async def _drop_caches(self) -> None:
         await self._wait_for_aborts()
         await self._ask(self._client.reset_prefix_cache_async(reset_running_requests=True))
+        if self.reads_images:
+            await self._ask(self._client.reset_encoder_cache_async())
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
         await self._drop_caches()

@@ -34,9 +34,12 @@ from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineFacts
 from skyrl_train.inference_engines.vllm.sampler import from_columns
 from skyrl_train.inference_engines.vllm.wire import EXTENSION, NATIVE_LOGPROBS, as_requested, encode_request
+from skyrl_train.media.processing import load_image_processor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from skyrl_train.inference_engines.vllm.images import RequestImages
 
 NO_USAGE_STATS = {"VLLM_NO_USAGE_STATS": "1"}  # its thread would outlive the engine
 ENVIRONMENT: Mapping[Sampler, Mapping[str, str]] = {
@@ -46,7 +49,6 @@ ENVIRONMENT: Mapping[Sampler, Mapping[str, str]] = {
 }
 COMMON_OPTIONS = {
     "disable_log_stats": True,
-    "skip_tokenizer_init": True,
     "speculative_config": None,  # drafts bypass our sampler, and make vLLM's report NaN
     "use_tqdm_on_load": False,
     "worker_extension_cls": EXTENSION,
@@ -63,6 +65,7 @@ def create_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmCon
     if clashes := sorted(own.keys() & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
     options = {"enable_sleep_mode": current_platform.is_sleep_mode_available(), **options}
+    own = {**own, "skip_tokenizer_init": load_image_processor(str(options["model"])) is None}  # images need vLLM's
     return EngineArgs(**own, **options).create_engine_config()
 
 
@@ -76,7 +79,13 @@ def cannot_run(error: Exception) -> EngineError:
     return EngineError(f"vLLM cannot run this model here; use generator.backend=hf: {error}")
 
 
-def core_request(request_id: str, sequence: ActiveSequence, facts: EngineFacts, sampler: Sampler) -> EngineCoreRequest:
+def core_request(
+    request_id: str,
+    sequence: ActiveSequence,
+    facts: EngineFacts,
+    sampler: Sampler,
+    images: RequestImages | None = None,
+) -> EngineCoreRequest:
     """Return the vLLM request that continues a sequence after its tokens so far."""
     sampling = sequence.sampling
     choice: dict[str, Any] = {"temperature": sampling.temperature, "logprobs": sampling.n_top_logprobs}
@@ -90,8 +99,8 @@ def core_request(request_id: str, sequence: ActiveSequence, facts: EngineFacts, 
     )
     return EngineCoreRequest(
         request_id=request_id,
-        prompt_token_ids=list(sequence.token_ids),
-        mm_features=None,
+        prompt_token_ids=list(sequence.token_ids) if images is None else images.tokens(sequence),
+        mm_features=images.features(sequence) if images is not None else None,
         sampling_params=params,
         pooling_params=None,
         arrival_time=time.time(),

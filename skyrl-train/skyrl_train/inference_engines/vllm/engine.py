@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from vllm.config import VllmConfig
 from vllm.distributed import cleanup_dist_env_and_memory, model_parallel_is_initialized
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
@@ -26,6 +27,7 @@ from skyrl_train.inference_engines.vllm.core import (
     starting,
     trial_request,
 )
+from skyrl_train.inference_engines.vllm.images import load_images
 from skyrl_train.inference_engines.vllm.wire import NATIVE_LIMITS, check_results, decode_receipts, encode_plan
 from skyrl_train.inference_engines.vllm.worker import read_facts
 from skyrl_train.weight_sync import Receipt, SyncPlan
@@ -52,8 +54,10 @@ class VLLMEngine(ScheduledEngine):
         EngineError if it cannot start.
         """
         thread = EngineThread(executor, "vllm-engine")
-        self._client, facts = thread.run_blocking(_start_core, options, tokenizer.eos_token_id, sampler)
+        self._client, config, facts = thread.run_blocking(_start_core, options, tokenizer.eos_token_id, sampler)
         super().__init__(facts, tokenizer, thread)
+        self._images = load_images(config, tokenizer)
+        self.reads_images = self._images is not None
         self._sampler = sampler
         self._limits = NATIVE_LIMITS if sampler == "native" else None
         self._aborted: list[str] = []  # not yet removed from vLLM
@@ -64,7 +68,7 @@ class VLLMEngine(ScheduledEngine):
     def _run_step(self, new: Mapping[str, ActiveSequence], aborted: list[str]) -> list[Output]:
         self._client.abort_requests(aborted)
         for request_id, sequence in new.items():
-            self._client.add_request(core_request(request_id, sequence, self._facts, self._sampler))
+            self._client.add_request(core_request(request_id, sequence, self._facts, self._sampler, self._images))
         return [
             read_output(output, self._by_id.get(output.request_id), self._sampler)
             for output in self._client.get_output().outputs
@@ -82,9 +86,11 @@ class VLLMEngine(ScheduledEngine):
         await self._drop_caches()
 
     async def _drop_caches(self) -> None:
-        """Drop all keys and values and the aborted requests. The remaining requests are prefilled again."""
+        """Drop all keys, values and features, and the aborted requests. The remaining requests are prefilled again."""
         await self._thread.run(self._client.abort_requests, self._take_aborted())
         await self._thread.run(partial(self._client.reset_prefix_cache, reset_running_requests=True))
+        if self.reads_images:
+            await self._thread.run(self._client.reset_encoder_cache)
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
         await self._drop_caches()
@@ -106,7 +112,7 @@ class VLLMEngine(ScheduledEngine):
 
 def _start_core(
     options: Mapping[str, Any], eos_token_id: int | None, sampler: Sampler
-) -> tuple[EngineCoreClient, EngineFacts]:
+) -> tuple[EngineCoreClient, VllmConfig, EngineFacts]:
     """Start vLLM's engine core in this process, and run a trial step."""
     if model_parallel_is_initialized():
         raise EngineError("this process already has a vLLM engine; call close() on it first")
@@ -132,4 +138,4 @@ def _start_core(
     except Exception as error:
         client.shutdown()
         raise cannot_run(error) from error
-    return client, facts
+    return client, config, facts

@@ -1,36 +1,15 @@
 """Runs with images: exact, resumable, asynchronous, with adapters and on two ranks, as with text."""
 
-import json
 from pathlib import Path
 
 import pytest
-from train_kit.runs import Run, assert_equal_runs, small_run, stop_after, train
-from train_kit.vision_models import each_family, save_vision_model
+from train_kit.runs import Run, assert_equal_runs, stop_after, train
+from train_kit.vision_models import each_family, picture_run, save_vision_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
-def write_rows(folder: Path) -> Path:
-    prompt = [{"role": "system", "content": "Look."}]
-    rows = [{"prompt": prompt, "extra_info": {"seed": seed}} for seed in range(8)]
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def overrides_of(folder: Path, *overrides: str, model: Path, name: str = "test_run") -> list[str]:
-    settings = [
-        "environment.env_class=train_kit.vision_models:PictureEnv",
-        "generator.max_turns=3",
-        "generator.n_samples_per_prompt=4",
-        "trainer.policy.optimizer_config.lr=1e-2",
-        "trainer.max_training_steps=2",
-        "trainer.hf_save_interval=10",
-    ]
-    return small_run(folder, *settings, *overrides, model=model, data=write_rows(folder), name=name)
-
-
-def picture_run(folder: Path, *overrides: str, model: Path, name: str = "test_run") -> Run:
-    return train(*overrides_of(folder, *overrides, model=model, name=name))
+def train_pictures(folder: Path, *overrides: str, model: Path, name: str = "test_run") -> Run:
+    return train(*picture_run(folder, *overrides, model=model, name=name))
 
 
 def check(run: Run, last_step: int = 2) -> None:
@@ -50,24 +29,24 @@ def test_a_family_trains(family: str, tmp_path: Path) -> None:
         "adapter": ["trainer.policy.model.lora.rank=4"],
         "rows": ["generator.step_wise_trajectories=true"],
     }.items():
-        check(picture_run(tmp_path, *overrides, model=model, name=name))
+        check(train_pictures(tmp_path, *overrides, model=model, name=name))
 
 
 def test_an_export_has_the_image_processor(tmp_path: Path) -> None:
     model = save_vision_model(tmp_path / "model", "idefics3")
-    export = picture_run(tmp_path, model=model).export(2)
+    export = train_pictures(tmp_path, model=model).export(2)
     AutoProcessor.from_pretrained(export)
     AutoModelForImageTextToText.from_pretrained(export)
-    check(picture_run(tmp_path, model=export, name="continued"))
+    check(train_pictures(tmp_path, model=export, name="continued"))
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     model = save_vision_model(tmp_path / "model", "gemma3")
     # Together, all rollouts have the same neighbors in both runs. Padding may change the last bit of a log-prob.
     settings = ["generator.batched=true", "trainer.ckpt_interval=1", "trainer.max_training_steps=3", "trainer.epochs=2"]
-    whole = picture_run(tmp_path, *settings, model=model, name="whole")
-    stop_after(2, *overrides_of(tmp_path, *settings, model=model, name="parts"))
-    assert_equal_runs(picture_run(tmp_path, *settings, model=model, name="parts"), whole)
+    whole = train_pictures(tmp_path, *settings, model=model, name="whole")
+    stop_after(2, *picture_run(tmp_path, *settings, model=model, name="parts"))
+    assert_equal_runs(train_pictures(tmp_path, *settings, model=model, name="parts"), whole)
 
 
 @pytest.mark.parametrize(
@@ -80,5 +59,5 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     ids=["asynchronous", "environments in processes", "batched"],
 )
 def test_images_pass_through_every_way_to_play(tmp_path: Path, overrides: list[str]) -> None:
-    run = picture_run(tmp_path, *overrides, model=save_vision_model(tmp_path / "model", "idefics3"))
+    run = train_pictures(tmp_path, *overrides, model=save_vision_model(tmp_path / "model", "idefics3"))
     check(run, last_step=1 if "fully_async" in overrides[0] else 2)

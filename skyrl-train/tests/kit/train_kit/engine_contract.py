@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.inference_engines.base import EngineRequest, SamplingParams, TokenChunk
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams, TokenChunk
 from train_kit.engines import EngineKit, Listener, assert_agrees, assert_same, start
+from train_kit.vision_models import ask, picture
 
 LONG = {"n_new": 400, "ignore_eos": True}  # still running during the test
 B_TO_Z = ascii_lowercase[1:]
@@ -515,3 +517,59 @@ class InProcessContract(EngineContract):
         threads = set(threading.enumerate())
         await self.test_close_fails_all_waiting_calls(engine_kit)
         assert set(threading.enumerate()) <= threads
+
+
+class ImageContract:
+    """Images: subclass it with a fixture `image_kit` of a vision-language model."""
+
+    def check(self, kit: EngineKit, request: EngineRequest, result: EngineResult) -> None:
+        """Assert that the log-probs equal the trainer's."""
+        assert_agrees(kit, request, result)
+
+    async def test_log_probs_after_images_equal_the_trainers(self, image_kit: EngineKit) -> None:
+        """In groups, over two turns, beside text, and after an update of the image encoder."""
+        engine, chat = image_kit.new(), ChatEncoder(image_kit.tokenizer)
+        prompts = [
+            ask(picture(0), "What is it? ", picture(1, 64, 32)),
+            ask("Only text."),
+            ask(picture(3), "What is it?"),
+            ask(picture(0), "What is it? ", picture(1, 64, 32)),
+        ]
+        for version in range(2):
+            requests = []
+            for seed, prompt in enumerate(prompts):
+                ids = chat.prompt_ids(prompt)
+                sampling = SamplingParams(5, ignore_eos=True)
+                session, spans = f"{version}-{seed}", tuple(chat.find_spans(ids, prompt))
+                requests.append(EngineRequest(ids, sampling, 100 * version + seed, session, spans))
+            for _ in range(2):
+                results = await engine.generate(requests)
+                for request, result in zip(requests, results, strict=True):
+                    self.check(image_kit, request, result)
+                requests = [
+                    self._next_turn(chat, request, result, ask("And this? ", picture(10 + i)))
+                    for i, (request, result) in enumerate(zip(requests, results, strict=True))
+                ]
+            image_kit.add_noise(scale=0.05, seed=version)
+            await image_kit.sync(engine, version + 1)
+
+    @staticmethod
+    def _next_turn(
+        chat: ChatEncoder, request: EngineRequest, result: EngineResult, turn: list[dict[str, Any]]
+    ) -> EngineRequest:
+        before = request.prompt_ids + result.token_ids
+        ids = chat.observation_ids(turn, before[-1])
+        spans = [span.shift(len(before)) for span in chat.find_spans(ids, turn)]
+        return replace(request, prompt_ids=before + ids, images=(*request.images, *spans), seed=request.seed + 50)
+
+    async def test_other_images_of_the_same_size_give_other_log_probs(self, image_kit: EngineKit) -> None:
+        """A cache of prefixes must not confuse them, though their tokens are equal."""
+        engine, chat = image_kit.new(), ChatEncoder(image_kit.tokenizer)
+        found = []
+        for seed in (0, 1):
+            prompt = ask(picture(seed), "What is it? " * 3)
+            ids = chat.prompt_ids(prompt)
+            images = tuple(chat.find_spans(ids, prompt))
+            (result,) = await engine.generate([EngineRequest(ids, SamplingParams(1, temperature=0.0), 0, "s", images)])
+            found.append(result.logprobs)
+        assert found[0] != pytest.approx(found[1], abs=10 * image_kit.tolerance)

@@ -186,7 +186,8 @@ def trainer_logprobs(
     sequences = torch.tensor([request.prompt_ids + result.token_ids], device=model.device)
     mask = torch.ones(1, len(result.token_ids), device=model.device)
     temperature = temperature or request.sampling.temperature or 1.0
-    scores = response_logprobs(model, sequences, torch.ones_like(sequences), mask, temperature)
+    images = [request.images]
+    scores = response_logprobs(model, sequences, torch.ones_like(sequences), mask, temperature, images=images)
     return scores.logprobs[0].tolist()
 
 

@@ -1,5 +1,6 @@
 """Tiny vision-language models with their tokenizers and image processors."""
 
+import json
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.types import Segment, TrainingBatch, Trajectory, TrajectoryID
 from train_kit.batches import score_off_policy
 from train_kit.models import load_on_cpu
+from train_kit.runs import small_run
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -54,7 +56,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, **more: Any) -> dict[str, Any]:
     return TEXT | ids | more
 
 
-def _idefics3(image_size: int = 32) -> tuple[Any, Any]:
+def _idefics3(image_size: int = 32, **text: Any) -> tuple[Any, Any]:
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     tokenizer = _tokenizer("<image>", ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"])
@@ -72,7 +74,7 @@ def _idefics3(image_size: int = 32) -> tuple[Any, Any]:
             "patch_size": 8,
             "initializer_range": 0.2,
         },
-        text_config={"model_type": "llama", **_text(tokenizer)},
+        text_config={"model_type": "llama", **_text(tokenizer, **text)},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         pad_token_id=tokenizer.pad_token_id,
@@ -81,7 +83,7 @@ def _idefics3(image_size: int = 32) -> tuple[Any, Any]:
     return config, processor
 
 
-def _gemma3() -> tuple[Any, Any]:
+def _gemma3(**text: Any) -> tuple[Any, Any]:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     tokenizer = _tokenizer("<start_of_image>", ["<start_of_image>", "<end_of_image>", "<image_soft_token>"])
@@ -99,7 +101,7 @@ def _gemma3() -> tuple[Any, Any]:
             "patch_size": 8,
             "initializer_range": 0.2,
         },
-        text_config=_text(tokenizer, sliding_window=64),
+        text_config=_text(tokenizer, **{"sliding_window": 64} | text),
         mm_tokens_per_image=4,
         image_token_id=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
         boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
@@ -153,7 +155,7 @@ def _qwen(family: str, vision: dict[str, Any], text: dict[str, Any]) -> tuple[An
     return config, processor
 
 
-def _qwen2_5_vl() -> tuple[Any, Any]:
+def _qwen2_5_vl(**text: Any) -> tuple[Any, Any]:
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
     vision = {
         "hidden_size": 32,
@@ -163,7 +165,7 @@ def _qwen2_5_vl() -> tuple[Any, Any]:
         "fullatt_block_indexes": [1],
         "window_size": 32,
     }
-    return _qwen("qwen2_5_vl", vision, {"rope_parameters": rope})
+    return _qwen("qwen2_5_vl", vision, {"rope_parameters": rope} | text)
 
 
 QWEN3_VISION = {
@@ -175,12 +177,12 @@ QWEN3_VISION = {
 }
 
 
-def _qwen3_vl() -> tuple[Any, Any]:
+def _qwen3_vl(**text: Any) -> tuple[Any, Any]:
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 10000.0}
-    return _qwen("qwen3_vl", QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]}, {"rope_parameters": rope})
+    return _qwen("qwen3_vl", QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]}, {"rope_parameters": rope} | text)
 
 
-def _qwen3_5() -> tuple[Any, Any]:
+def _qwen3_5(**sizes: Any) -> tuple[Any, Any]:
     rope = {
         "rope_type": "default",
         "mrope_section": [2, 1, 1],
@@ -196,10 +198,10 @@ def _qwen3_5() -> tuple[Any, Any]:
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     }
-    return _qwen("qwen3_5", QWEN3_VISION, text)
+    return _qwen("qwen3_5", QWEN3_VISION, text | sizes)
 
 
-VISION_FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
+VISION_FAMILIES: dict[str, Callable[..., tuple[Any, Any]]] = {
     "idefics3": _idefics3,
     "gemma3": _gemma3,
     "qwen2_5_vl": _qwen2_5_vl,
@@ -211,17 +213,25 @@ VISION_FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
 needs_torchvision = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="Qwen's image processors need torchvision: run make test-vision"
 )
-each_family = pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=needs_torchvision if f.startswith("qwen") else ()) for f in VISION_FAMILIES]
-)
 
 
-def save_vision_model(folder: Path, family: str, *, seed: int = 0) -> Path:
-    """Save a vision-language model with random weights as a Hugging Face folder."""
-    config, processor = VISION_FAMILIES[family]()
+def family_param(family: str) -> Any:
+    """Return a parameter of a test, skipped if the family's processor cannot be loaded here."""
+    return pytest.param(family, marks=needs_torchvision if family.startswith("qwen") else ())
+
+
+each_family = pytest.mark.parametrize("family", [family_param(family) for family in VISION_FAMILIES])
+
+
+def save_vision_model(folder: Path, family: str, *, seed: int = 0, **text: Any) -> Path:
+    """Save a vision-language model with random weights. `text` has settings of the language model."""
+    config, processor = VISION_FAMILIES[family](**text)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and not parameter.any():  # Gemma 3's projection of images starts at zero
+                parameter.data.normal_(std=0.2)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
@@ -298,3 +308,20 @@ def image_batch(folder: Path) -> TrainingBatch:
     generator = torch.Generator().manual_seed(0)
     batch.advantages = torch.randn(batch.loss_mask.shape, generator=generator) * batch.loss_mask
     return score_off_policy(load_on_cpu(folder), batch)
+
+
+def picture_run(folder: Path, *overrides: str, model: Path, name: str = "test_run") -> list[str]:
+    """Return the overrides of a run of two steps of four groups in `PictureEnv`."""
+    prompt = [{"role": "system", "content": "Look."}]
+    rows = [{"prompt": prompt, "extra_info": {"seed": seed}} for seed in range(8)]
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [
+        "environment.env_class=train_kit.vision_models:PictureEnv",
+        "generator.max_turns=3",
+        "generator.n_samples_per_prompt=4",
+        "trainer.policy.optimizer_config.lr=1e-2",
+        "trainer.max_training_steps=2",
+        "trainer.hf_save_interval=10",
+    ]
+    return small_run(folder, *settings, *overrides, model=model, data=data, name=name)
