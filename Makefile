@@ -37,6 +37,8 @@ S3 := $(VENVS)/.venv-s3
 S3_REQUIREMENTS := skyrl-train/tests/s3/requirements.txt
 VERIFIERS := $(VENVS)/.venv-verifiers
 VERIFIERS_REQUIREMENTS := skyrl-gym/tests/verifiers_v0/requirements.txt
+VISION := $(VENVS)/.venv-vision
+VISION_REQUIREMENTS := skyrl-train/tests/vision/requirements.txt
 VLLM := $(VENVS)/.venv-vllm
 WHEELS := .venv-wheels
 VLLM_REQUIREMENTS := skyrl-train/tests/vllm/requirements.txt
@@ -210,6 +212,12 @@ test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sam
 test-verifiers: $(VERIFIERS)/.ready ## test environments written for verifiers v0 (separate environment)
 	@$(VERIFIERS)/bin/python -m pytest -q skyrl-gym/tests/verifiers_v0 $(ARGS)
 
+.PHONY: test-vision
+test-vision: $(VISION)/.ready ## test all families of vision-language models, with torchvision (separate environment)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=skyrl-train/tests/vision \
+	  $(VISION)/bin/python -m pytest -q $(addprefix skyrl-train/tests/cpu/,models/test_vision.py \
+	  inference_engines/hf/test_images.py runs/test_images.py) $(ARGS)
+
 .PHONY: test-vllm
 test-vllm: .venv/.dev $(VLLM)/.ready ## test the vLLM engine on the CPU build of vLLM (separate environment)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR \
@@ -297,7 +305,7 @@ wheels: .venv/.dev ## build wheels into dist/, install them into a new environme
 
 ENVS ?= all
 OURS := $(DIFFERENTIAL) $(VERIFIERS) $(VLLM)
-ENVIRONMENTS := $(OURS) $(FLEET) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER_VERSIONS:%=$(TINKER)/%)
+ENVIRONMENTS := $(OURS) $(VISION) $(FLEET) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER_VERSIONS:%=$(TINKER)/%)
 
 .venv/bin/python $(ENVIRONMENTS:%=%/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -318,11 +326,13 @@ ENVIRONMENTS := $(OURS) $(FLEET) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER
 
 $(DIFFERENTIAL)/.ready: REQUIREMENTS := $(DIFFERENTIAL_REQUIREMENTS)
 $(DIFFERENTIAL)/.ready: $(DIFFERENTIAL_REQUIREMENTS)
+$(VISION)/.ready: REQUIREMENTS := $(VISION_REQUIREMENTS)
+$(VISION)/.ready: $(VISION_REQUIREMENTS)
 $(VLLM)/.ready: REQUIREMENTS := $(VLLM_REQUIREMENTS)
 $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
 
 # Install the locked packages first. The others must not choose versions, because each requires its own torch.
-$(DIFFERENTIAL)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
+$(DIFFERENTIAL)/.ready $(VISION)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes a minute or more)"
 	@$(call install,$*) -c constraints.txt -e skyrl-agent -e skyrl-gym -e 'skyrl-train[endpoint,ray,wandb]' \
 	  hypothesis pytest pytest-asyncio pytest-timeout requests

@@ -50,6 +50,7 @@ class ImageProcessor:
         self.token_id = token_id
         self.placeholder: str = processor.image_token
         """What a chat template writes for an image."""
+        self._reserved = {self.placeholder, processor.tokenizer.convert_ids_to_tokens(token_id)}
         self._processor = processor
         self._cache: OrderedDict[str, ProcessedImage] = OrderedDict()  # by digest, most recently used last
         self._n_bytes = 0
@@ -79,11 +80,12 @@ class ImageProcessor:
         return processed
 
     def escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the placeholder in a message's text as `< image>`, so that it is text. A model may have written it."""
-        placeholder = self.placeholder
+        """Write placeholders in a message's text as `< image>`, so that they are text. A model may have written them."""
 
         def escape(text: str) -> str:
-            return text.replace(placeholder, f"{placeholder[0]} {placeholder[1:]}")
+            for token in self._reserved:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+            return text
 
         content = message.get("content")
         if isinstance(content, str):

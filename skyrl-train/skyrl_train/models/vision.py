@@ -154,9 +154,10 @@ class ImageEncoder:
         size = self._model.config.get_text_config().hidden_size
 
         def divide(features: Any) -> list[torch.Tensor]:
-            """Return the features (n, H) of each image."""
-            joined = torch.cat(list(features)) if isinstance(features, tuple | list) else features
-            return list(joined.reshape(len(images), -1, size))
+            """Return the features (n, H) of each image. Gemma 4 pads images, so equal shapes may differ in n."""
+            if isinstance(features, tuple | list) and len(features) == len(images):
+                return [part.reshape(-1, size) for part in features]
+            return list(features.reshape(len(images), -1, size))
 
         deep = [divide(layer) for layer in getattr(output, "deepstack_features", None) or ()]
         embeddings = divide(output.pooler_output)

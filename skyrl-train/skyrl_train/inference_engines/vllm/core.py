@@ -80,11 +80,7 @@ def cannot_run(error: Exception) -> EngineError:
 
 
 def core_request(
-    request_id: str,
-    sequence: ActiveSequence,
-    facts: EngineFacts,
-    sampler: Sampler,
-    images: RequestImages | None = None,
+    request_id: str, sequence: ActiveSequence, facts: EngineFacts, sampler: Sampler, images: RequestImages | None = None
 ) -> EngineCoreRequest:
     """Return the vLLM request that continues a sequence after its tokens so far."""
     sampling = sequence.sampling

@@ -60,7 +60,9 @@ class RequestImages:
     def _process(self, image: EncodedImage) -> Any:
         if image.digest not in self._cache:
             items = self._processor.info.parse_mm_data({"image": [image.open()]})
-            output = self._processor.apply(ProcessorInputs(list(self._placeholder), items), TimingContext(enabled=False))
+            output = self._processor.apply(
+                ProcessorInputs(list(self._placeholder), items), TimingContext(enabled=False)
+            )
             (self._cache[image.digest],) = output["mm_kwargs"]["image"]
             while len(self._cache) > MAX_IMAGES:
                 self._cache.popitem(last=False)

@@ -59,7 +59,9 @@ def own_logprobs(model: PreTrainedModel, folder: Path, row: Segment, messages: l
         if name in inputs
     }
     media = {
-        name: inputs[name] for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask") if name in inputs
+        name: inputs[name]
+        for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_position_ids")
+        if name in inputs
     }
     logits = model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **media, **types).logits
     logprobs = logits[0, row.n_prompt - 1 : -1].log_softmax(-1)

@@ -111,6 +111,76 @@ def _gemma3(**text: Any) -> tuple[Any, Any]:
     return config, processor
 
 
+def _smolvlm(image_size: int = 32, **text: Any) -> tuple[Any, Any]:
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    config, processor = _idefics3(image_size, **text)
+    settings = config.to_dict()
+    del settings["model_type"], settings["vision_config"]["model_type"]
+    size = {"longest_edge": image_size}
+    images = SmolVLMImageProcessorPil(do_image_splitting=False, size=size, max_image_size=size)
+    names = {
+        "fake_image_token": "<fake_token_around_image>",
+        "image_token": "<image>",
+        "global_image_token": "<global-img>",
+        "end_of_utterance_token": "<end_of_utterance>",
+    }
+    tokenizer, videos = _with_tokens(processor.tokenizer, names), transformers.SmolVLMVideoProcessor()
+    n_features, template = processor.image_seq_len, processor.tokenizer.chat_template
+    processor = transformers.SmolVLMProcessor(images, tokenizer, videos, n_features, chat_template=template)
+    return transformers.SmolVLMConfig(**settings), processor
+
+
+def _gemma4(**text: Any) -> tuple[Any, Any]:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    names = {
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "image_token": "<|image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+        "video_token": "<|video|>",
+    }
+    tokenizer = _with_tokens(_tokenizer("<|image|>", list(names.values())), names)
+    processor = transformers.Gemma4Processor(
+        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
+        image_processor=Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70),
+        tokenizer=tokenizer,
+        video_processor=transformers.Gemma4VideoProcessor(),
+        chat_template=tokenizer.chat_template,
+    )
+    sizes = {
+        "sliding_window": 64,
+        "vocab_size_per_layer_input": len(tokenizer),
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 16,
+        "use_bidirectional_attention": "vision",
+    }
+    config = transformers.Gemma4Config(
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "patch_size": 8,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+            "initializer_range": 0.2,
+        },
+        text_config=_text(tokenizer, **sizes | text),
+        audio_config=None,
+        **{
+            f"{name}_id": tokenizer.convert_tokens_to_ids(names[name])
+            for name in ("image_token", "boi_token", "eoi_token", "audio_token", "video_token")
+        },
+    )
+    return config, processor
+
+
 def _with_tokens(tokenizer: PreTrainedTokenizerBase, names: dict[str, str]) -> PreTrainedTokenizerBase:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
@@ -204,20 +274,25 @@ def _qwen3_5(**sizes: Any) -> tuple[Any, Any]:
 VISION_FAMILIES: dict[str, Callable[..., tuple[Any, Any]]] = {
     "idefics3": _idefics3,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "smolvlm": _smolvlm,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_5": _qwen3_5,
 }
 """Configuration and processor by family."""
 
+USUAL = ("idefics3", "gemma3")
+"""Families whose image processors need only Pillow."""
+
 needs_torchvision = pytest.mark.skipif(
-    find_spec("torchvision") is None, reason="Qwen's image processors need torchvision: run make test-vision"
+    find_spec("torchvision") is None, reason="the image processor needs torchvision: run make test-vision"
 )
 
 
 def family_param(family: str) -> Any:
     """Return a parameter of a test, skipped if the family's processor cannot be loaded here."""
-    return pytest.param(family, marks=needs_torchvision if family.startswith("qwen") else ())
+    return pytest.param(family, marks=() if family in USUAL else needs_torchvision)
 
 
 each_family = pytest.mark.parametrize("family", [family_param(family) for family in VISION_FAMILIES])

@@ -1,0 +1,69 @@
+"""Placeholders of images in text and tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_kit.vision_models import ask, each_family, picture, save_vision_model
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_gym.images import find_images
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.media.processing import load_image_processor
+from skyrl_train.models.loading import load_tokenizer
+
+
+@each_family
+def test_only_placeholders_of_images_are_filled(family: str, tmp_path: Path) -> None:
+    """Someone may write a placeholder as text, or a model may sample it."""
+    folder = save_vision_model(tmp_path, family)
+    tokenizer = load_tokenizer(str(folder))
+    chat, processor = ChatEncoder(tokenizer), load_image_processor(str(folder))
+    assert processor is not None
+    reserved = [processor.placeholder, tokenizer.convert_ids_to_tokens(processor.token_id)]
+    messages = ask("What is ", *reserved, "? ", picture(0), picture(1, 64, 32))
+    token_ids = chat.prompt_ids(messages)
+    spans = chat.find_spans(token_ids, messages)
+    assert [span.image for span in spans] == find_images(messages)
+    filled = [token_ids[span.start : span.end].count(processor.token_id) for span in spans]
+    assert filled == [processor.process(span.image).n_tokens for span in spans]
+    assert token_ids.count(processor.token_id) == sum(filled)
+
+
+def test_equal_texts_with_different_images_are_not_confused(tmp_path: Path) -> None:
+    chat = ChatEncoder(load_tokenizer(str(save_vision_model(tmp_path, "gemma3"))))
+    for seed in (0, 1, 0):
+        messages = ask(picture(seed), "What?")
+        (span,) = chat.find_spans(chat.prompt_ids(messages), messages)
+        assert span.image == find_images(messages)[0]
+
+
+def test_a_template_that_drops_an_image_is_refused(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(save_vision_model(tmp_path, "idefics3")))
+    template = tokenizer.chat_template.replace("<image>", "")
+    with pytest.raises(
+        DataError, match=r"has 1 images, but its text has 0 placeholders '<image>'; use a chat template"
+    ):
+        ChatEncoder(tokenizer, template).prompt_ids(ask(picture(0), "What?"))
+
+
+def test_a_template_that_reads_only_parts_gets_parts(tmp_path: Path) -> None:
+    """Idefics 3's template iterates over the characters of a string, and writes none of them."""
+    tokenizer = load_tokenizer(str(save_vision_model(tmp_path, "idefics3")))
+    template = tokenizer.chat_template.replace("message['content'] is string", "false")
+    messages: list[Any] = [{"role": "system", "content": "Look."}, *ask(picture(0), "What?")]
+    assert ChatEncoder(tokenizer, template).prompt_ids(messages) == ChatEncoder(tokenizer).prompt_ids(messages)
+
+
+def test_a_text_model_refuses_images(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"a message has an image, but .* reads only text; use a vision-language model"):
+        ChatEncoder(tiny_tokenizer).prompt_ids(ask(picture(0), "What?"))
+
+
+def test_a_model_without_its_processor_is_refused(tmp_path: Path) -> None:
+    folder = save_vision_model(tmp_path, "idefics3")
+    for file in folder.glob("*processor*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"cannot load the image processor of .*needs its preprocessor_config\.json"):
+        load_image_processor(str(folder))
