@@ -52,12 +52,12 @@ def learn(run: CatchRun) -> bool:
     return has_learned
 
 
-def parser(description: str, n_steps: int = N_STEPS) -> argparse.ArgumentParser:
+def parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with the options shared by `learn` and `compare`."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--seed", type=int, default=42, help="seed of the model, the data order and sampling")
     options.add_argument("--output_dir", type=Path, default=Path("outputs"), help="folder of the run folders")
-    options.add_argument("--steps", type=int, default=n_steps, help="training steps")
+    options.add_argument("--steps", type=int, default=N_STEPS, help="training steps")
     return options
 
 

@@ -18,7 +18,6 @@ from examples.catch_pixels.model import make_model
 from skyrl_gym.envs import register
 from skyrl_train.entrypoints.main_base import run_command
 
-N_STEPS = 60
 REQUIRED_SHARE = 0.85
 """Fraction of the optimal player's catch rate."""
 
@@ -27,7 +26,6 @@ REQUIRED_SHARE = 0.85
 class PixelsRun(CatchRun):
     """A run of the recipe of Catch in which the model sees images."""
 
-    n_steps: int = N_STEPS
     label: str = "pixels"
 
     @property
@@ -60,7 +58,7 @@ class PixelsRun(CatchRun):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    options = parser(__doc__.splitlines()[0], n_steps=N_STEPS)
+    options = parser(__doc__.splitlines()[0])
     options.add_argument("--blank", action="store_true", help="show black boards")
     options.add_argument("overrides", nargs="*", help="configuration overrides key=value")
     args = options.parse_args(argv)
