@@ -51,9 +51,7 @@ class PixelsRun(CatchRun):
 
     def write_model(self) -> None:
         loss = make_model(CatchDataset().train_rows(), self.model_dir, self.seed)
-        print(
-            f"Wrote a tiny Idefics 3 to {self.model_dir} (loss on descriptions and random play: {loss:.3f} nats per token)"
-        )
+        print(f"Wrote a tiny Idefics 3 to {self.model_dir} (loss: {loss:.3f} nats per token)")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -95,7 +95,7 @@ def _config(tokenizer: PreTrainedTokenizerBase) -> Idefics3Config:
             "num_hidden_layers": 1,
         },
         text_config=text,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        image_token_id=tokenizer.get_vocab()["<image>"],
         scale_factor=7,  # the 7 x 7 patches of a board become one token
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,

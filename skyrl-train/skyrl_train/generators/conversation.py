@@ -89,7 +89,8 @@ class TokenConversation:
         for index, row in enumerate(self.rows):
             row.truncate(max((turn.end for turn in self.turns if turn.segment == index), default=0))
 
-    def _start_row(self, token_ids: list[int], messages: Messages) -> None:
+    def _start_row(self, token_ids: list[int], messages: Messages = ()) -> None:
+        """Start a row with the tokens of `messages`, which may have images."""
         self.rows.append(Segment.start(token_ids, self._chat.find_spans(token_ids, messages)))
 
     def _append_turn(self, index: int, result: EngineResult) -> None:

@@ -80,7 +80,7 @@ class ImageProcessor:
         return processed
 
     def escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Write placeholders in a message's text as `< image>`, so that they are text. A model may have written them."""
+        """Write placeholders in a message's text as `< image>`, so that they are text. A model may write them."""
 
         def escape(text: str) -> str:
             for token in self._reserved:

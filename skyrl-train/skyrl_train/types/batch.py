@@ -100,10 +100,11 @@ class TrainingBatch:
 
     def chunk(self, n_prompts: int) -> list[TrainingBatch]:
         """Split into consecutive batches of `n_prompts` drawn prompts (the last may have fewer), as views."""
-        edges = [*self._starts()[::n_prompts], len(self)]
-        return [
-            self._map(lambda tensor, s=start, e=end: tensor[s:e], range(start, end)) for start, end in pairwise(edges)
-        ]  # type: ignore[misc]
+
+        def part(start: int, end: int) -> TrainingBatch:
+            return self._map(lambda tensor: tensor[start:end], range(start, end))
+
+        return [part(start, end) for start, end in pairwise([*self._starts()[::n_prompts], len(self)])]
 
     def _map(
         self, function: Callable[[torch.Tensor], torch.Tensor], rows: Sequence[int] | None = None
