@@ -25,7 +25,7 @@ from skyrl_gym.envs.row import NO_ROW, read_extra_info, read_max_turns, whole_nu
 from skyrl_gym.error import InvalidSettings
 from skyrl_gym.images import EncodedImage
 from skyrl_gym.optional import require
-from skyrl_gym.tools.messages import Content, append_to_system, format_tool_response, format_tools_prompt
+from skyrl_gym.tools.messages import Content, append_to_system, format_tool_response, format_tools_prompt, join_contents
 from skyrl_gym.tools.screen import Coordinates, Screen
 
 MAX_TURNS = 30
@@ -174,7 +174,7 @@ class BrowserEnv(AsyncEnv):
 
     def _show(self, text: str) -> Content:
         """Return the current screenshot with a line of text."""
-        return [{"type": "image", "image": self._screenshot}, {"type": "text", "text": f"\n{text}"}]
+        return join_contents([[{"type": "image", "image": self._screenshot}], text])
 
     def _end(self, is_claimed: bool, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
         """Grade the state of the site. `is_claimed` is False if the model gave up."""

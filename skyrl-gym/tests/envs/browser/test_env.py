@@ -22,7 +22,7 @@ from skyrl_gym.envs.browser.env import BrowserEnv
 from skyrl_gym.envs.browser.sites import SITES
 from skyrl_gym.envs.registration import EnvSpec
 from skyrl_gym.error import ToolFailure
-from skyrl_gym.images import find_images
+from skyrl_gym.images import find_images, join_texts
 from skyrl_gym.runtime.validation import validate_prompt, validate_step_output
 
 pytest.importorskip("playwright")
@@ -88,15 +88,15 @@ def test_observations_are_screenshots_with_a_line_of_text() -> None:
         output = validate_step_output(env.step(act("scroll", pixels=-300)))
         (scrolled,) = find_images(output["observations"])
         assert scrolled != first
-        texts = [part.get("text", "") for part in output["observations"][0]["content"]]
-        assert "".join(texts) == "<tool_response>\n\nScrolled down by 300 pixels.\n</tool_response>"
+        text = join_texts(output["observations"][0]["content"])
+        assert text == "<tool_response>\n\nScrolled down by 300 pixels.\n</tool_response>"
 
 
 def test_several_calls_run_in_order_up_to_an_invalid_one(start: Callable[..., Expert]) -> None:
     expert = start()
     calls = act("left_click", coordinate=[200, 75]) + act("type", text="Ada") + act("fly") + act("type", text="!")
     output = expert.env.step(calls)
-    assert "action='fly' is unknown" in output["observations"][0]["content"][3]["text"]
+    assert "action='fly' is unknown" in join_texts(output["observations"][0]["content"])
     assert expert.run(expert.page.input_value("input[name=first_name]")) == "Ada"
 
 
