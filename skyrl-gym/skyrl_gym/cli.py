@@ -80,6 +80,9 @@ def _check(options: argparse.Namespace) -> int:
         findings.append(finding)
     if options.data is None and findings[0].verdict == "failed":  # it cannot be constructed
         sys.stdout.write(f"    {NO_ROW}\n")
+    if checkup.image_sizes:
+        sizes = ", ".join(f"{n} of {size} pixels" for size, n in checkup.image_sizes.most_common())
+        sys.stdout.write(f"\nImages: {sizes}\n")
     sys.stdout.write(f"\n{options.env}: {_format_counts(findings)}\n")
     sys.stdout.flush()
     status = int(any(finding.verdict == "failed" for finding in findings))

@@ -76,8 +76,8 @@ def read_image(source: Any, folder: Path | None = None) -> EncodedImage:
     """Return the image in `source`. Relative paths start at `folder`, or else at the working directory.
 
     Args:
-        source: an `EncodedImage`, a Pillow image, an array (height, width, 3) of bytes, the bytes of a file, a path, a
-            data URL, or the columns "bytes" and "path" that `datasets` writes.
+        source: an `EncodedImage`, a Pillow image, an array (height, width, 3) of bytes or the same as nested lists, the
+            bytes of a file, a path, a data URL, or the columns "bytes" and "path" that `datasets` writes.
         folder: where relative paths start.
 
     Raises:
@@ -88,6 +88,8 @@ def read_image(source: Any, folder: Path | None = None) -> EncodedImage:
     pillow = _import_pillow()
     if isinstance(source, Mapping) and ("bytes" in source or "path" in source):
         source = source.get("bytes") or source.get("path")
+    if isinstance(source, list):
+        source = _read_pixels(source)
     if hasattr(source, "__array_interface__") and not is_pillow_image(source):
         try:
             source = pillow.fromarray(source)
@@ -109,6 +111,18 @@ def read_image(source: Any, folder: Path | None = None) -> EncodedImage:
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise InvalidAnswer(f"an image cannot be decoded: {error}; use a PNG or JPEG file") from error
     return EncodedImage(bytes(content), hashlib.blake2b(content, digest_size=16).hexdigest(), width, height)
+
+
+def _read_pixels(rows: list[Any]) -> "Image":
+    """Return the image in rows of pixels, e.g. `[[[255, 0, 0], [0, 0, 0]]]` for a red and a black one."""
+    try:
+        pixels = bytes(value for row in rows for pixel in row for value in pixel)
+        image: Image = _import_pillow().frombytes("RGB", (len(rows[0]), len(rows)), pixels)
+    except (TypeError, ValueError, IndexError) as error:
+        raise InvalidAnswer(
+            f"a list cannot become an image: {error}; it must have rows of equal length with three bytes per pixel"
+        ) from error
+    return image
 
 
 def _read_text(source: Any, folder: Path | None) -> bytes:
@@ -183,6 +197,13 @@ def find_images(messages: Any) -> list[EncodedImage]:
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part["image"] for part in parts if part.get("type") == "image"]
+
+
+def join_texts(content: Any) -> str:
+    """Return the text of a message's content, without its images."""
+    if isinstance(content, list | tuple):
+        return "".join(part["text"] for part in content if isinstance(part.get("text"), str))
+    return str(content)
 
 
 def _import_pillow() -> Any:

@@ -55,6 +55,27 @@ class BusyEnv(ProgramEnv):
 """
 
 
+DRAWING_MODULE = """
+from PIL import Image
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+class DrawingEnv(BaseTextEnv):
+    def __init__(self, env_config, extras):
+        super().__init__()
+        self.max_turns = extras["max_turns"]
+
+    def init(self, prompt):
+        return [*prompt, {"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (8, 4))}]}], {}
+
+    def step(self, action):
+        self.turns += 1
+        done = self.turns >= self.max_turns
+        parts = [{"type": "text", "text": "Look:"}, {"type": "image", "image": Image.new("RGB", (6, 6))}]
+        observations = [] if done else [{"role": "user", "content": parts}]
+        return {"observations": observations, "reward": 0.0, "done": done, "metadata": {}}
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
@@ -81,6 +102,15 @@ def test_check_reports_violations(folder: Path) -> None:
     assert result.stdout.endswith("suggestions\n")
     without_row = run(folder, "check", "my_module:MyEnv").stdout
     assert "KeyError: 'reward_spec' (my_module.py, line 7)\n    The environment got an empty row; pass" in without_row
+
+
+def test_check_counts_images(folder: Path) -> None:
+    (folder / "drawing.py").write_text(DRAWING_MODULE)
+    (folder / "two_turns.jsonl").write_text(json.dumps(ROW | {"max_turns": 2}) + "\n")
+    result = run(folder, "check", "drawing:DrawingEnv", "--data", "two_turns.jsonl")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "\nImages: 8 of 8 x 4 pixels, 8 of 6 x 6 pixels\n" in result.stdout  # one of each in an episode per reply
+    assert result.stdout.endswith("drawing:DrawingEnv: 11 passed, 0 failed, 0 suggestions\n")
 
 
 @pytest.mark.parametrize(

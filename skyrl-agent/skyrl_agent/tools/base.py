@@ -119,7 +119,7 @@ class GroupTool(BaseTool):
         return dict(arguments)
 
     def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
-        return self._group.call(self.name, params)
+        return str(self._group.call(self.name, params))
 
     def close(self) -> None:
         self._group.close()

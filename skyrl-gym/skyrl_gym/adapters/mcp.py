@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_gym.adapters.settings import read_settings
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.envs.exact_match import is_match, is_mentioned, normalize_answer, parse_targets
-from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth, read_max_turns
+from skyrl_gym.envs.row import NO_ROW, parse_settings, read_ground_truth, read_max_turns, reads_images
 from skyrl_gym.envs.tool_env import ToolEnv
 from skyrl_gym.error import InvalidSettings
 from skyrl_gym.tools.core import Prefixed, ToolGroup
@@ -44,7 +44,8 @@ class MCPEnvConfig:
 class MCPEnv(ToolEnv):
     """The model calls tools of MCP servers. A reply without a call is the answer.
 
-    Every episode has its own sessions. Server programs are started for the episode and end with it.
+    Every episode has its own sessions. Server programs are started for the episode and end with it. Images in results
+    are shown to a model that reads images. A text model reads "[image]".
 
     Raises:
         ToolFailure: a server cannot be reached.
@@ -63,7 +64,7 @@ class MCPEnv(ToolEnv):
         with ExitStack() as stack:
             groups: list[ToolGroup] = []
             for name, server in servers.items():
-                group = MCPToolGroup(name, server)
+                group = MCPToolGroup(name, server, shows_images=reads_images(extras))
                 stack.callback(group.close)
                 groups.append(group if server.prefix is None else Prefixed(group, server.prefix))
             super().__init__(groups, read_max_turns(extras, MAX_TURNS))

@@ -8,26 +8,26 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import ConversationType, MessageType
 from skyrl_gym.runtime.serialization import to_json_value
-from skyrl_gym.tools.messages import append_text
+from skyrl_gym.tools.messages import Content, append_content
 
 FIELD = re.compile(r"\{(\w+)\}")
 
 
-def user_message(text: str) -> MessageType:
+def user_message(content: Content) -> MessageType:
     """Wrap an observation in a user message."""
-    return {"role": "user", "content": text}
+    return {"role": "user", "content": content}
 
 
-def append_observation(prompt: ConversationType, text: str) -> ConversationType:
+def append_observation(prompt: ConversationType, content: Content) -> ConversationType:
     """Append the first observation to the prompt: to the last message if it is a user message, else as a new message.
 
     Some chat templates reject two user messages in a row.
     """
-    if not text:
+    if not content:
         return list(prompt)
     if prompt and prompt[-1]["role"] == "user":
-        return [*prompt[:-1], append_text(prompt[-1], text)]
-    return [*prompt, user_message(text)]
+        return [*prompt[:-1], append_content(prompt[-1], content)]
+    return [*prompt, user_message(content)]
 
 
 def format_observation(observation: Any, template: str | None = None) -> str:

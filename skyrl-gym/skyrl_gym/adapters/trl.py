@@ -33,7 +33,7 @@ from skyrl_gym.adapters.observations import append_observation, format_value, us
 from skyrl_gym.adapters.settings import NO_LIMIT, read_settings
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.entry_point import load_attribute, select_arguments
-from skyrl_gym.envs.row import read_max_turns
+from skyrl_gym.envs.row import TRAINER_FIELDS, read_max_turns
 from skyrl_gym.tools.calls import ToolCall, ToolCallError
 from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt
 from skyrl_gym.tools.schema import Signature
@@ -72,7 +72,7 @@ class TrlEnv(BaseTextEnv):
         super().__init__()
         self.settings = read_settings(TrlSettings, "trl", env_config, extras)
         self.max_turns = read_max_turns(extras, NO_LIMIT)
-        self._row = {name: value for name, value in extras.items() if name != "max_turns"}
+        self._row = {name: value for name, value in extras.items() if name not in TRAINER_FIELDS}
         self._env: Any = load_attribute(self.settings.factory)(**self.settings.kwargs)
         self._loop: BackgroundLoop | None = None
         self._n_calls = 0

@@ -20,6 +20,7 @@ from skyrl_gym.checkup.rows import split_row
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.registration import EnvSpec, make
 from skyrl_gym.error import InvalidAnswer
+from skyrl_gym.images import EncodedImage, find_images
 from skyrl_gym.runtime.env_config import EnvConfig, copy_env_config
 from skyrl_gym.runtime.methods import async_method
 from skyrl_gym.runtime.validation import reward_components, validate_metrics, validate_prompt, validate_step_output
@@ -90,6 +91,7 @@ class RecordedEpisode:
     metrics: dict[str, Any] = field(default_factory=dict)
     answers: list[Any] = field(default_factory=list)  # return values of all methods but `close`
     trained_values: list[str] = field(default_factory=list)  # what training reads of them, recorded on arrival
+    images: list[EncodedImage] = field(default_factory=list)
     seconds: float = 0.0  # of the slowest call
 
     @property
@@ -159,15 +161,17 @@ def play_episode(task: EpisodeSpec, replies: Sequence[str]) -> Player:
 def _play_turns(
     env: Any, prompt: ConversationType, replies: Sequence[str], episode: RecordedEpisode
 ) -> Generator[EnvCall, CallResult, None]:
-    messages = yield from _call(episode, _method_call(env, "init", prompt), "init()", "", _validate_text_prompt)
+    messages = yield from _call(episode, _method_call(env, "init", prompt), "init()", "", _validate_prompt)
     episode.trained_values.append(repr(messages))
+    episode.images += find_images(messages)
     for name in replies:
         step = _method_call(env, "step", REPLIES[name])
-        output = yield from _call(episode, step, "step()", f", for the reply: {name}", _validate_text_output)
+        output = yield from _call(episode, step, "step()", f", for the reply: {name}", _validate_output)
         episode.outputs.append(output)
         episode.trained_values.append(repr((output["observations"], output["reward"], bool(output["done"]))))
         if output["done"]:
             break
+        episode.images += find_images(output["observations"])
     get_metrics = _method_call(env, "get_metrics")
     episode.metrics = yield from _call(episode, get_metrics, "get_metrics()", "", validate_metrics)
     episode.trained_values.append(repr(episode.metrics))
@@ -218,24 +222,24 @@ def validate_result(result: CallResult, method: str, context: str, validate: Cal
         raise RuleViolation(f"{method} returned a value that raises {_describe(error)}{context}") from error
 
 
-def _validate_text_prompt(answer: Any) -> ConversationType:
+def _validate_prompt(answer: Any) -> ConversationType:
     prompt = validate_prompt(answer)
-    _check_text(prompt, "init()")
+    _check_contents(prompt, "init()")
     return prompt
 
 
-def _validate_text_output(answer: Any) -> BaseTextEnvStepOutput:
+def _validate_output(answer: Any) -> BaseTextEnvStepOutput:
     output = validate_step_output(answer)
     reward_components(output)
-    _check_text([] if output["done"] else output["observations"], "step()")
+    _check_contents([] if output["done"] else output["observations"], "step()")
     return output
 
 
-def _check_text(messages: ConversationType, method: str) -> None:
+def _check_contents(messages: ConversationType, method: str) -> None:
     for message in messages:
-        if not isinstance(message["content"], str):
+        if not isinstance(message["content"], str | list):
             raise InvalidAnswer(
-                f"{method} returned a message with content={message['content']!r}; most models read text only"
+                f"{method} returned a message with content={message['content']!r}; write text, or a list of parts"
             )
 
 

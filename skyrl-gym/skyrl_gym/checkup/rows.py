@@ -38,7 +38,7 @@ def split_row(row: Mapping[str, Any]) -> tuple[ConversationType, dict[str, Any]]
     """Split a row into the prompt for `init` and the `extras` for the constructor.
 
     A row without a prompt gets the prompt "Begin.". In training, `generator.max_turns` replaces the row's `max_turns`.
-    Here the row's value counts, and it defaults to `DEFAULT_MAX_TURNS`.
+    Here the row's value counts, and it defaults to `DEFAULT_MAX_TURNS`. `reads_images` defaults to True.
 
     Raises:
         ValueError: the prompt is not a list of messages, or `max_turns` is not a number of turns.
@@ -47,7 +47,7 @@ def split_row(row: Mapping[str, Any]) -> tuple[ConversationType, dict[str, Any]]
     if not is_conversation(prompt):
         raise ValueError(f'prompt={str(prompt)[:80]!r} is not a list of messages; use [{{"role": "user", …}}]')
     extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
-    return prompt, extras | {"max_turns": read_max_turns(extras, DEFAULT_MAX_TURNS)}
+    return prompt, {"reads_images": True} | extras | {"max_turns": read_max_turns(extras, DEFAULT_MAX_TURNS)}
 
 
 def _read_parquet(path: Path) -> list[Any]:

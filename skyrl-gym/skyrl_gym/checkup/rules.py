@@ -6,6 +6,7 @@ skyrl env check my_module:MyEnv --data train.jsonl
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +83,12 @@ class Checkup:
     def is_stuck(self) -> bool:
         """True if a call hangs. Its thread cannot be ended and is left behind."""
         return self._executor.is_stuck
+
+    @property
+    def image_sizes(self) -> Counter[str]:
+        """Number of images by size, e.g. {"640 x 480": 88}, in one episode for each of `REPLIES`."""
+        images = [image for episode in self._episodes.values() for image in episode.images]
+        return Counter(f"{image.width} x {image.height}" for image in images)
 
     def run(self) -> Iterator[Finding]:
         """Yield a finding for each rule, in the order of `RULES`, as soon as it is known.

@@ -9,7 +9,10 @@ from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_gym.tools.core import ToolGroup
 
 MessageType = dict[str, Any]
-"""A chat message: ``role``, ``content``, and any other key the chat template understands (``tool_calls``, …)."""
+"""A chat message: ``role``, ``content``, and any other key the chat template understands (``tool_calls``, …).
+
+The content is text, or a list of parts if it has images (`skyrl_gym.images`).
+"""
 
 ConversationType = list[MessageType]
 
@@ -28,7 +31,7 @@ class BaseTextEnv(Env[ConversationType, str]):
     """An episode of chat. Subclasses override `step` and count their own turns.
 
     Built as ``YourEnv(env_config=…, extras=…)``: `env_config` is the configuration section named after the environment,
-    `extras` is the dataset row without `prompt` and `env_class`, plus the trainer's ``max_turns``.
+    `extras` is the dataset row without `prompt` and `env_class`, plus the trainer's ``max_turns`` and ``reads_images``.
     """
 
     def __init__(self) -> None:

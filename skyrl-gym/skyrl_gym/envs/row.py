@@ -18,6 +18,9 @@ S = TypeVar("S")
 NO_ROW: Mapping[str, Any] = MappingProxyType({})
 """Default row of a constructor. It reports the first missing field that the environment needs."""
 
+TRAINER_FIELDS = ("max_turns", "reads_images")
+"""Fields of `extras` that the trainer writes."""
+
 
 def to_python(value: Any) -> Any:
     """Convert OmegaConf nodes to dicts and lists, and numpy values to Python values. Leave other objects alone."""
@@ -111,6 +114,11 @@ def read_max_turns(extras: Mapping[str, Any], default: int) -> int:
     if n_turns < 1:
         raise ValueError(f"max_turns={n_turns} must be at least 1; set generator.max_turns")
     return n_turns
+
+
+def reads_images(extras: Mapping[str, Any]) -> bool:
+    """Return True if the model reads images: the trainer writes `reads_images`."""
+    return bool(extras.get("reads_images"))
 
 
 def whole_number(value: Any, name: str, at_least: int | None = None, *, kind: str = "a whole number") -> int:

@@ -8,7 +8,14 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Con
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
 from skyrl_gym.tools.core import ToolGroup
-from skyrl_gym.tools.messages import append_to_system, format_tool_response, format_tools_prompt, shorten_result
+from skyrl_gym.tools.messages import (
+    Content,
+    append_to_system,
+    format_tool_response,
+    format_tools_prompt,
+    join_contents,
+    shorten_result,
+)
 
 ANSWER_INSTRUCTION = "A reply without a call is your answer."
 
@@ -97,22 +104,25 @@ class ToolEnv(BaseTextEnv):
         """Return the numbers of turns, tool calls and failed tool calls."""
         return {"steps": self.turns, "tool_calls": self._n_calls, "tool_errors": self._n_errors}
 
-    def _next_turn(self, results: Sequence[str], calls: Sequence[ToolCall]) -> BaseTextEnvStepOutput:
+    def _next_turn(self, results: Sequence[Content], calls: Sequence[ToolCall]) -> BaseTextEnvStepOutput:
         metadata = {"tool_calls": [{"name": call.name, "arguments": call.arguments} for call in calls]}
         if self.turns >= self.max_turns:
             return BaseTextEnvStepOutput(observations=[], reward=self.score(""), done=True, metadata=metadata)
-        text = "\n".join(map(format_tool_response, results))
+        content = join_contents([format_tool_response(result) for result in results])
         return BaseTextEnvStepOutput(
-            observations=[{"role": "user", "content": text}], reward=0.0, done=False, metadata=metadata
+            observations=[{"role": "user", "content": content}], reward=0.0, done=False, metadata=metadata
         )
 
-    def _execute(self, call: ToolCall) -> str:
+    def _execute(self, call: ToolCall) -> Content:
         self._n_calls += 1
         try:
             if call.name not in self._groups:
                 known = ", ".join(sorted(self._groups)) or "none"
                 raise ToolCallError(f"There is no tool {call.name!r}. Tools: {known}.")
-            return shorten_result(self._groups[call.name].call(call.name, call.arguments))
+            result = self._groups[call.name].call(call.name, call.arguments)
+            if isinstance(result, str):
+                return shorten_result(result)
+            return [{**part, "text": shorten_result(part["text"])} if "text" in part else part for part in result]
         except (ToolFailure, ConnectionError, TimeoutError):
             raise
         except Exception as error:  # noqa: BLE001, the boundary of a tool

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from skyrl_gym.tools.messages import Content
     from skyrl_gym.tools.schema import Signature
 
 PREFIX = re.compile(r"[A-Za-z0-9_-]+")
@@ -69,8 +70,8 @@ class ToolGroup:
         """Return the tool schemas in the format of chat templates and the OpenAI API."""
         return [self._signature(name).schema for name in self.get_tool_names()]
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call the tool `name` with validated arguments, and return its result as text for the model.
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Content:
+        """Call the tool `name` with validated arguments, and return its result for the model, as text.
 
         Raises:
             ToolCallError: the arguments do not match the tool. The message is for the model.
@@ -122,7 +123,7 @@ class Prefixed(ToolGroup):
         renamed = ({**function, "name": prefixed_names[function["name"]]} for function in functions)
         return [{"type": "function", "function": function} for function in renamed]
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Content:
         return self._group.call(self._original_names[name], arguments)
 
     def close(self) -> None:

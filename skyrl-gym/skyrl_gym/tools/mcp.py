@@ -20,6 +20,7 @@ from skyrl_gym.optional import require
 from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.core import ToolGroup
+from skyrl_gym.tools.messages import Content, join_contents
 
 if TYPE_CHECKING:
     from anyio import Event
@@ -49,8 +50,8 @@ class MCPServerConfig:
 class MCPToolGroup(ToolGroup):
     """The tools of one server."""
 
-    def __init__(self, name: str, server: MCPServerConfig) -> None:
-        """Start a session.
+    def __init__(self, name: str, server: MCPServerConfig, *, shows_images: bool = False) -> None:
+        """Start a session. With `shows_images`, results contain their images. Otherwise, "[image]" replaces each.
 
         Raises:
             ToolFailure: the server cannot be reached, or does not speak the protocol.
@@ -58,6 +59,7 @@ class MCPToolGroup(ToolGroup):
         """
         super().__init__(name)
         require("mcp", "mcp", "tools of MCP servers")
+        self._shows_images = shows_images
         self._session = ExitStack()
         self._is_open = True
         try:
@@ -79,8 +81,8 @@ class MCPToolGroup(ToolGroup):
     def get_schemas(self) -> list[dict[str, Any]]:
         return [self._schemas[name] for name in self.get_tool_names()]
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call the tool `name`, and return its result as text for the model.
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Content:
+        """Call the tool `name`, and return its result for the model.
 
         Text arguments are converted to the types of the tool's schema.
 
@@ -101,10 +103,9 @@ class MCPToolGroup(ToolGroup):
             if getattr(error, "code", None) == INVALID_PARAMS:  # some servers reject arguments this way
                 raise ToolCallError(f"The arguments of {name} are wrong: {error}") from error
             raise ToolFailure(f"the MCP server {self._name}, tool {name}: {_reason(error)}") from error
-        text = _text(result)
         if result.is_error:
-            raise ToolCallError(text or f"{name} failed")
-        return text
+            raise ToolCallError(str(_format_result(result, shows_images=False)) or f"{name} failed")
+        return _format_result(result, self._shows_images)
 
     def close(self) -> None:
         """End the session, and the server process if the session started it."""
@@ -179,16 +180,17 @@ async def _schemas(client: Client) -> dict[str, dict[str, Any]]:
             return schemas
 
 
-def _text(result: Any) -> str:
-    """Format a result for the model: its texts, and its structured content unless a text repeats it."""
-    texts = list(map(_text_of_part, result.content))
+def _format_result(result: Any, shows_images: bool) -> Content:
+    """Format a result for the model: its parts, and its structured content unless a text repeats it."""
+    contents = [_format_part(part, shows_images) for part in result.content]
+    texts = [content for content in contents if isinstance(content, str)]
     structured = result.structured_content
-    if structured is None or (texts and not structured):
-        return "\n".join(texts)
+    if structured is None or (contents and not structured):
+        return join_contents(contents)
     values = [_parse_if_json(text) for text in texts]
     inner = structured.get("result", structured)  # servers wrap results that are not objects
     is_repeated = values == inner or any(value in (structured, inner) for value in (*values, *texts))
-    return "\n".join(texts if is_repeated else [*texts, json.dumps(structured, ensure_ascii=False)])
+    return join_contents(contents if is_repeated else [*contents, json.dumps(structured, ensure_ascii=False)])
 
 
 def _parse_if_json(text: str) -> Any:
@@ -198,7 +200,9 @@ def _parse_if_json(text: str) -> Any:
         return text
 
 
-def _text_of_part(part: Any) -> str:
+def _format_part(part: Any, shows_images: bool) -> Content:
+    if part.type == "image" and shows_images:
+        return [{"type": "image", "image": f"data:{part.mime_type};base64,{part.data}"}]
     text = getattr(getattr(part, "resource", part), "text", None)  # an embedded file has its text in its resource
     return text if isinstance(text, str) else f"[{part.type}]"
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
     from skyrl_gym.envs.base_text_env import ConversationType, MessageType
+
+Content = str | list[dict[str, Any]]
+"""Content of a message: text, or a list of parts with images (`skyrl_gym.images`)."""
 
 MAX_RESULT_CHARS = 50_000  # maximum length of a tool's result as the model reads it
 
@@ -29,9 +32,33 @@ def format_tools_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
     return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
-def format_tool_response(text: str) -> str:
+@overload
+def format_tool_response(result: str) -> str: ...
+@overload
+def format_tool_response(result: Content) -> Content: ...
+def format_tool_response(result: Content) -> Content:
     """Format a tool's result as chat templates write it into a user message."""
-    return f"<tool_response>\n{text}\n</tool_response>"
+    return join_contents(["<tool_response>", result, "</tool_response>"])
+
+
+def join_contents(contents: Sequence[Content]) -> Content:
+    """Join contents with line ends.
+
+    >>> join_contents(["one", "two"])
+    'one\\ntwo'
+    """
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return "\n".join(texts)
+    parts: list[dict[str, Any]] = []
+    for content in contents:
+        parts += [{"type": "text", "text": "\n"}] if parts else []
+        parts += _to_parts(content)
+    return parts
+
+
+def _to_parts(content: Content) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
 
 
 def shorten_result(text: str) -> str:
@@ -51,13 +78,13 @@ def append_to_system(prompt: ConversationType, text: str) -> ConversationType:
     if not text:
         return list(prompt)
     if prompt and prompt[0]["role"] == "system":
-        return [append_text(prompt[0], text), *prompt[1:]]
+        return [append_content(prompt[0], text), *prompt[1:]]
     return [{"role": "system", "content": text}, *prompt]
 
 
-def append_text(message: MessageType, text: str) -> MessageType:
-    """Append `text` to a message's content. The content may be empty or a list of parts."""
-    content = message["content"]
-    if isinstance(content, list | tuple):
-        return {**message, "content": [*content, {"type": "text", "text": text}]}
-    return {**message, "content": f"{content}\n\n{text}" if content else text}
+def append_content(message: MessageType, added: Content) -> MessageType:
+    """Append text or parts to a message's content. The content may be empty."""
+    content = message["content"] or ""
+    if isinstance(content, str) and isinstance(added, str):
+        return {**message, "content": f"{content}\n\n{added}" if content else added}
+    return {**message, "content": [*(_to_parts(content) if content else []), *_to_parts(added)]}

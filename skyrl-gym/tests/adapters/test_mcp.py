@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 
 from skyrl_gym.adapters.mcp import MCPEnv
 from skyrl_gym.error import InvalidSpec, ToolFailure
+from skyrl_gym.images import find_images, join_texts
+from skyrl_gym.runtime.validation import validate_step_output
 
 NOTES = {"notes": {"command": sys.executable, "args": [MCP_SERVER]}}
 ROW = {"reward_spec": {"ground_truth": "Milk"}, "max_turns": 4}
@@ -40,6 +42,20 @@ def test_an_episode_with_a_server_of_its_own() -> None:
         last = env.step("<think>milk</think>The milk.")
         assert (last["reward"], last["done"]) == (1.0, True)
         assert env.get_metrics() == {"steps": 3, "tool_calls": 3, "tool_errors": 1}
+
+
+@pytest.mark.parametrize("reads_images", [False, True])
+def test_a_model_that_reads_images_sees_them(url: str, reads_images: bool) -> None:
+    reply = call("draw", text="x" * 60_000) + call("add_note", text="tea")
+    with MCPEnv({"servers": {"notes": {"url": url}}}, ROW | {"reads_images": reads_images}) as env:
+        env.init(QUESTION)
+        output = validate_step_output(env.step(reply))
+    images = find_images(output["observations"])
+    assert [(image.width, image.height) for image in images] == [(1, 1)] * reads_images
+    text = join_texts(output["observations"][0]["content"])
+    assert ("[image]" in text) == (not reads_images)
+    assert "characters are left out" in text
+    assert text.count("</tool_response>") == 2
 
 
 def test_servers_with_equal_tool_names_need_a_prefix(url: str) -> None:

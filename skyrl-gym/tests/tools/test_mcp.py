@@ -12,6 +12,7 @@ from gym_kit.processes import children, no_leaks
 from gym_kit.servers import MCP_SERVER, run_mcp_server
 
 from skyrl_gym.error import ToolFailure
+from skyrl_gym.images import read_parts
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.mcp import MCPServerConfig, MCPToolGroup
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("frozen_objects")
 
 PIPES = MCPServerConfig(command=sys.executable, args=[MCP_SERVER], timeout=20)
 TOOLS = [
-    *("add_note", "attach", "count", "end", "environment", "fail", "list_projects", "numbers", "one_project"),
+    *("add_note", "attach", "count", "draw", "end", "environment", "fail", "list_projects", "numbers", "one_project"),
     *("read_notes", "refuse", "wait"),
 ]
 
@@ -75,7 +76,17 @@ def test_text_of_resources_and_structured_content(group: MCPToolGroup) -> None:
     projects = 'list_projects returned 2 items.\n{"projects": [{"id": 1}, {"id": 2}]}'
     assert group.call("list_projects", {}) == projects
     assert group.call("numbers", {}) == "3\n5"  # a text that repeats the values is enough
-    assert json.loads(group.call("one_project", {})) == {"id": 1}
+    assert json.loads(str(group.call("one_project", {}))) == {"id": 1}
+    assert group.call("draw", {"text": "Look:"}) == 'Look:\n[image]\n{"drawn": 1}'
+
+
+def test_images_are_parts_of_a_result(http: MCPServerConfig) -> None:
+    group = MCPToolGroup("notes", http, shows_images=True)
+    content = read_parts(group.call("draw", {"text": "Look:"}))
+    group.close()
+    assert isinstance(content, list)
+    assert [part.get("text") for part in content] == ["Look:", "\n", None, "\n", '{"drawn": 1}']
+    assert content[2]["image"].open().getpixel((0, 0)) == (255, 0, 0)
 
 
 @pytest.fixture

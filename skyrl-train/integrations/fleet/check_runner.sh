@@ -20,6 +20,7 @@ require python3 "install Python 3.11 or newer"
 for name in FLEET_API_KEY WANDB_API_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY; do
   [[ -n ${!name:-} ]] || fault "the secret $name is not set; add it to the repository's secrets"
 done
-[[ ${MODALITY:-} == tool_use ]] ||
-  fault "modality ${MODALITY:-} needs screenshots, and image inputs are not supported; choose tool_use"
+[[ ${MODALITY:-} == tool_use || ${OVERRIDES:-} == *trainer.policy.model.path=* ]] ||
+  fault "modality ${MODALITY:-} shows screenshots, and the task files' models read only text; add \
+trainer.policy.model.path=MODEL with a vision-language model to the overrides, or choose tool_use"
 exit $status

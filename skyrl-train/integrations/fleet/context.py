@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import ConversationType
+from skyrl_gym.images import join_texts
 from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCall
 
@@ -128,7 +129,7 @@ class Context:
         facts = {
             "turns": len(self.turns),
             "dropped_turns": len(self.dropped),
-            "characters": sum(len(str(message["content"])) for message in self.messages),
+            "characters": sum(len(join_texts(message["content"])) for message in self.messages),
             "tool_results": len(self.outputs),
         }
         return json.dumps(facts)
@@ -142,7 +143,7 @@ class Context:
     def _search_history(self, pattern: str) -> str:
         pattern = pattern.lower()
         messages = [*self.prompt, *(message for turn in [*self.dropped, *self.turns] for message in turn)]
-        texts = [(message["role"], str(message["content"])) for message in messages]
+        texts = [(message["role"], join_texts(message["content"])) for message in messages]
         hits = [f"{role}: {_excerpt(text, pattern)}" for role, text in texts if pattern in text.lower()]
         return _format_hits(hits, MAX_HISTORY_HITS)
 

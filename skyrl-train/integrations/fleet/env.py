@@ -22,18 +22,20 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from integrations.fleet.context import CONTEXT_TOOL_NAMES, CONTEXT_TOOLS, Context, ContextToolError
-from integrations.fleet.prompts import DONE, format_result, is_error, system_prompt
+from integrations.fleet.prompts import DONE, describe_images, format_result, image_parts, is_error, system_prompt
 from integrations.fleet.tasks import NEEDS_IMAGES, TOOL_USE, FleetTask, tasks_by_key
 from skyrl_gym.adapters.async_env import AsyncEnv
 from skyrl_gym.adapters.observations import user_message
 from skyrl_gym.adapters.settings import read_settings
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
-from skyrl_gym.envs.row import read_max_turns
+from skyrl_gym.envs.row import read_max_turns, reads_images
 from skyrl_gym.error import Error, InvalidSettings
+from skyrl_gym.images import find_images, read_parts
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
-from skyrl_gym.tools.messages import format_tool_response
+from skyrl_gym.tools.messages import Content, append_content, format_tool_response, join_contents
+from skyrl_gym.tools.screen import Coordinates, Screen
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,7 @@ class FleetSettings:
     n_provisioning_attempts: maximum attempts to start the software. Only transient failures are retried.
     provisioning_wait_s: seconds before the second attempt. Doubled before each further attempt.
     partial_reward: True to reward the fraction of a task's checks that succeed, instead of 0 or 1.
+    coordinates: unit of the model's coordinates on screenshots, ``pixels`` or ``thousandths`` of their size.
     """
 
     tasks_file: str | None = None
@@ -108,6 +111,7 @@ class FleetSettings:
     n_provisioning_attempts: int = 3
     provisioning_wait_s: float | int = 2.0
     partial_reward: bool = False
+    coordinates: Coordinates = "pixels"
 
     def __post_init__(self) -> None:
         """Raise InvalidSettings for a value out of range."""
@@ -137,7 +141,7 @@ class FleetTaskEnv(AsyncEnv):
 
         Raises:
             InvalidSettings: the configuration is invalid.
-            ValueError: the task does not exist, or needs screenshots.
+            ValueError: the task does not exist, or the model cannot see its screenshots.
         """
         super().__init__()
         if "api_key" in (env_config or {}):
@@ -153,6 +157,8 @@ class FleetTaskEnv(AsyncEnv):
             raise InvalidSettings("environment.skyrl_gym.fleet_task needs the variable FLEET_API_KEY; export it")
         self._env: OpenEnvTask | None = None
         self._parameters: dict[str, Mapping[str, Any]] = {}  # the schemas of the tools' arguments
+        self._reads_images = reads_images(extras)
+        self._screen: Screen | None = None  # of the first screenshot
         self._is_abandoned = False
         self._context = Context([], self.settings.max_output_chars)
         self._transcript: list[dict[str, Any]] = []  # including the turns that context tools drop
@@ -173,7 +179,7 @@ class FleetTaskEnv(AsyncEnv):
             raise RuntimeError("this episode has started; create a new FleetTaskEnv for the next episode")
         try:
             observation = await self._provision()
-            tools = _select_tools(observation.get("tools") or [], self.task.env_key)
+            tools = _select_tools(observation.get("tools") or [], self.task)
         except BaseException:
             self._is_abandoned = True  # a thread may still be starting the software
             await self._release()
@@ -181,13 +187,14 @@ class FleetTaskEnv(AsyncEnv):
         self._parameters = {_tool_name(tool): (tool.get("function") or tool).get("parameters") or {} for tool in tools}
         if self.settings.enable_context_tools:
             tools = [*tools, *CONTEXT_TOOLS]
+        task = user_message(str(observation.get("prompt") or self.task.prompt))
+        if images := self._find_images(observation.get("initial_screenshot")):
+            task = append_content(task, images)
         today = datetime.datetime.now(datetime.UTC).date()
-        system = system_prompt(self.task.env_key, self.task.config.get("env_variables") or {}, tools, today)
-        self._context.prompt = [
-            {"role": "system", "content": system},
-            user_message(str(observation.get("prompt") or self.task.prompt)),
-        ]
-        self._transcript += self._context.prompt
+        variables = self.task.config.get("env_variables") or {}
+        system = system_prompt(self.task.env_key, variables, tools, today, self._screen)
+        self._context.prompt = [{"role": "system", "content": system}, task]
+        self._transcript += map(_without_images, self._context.prompt)
         facts = {"task_key": self.task.key, "env_key": self.task.env_key, "modality": self.task.modality}
         return list(self._context.prompt), facts
 
@@ -207,24 +214,25 @@ class FleetTaskEnv(AsyncEnv):
         reply = {"role": "assistant", "content": action}
         self._context.turns.append([reply])
         self._transcript.append(reply)
+        content: Content
         try:
             calls = parse_tool_calls(action)
         except ToolCallError as error:
             self._n_calls += 1
-            text = self._explain(str(error), metadata)
+            content = self._explain(str(error), metadata)
         else:
             if calls:
-                text, reward = await self._execute(calls, metadata)
+                content, reward = await self._execute(calls, metadata)
             else:
-                text = 'No tool call found. Write <tool_call>{"name": …, "arguments": {…}}</tool_call>, or <done>.'
+                content = 'No tool call found. Write <tool_call>{"name": …, "arguments": {…}}</tool_call>, or <done>.'
         if self._is_graded:  # by the tool, e.g. submit_final_answer
             return self._last_output(reward, metadata, str(metadata.get("done_reason") or "tool"))
         if is_done or self.turns >= self.max_turns:
             return self._last_output(await self._grade(), metadata, "agent_done" if is_done else "max_turns")
-        observation = user_message(format_tool_response(text) if calls_tool(metadata) else text)
+        observation = user_message(format_tool_response(content) if calls_tool(metadata) else content)
         history = self._context.messages if metadata.pop("has_dropped_turns", False) else None
         self._context.turns[-1].append(observation)
-        self._transcript.append(observation)
+        self._transcript.append(_without_images(observation))
         if history is not None:
             metadata["modified_chat_history"] = history
         return BaseTextEnvStepOutput(observations=[observation], reward=0.0, done=False, metadata=metadata)
@@ -293,8 +301,8 @@ class FleetTaskEnv(AsyncEnv):
             self._abandon()
         return env
 
-    async def _execute(self, calls: list[ToolCall], metadata: dict[str, Any]) -> tuple[str, float | None]:
-        """Execute the first call. Return the text for the model, and the reward if the call ended the episode."""
+    async def _execute(self, calls: list[ToolCall], metadata: dict[str, Any]) -> tuple[Content, float | None]:
+        """Execute the first call. Return the result for the model, and the reward if the call ended the episode."""
         assert self._env is not None
         call = calls[0]
         self._n_calls += 1
@@ -307,18 +315,35 @@ class FleetTaskEnv(AsyncEnv):
             metadata["has_dropped_turns"] = call.name == "manage_context"
             return text, None
         arguments = convert_arguments(call.arguments, self._parameters.get(call.name, {}))
+        if call.name == COMPUTER_TOOL and self._screen is not None and self.settings.coordinates != "pixels":
+            try:
+                arguments = _convert_coordinates(arguments, self._screen)
+            except ValueError as error:
+                return self._explain(str(error), metadata), None
         action = {"tool": call.name, "params": arguments, "done": False}
         _, reward, self._is_graded, info = await self._env.step_async(action)
         result, failure = info.get("tool_result"), info.get("tool_error")
         if self._is_graded:
             metadata["done_reason"] = info.get("done_reason")
+        images: list[dict[str, Any]] = []
         if failure or is_error(result):
             text = self._explain(format_result(failure or result), metadata)
+        elif images := self._find_images(result):
+            text = self._context.add_output(format_result(result, image_notice=""))
         else:
             text = self._context.add_output(format_result(result))
         if len(calls) > 1:
             text += f"\nOnly the first of your {len(calls)} calls was executed."
-        return text, self._known_reward(reward, info) if self._is_graded else None
+        content = join_contents([images, text] if text else [images]) if images else text
+        return content, self._known_reward(reward, info) if self._is_graded else None
+
+    def _find_images(self, result: Any) -> list[dict[str, Any]]:
+        """Return the images of a result, or none if the model does not read images. Remember the size of the first."""
+        images = image_parts(result) if self._reads_images else []
+        if images and self._screen is None:
+            image, *_ = find_images([{"content": read_parts(images)}])
+            self._screen = Screen(image.width, image.height, self.settings.coordinates)
+        return images
 
     def _explain(self, problem: str, metadata: dict[str, Any]) -> str:
         """Count a failed call. Return its error for the model."""
@@ -418,18 +443,32 @@ def _find_task(settings: FleetSettings, extras: Mapping[str, Any]) -> FleetTask:
             "prepare the dataset from the same file"
         )
     task = tasks[key]
-    if task.modality != TOOL_USE:
+    if task.modality != TOOL_USE and extras.get("reads_images") is False:  # unknown while rows are checked
         raise ValueError(f"the task {key} has the modality {task.modality}, {NEEDS_IMAGES}")
     return task
 
 
-def _select_tools(tools: Sequence[Mapping[str, Any]], env_key: str) -> list[Mapping[str, Any]]:
-    """Return all tools except `computer`: it answers with screenshots."""
-    selected = [tool for tool in tools if _tool_name(tool) != COMPUTER_TOOL]
+def _select_tools(tools: Sequence[Mapping[str, Any]], task: FleetTask) -> list[Mapping[str, Any]]:
+    """Return the tools of the task's modality: all tools except `computer`, or only `computer`."""
+    is_tool_use = task.modality == TOOL_USE
+    selected = [tool for tool in tools if (_tool_name(tool) != COMPUTER_TOOL) == is_tool_use]
     if not selected:
         names = ", ".join(map(_tool_name, tools)) or "none"
-        raise ProvisioningError(f"{env_key} has no tool for the modality {TOOL_USE}; it has: {names}")
+        raise ProvisioningError(f"{task.env_key} has no tool for the modality {task.modality}; it has: {names}")
     return selected
+
+
+def _convert_coordinates(arguments: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
+    """Return a computer's arguments with coordinates in pixels. Raise ValueError for a point outside the screen."""
+    return {
+        name: list(screen.to_pixels(value)) if name.endswith("coordinate") else value
+        for name, value in arguments.items()
+    }
+
+
+def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message for verifiers, which read text: a screenshot may have a megabyte."""
+    return {**message, "content": describe_images(message["content"])}
 
 
 def _tool_name(tool: Mapping[str, Any]) -> str:

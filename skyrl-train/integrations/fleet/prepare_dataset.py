@@ -271,8 +271,8 @@ def prepare(args: argparse.Namespace) -> str:
     if not splits["validation"]:
         (folder / "validation.parquet").unlink(missing_ok=True)  # from an earlier call
         lines.append("No task is evaluated on, so there is no validation.parquet: set trainer.eval_interval=-1")
-    if n_unusable := sum(task.modality != TOOL_USE for chosen in splits.values() for task in chosen):
-        lines.append(f"{n_unusable} tasks cannot be trained on: they have a modality {NEEDS_IMAGES}")
+    if n_visual := sum(task.modality != TOOL_USE for chosen in splits.values() for task in chosen):
+        lines.append(f"A text model refuses {n_visual} tasks: they have a modality {NEEDS_IMAGES}")
     if left_out:
         lines.append(f"{len(left_out)} entries of {args.tasks_json} are left out; {left_out[0]}")
     return "\n".join([format_report(splits, selected, rules), "", *lines])

@@ -14,8 +14,12 @@ DATA_DIR=${DATA_DIR:-$HOME/data/fleet}
   fail "WANDB_API_KEY is not set; pass --env WANDB_API_KEY=\$WANDB_API_KEY, or --env LOGGER=console"
 case ${MODALITY:-} in
 tool_use) ;;
-computer_use | all) fail "MODALITY=$MODALITY has tasks that need screenshots, and image inputs are not supported; use tool_use" ;;
-*) fail "MODALITY='${MODALITY:-}' must be tool_use" ;;
+computer_use)
+  [[ ${OVERRIDES:-} == *trainer.policy.model.path=* ]] ||
+    fail "MODALITY=computer_use shows screenshots, and the task file's model reads only text, so it would refuse every task; \
+set OVERRIDES=trainer.policy.model.path=MODEL to a vision-language model, or MODALITY=tool_use"
+  ;;
+*) fail "MODALITY='${MODALITY:-}' must be tool_use or computer_use" ;;
 esac
 source="s3://${S3_DATASET_BUCKET:-fleet-internal-datasets}/${DATA_VERSION:-v4}/openenv/all_$MODALITY.json"
 if [[ -z ${TASKS_JSON:-} ]]; then

@@ -14,8 +14,8 @@ from skyrl_train.errors import DataError
 TOOL_USE = "tool_use"
 MODALITIES = (TOOL_USE, "computer_use", "browser_use")
 NEEDS_IMAGES = (
-    "whose screenshots a model cannot see, because image inputs are not supported; prepare the dataset with --modality "
-    "tool_use"
+    "whose screenshots a text model cannot see; train a vision-language model with an engine that reads images, or "
+    "prepare the dataset with --modality tool_use"
 )
 
 

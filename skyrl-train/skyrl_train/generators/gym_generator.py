@@ -133,6 +133,7 @@ class GymGenerator(RolloutGenerator):
         with _boundary(rollout, "init"):
             extras = copy.deepcopy(row.env_extras)
             extras["max_turns"] = self.generator_cfg.max_turns
+            extras["reads_images"] = self.inference_engine_client.info.reads_images
             await episode.make(rollout.env_class, extras)
             prompt = validate_prompt(await episode.call("init", copy.deepcopy([*map(dict, row.prompt)])))
             if cannot_fit(prompt, self._max_input_length):

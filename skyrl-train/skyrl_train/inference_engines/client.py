@@ -68,6 +68,7 @@ class EngineClient:
             min(engine.info.context_length for engine in engines),
             min(engine.info.longest_sequence for engine in engines),
             dtypes[0],
+            all(engine.info.reads_images for engine in engines),
         )
         self._homes: dict[str, int] = {}  # engine index of each session
         self._n_running = [0] * len(engines)  # requests

@@ -250,6 +250,18 @@ def test_the_tools_of_the_page_are_called() -> None:
     assert env.step("3")["reward"] == 1.0
 
 
+def test_the_environment_with_images_shows_a_dot() -> None:
+    dot = names_of(ENVIRONMENTS)["DotEnv"]
+    row = {"prompt": [{"role": "system", "content": "Answer in one word."}], "reward_spec": {"ground_truth": "right"}}
+    checkup = Checkup(EnvSpec("dot", dot), row)
+    assert {finding.verdict for finding in checkup.run()} == {"passed"}
+    assert set(checkup.image_sizes) == {"64 x 32"}
+    env = dot({}, row)
+    image = env.init([])[0][0]["content"][0]["image"]
+    assert [image.getpixel((x, 16)) for x in (16, 48)] == [(255, 255, 255), (0, 0, 0)]
+    assert env.step("Right")["reward"] == 1.0
+
+
 def test_the_curriculum_of_the_page_prefers_what_is_not_solved() -> None:
     weights = names_of(DATASETS)["prefer_unsolved"](3, {"easy": 0.5, "hard": 0.5}, {"reward/easy/avg_raw_reward": 0.9})
     assert weights["hard"] > 3 * weights["easy"] > 0

@@ -6,7 +6,7 @@ The server's `/schema` determines how a reply becomes an action. For example, an
 the whole reply is its value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,10 @@ from skyrl_gym.adapters.openenv.client import (
 from skyrl_gym.adapters.openenv.schema import action_fields, fetch_action_schema, has_tool_actions
 from skyrl_gym.adapters.settings import NO_LIMIT, read_settings, reset_arguments
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
-from skyrl_gym.envs.row import read_max_turns
+from skyrl_gym.envs.row import read_max_turns, reads_images
+from skyrl_gym.images import IMAGE_TYPES, join_texts
 from skyrl_gym.optional import require
-from skyrl_gym.tools.messages import append_to_system, format_tool_response
+from skyrl_gym.tools.messages import Content, append_to_system, format_tool_response, join_contents
 
 ACTION_KEYS = {"text_field", "format", "fixed"}
 FORMATS = ("auto", "json", "tools")
@@ -44,6 +45,8 @@ class OpenEnvSettings(SessionOptions):
         fields that every action has.
     reset: arguments of `reset`. A row's `seed` and `reset`, or its `extra_info`'s, override them.
     observation: the field to show, or a template with `{field}`. Defaults to the whole observation.
+    image: the field with an image, e.g. `screenshot`, as a data URL or as rows of pixels. Only a model that reads
+        images sees it, before the text. Images in the results of tools need no setting.
     describe_action: True to describe the format of actions in the prompt, unless it is plain text.
     missing_reward: the reward of an episode without a reward from the server. None makes the rollout invalid.
     execution_error: ``raise`` fails the rollout if the environment raises in a step, since the cause is unknown.
@@ -56,6 +59,7 @@ class OpenEnvSettings(SessionOptions):
     action: Mapping[str, Any] = field(default_factory=dict)
     reset: Mapping[str, Any] = field(default_factory=dict)
     observation: str | None = None
+    image: str | None = None
     describe_action: bool = True
     missing_reward: float | None = None
     execution_error: str = "raise"
@@ -94,6 +98,7 @@ class OpenEnvEnv(AsyncEnv):
         self.settings = read_settings(OpenEnvSettings, "openenv", env_config, extras)
         self.max_turns = read_max_turns(extras, NO_LIMIT)
         self._reset_arguments = reset_arguments(self.settings.reset, extras)
+        self._reads_images = reads_images(extras)
         self._session = OpenEnvSession(self.settings.url, self.settings)
         self._format: ActionFormat | None = None
         self._n_invalid = 0
@@ -139,16 +144,16 @@ class OpenEnvEnv(AsyncEnv):
         if not actions and self.settings.no_tool_call == "retry":
             return self._output([self._explain_invalid("Your reply calls no tool.")], [], [])
         self._is_done = not actions
-        texts: list[str] = []
+        contents: list[Content] = []
         rewards: list[float | None] = []
         for fields in actions:
-            result = await self._send(fields, texts)
+            result = await self._send(fields, contents)
             if result is not None:
                 rewards.append(result.reward)
                 self._is_done = self._ended_by_server = result.done
             if self._is_done:
                 break
-        return self._output(texts, rewards, actions)
+        return self._output(contents, rewards, actions)
 
     def get_metrics(self) -> dict[str, Any]:
         """Return the numbers of turns, invalid actions and played actions, and 1 if the server ended the episode."""
@@ -183,14 +188,14 @@ class OpenEnvEnv(AsyncEnv):
             raise ProtocolError(f"{self.settings.url} answered list_tools with tools={listed!r}, which are not tools")
         return listed
 
-    def _prompt(self, prompt: ConversationType, action_format: ActionFormat, text: str) -> ConversationType:
+    def _prompt(self, prompt: ConversationType, action_format: ActionFormat, content: Content) -> ConversationType:
         instructions = action_format.instructions if self.settings.describe_action else ""
         if isinstance(action_format, ToolAction):
-            return append_observation(append_to_system(prompt, instructions), text)
-        return append_observation(prompt, "\n\n".join(part for part in (text, instructions) if part))
+            return append_observation(append_to_system(prompt, instructions), content)
+        return append_observation(append_observation(prompt, content), instructions)
 
-    async def _send(self, fields: dict[str, Any], texts: list[str]) -> StepResult | None:
-        """Play one action and append the text for the model to `texts`.
+    async def _send(self, fields: dict[str, Any], contents: list[Content]) -> StepResult | None:
+        """Play one action and append the observation for the model to `contents`.
 
         Return None if the server rejected the action, or it failed and `execution_error` is `tell`.
         """
@@ -198,25 +203,30 @@ class OpenEnvEnv(AsyncEnv):
         try:
             result = await self._session.step({**fields, **fixed})
         except InvalidMessage as error:
-            texts.append(self._explain_invalid(str(error)))
+            contents.append(self._explain_invalid(str(error)))
             return None
         except ExecutionFailed as error:
             if self.settings.execution_error == "raise":
                 raise
-            texts.append(self._explain_invalid(str(error)))
+            contents.append(self._explain_invalid(str(error)))
             return None
         self._n_actions += 1
-        texts.append(self._format_result(result))
+        contents.append(self._format_result(result))
         return result
 
-    def _format_result(self, result: StepResult) -> str:
+    def _format_result(self, result: StepResult) -> Content:
         """Format an observation for the model."""
-        observation = result.observation
+        hidden = (*NOT_SHOWN, self.settings.image)
+        observation = {name: value for name, value in result.observation.items() if name not in hidden}
+        text: Content
         if self.settings.observation is not None:
-            return format_observation(observation, self.settings.observation)
-        if isinstance(self._format, ToolAction) and "tool_name" in observation:
-            return format_tool_response(_tool_text(observation))
-        return format_observation({name: value for name, value in observation.items() if name not in NOT_SHOWN})
+            text = format_observation(result.observation, self.settings.observation)
+        elif isinstance(self._format, ToolAction) and "tool_name" in observation:
+            text = format_tool_response(_format_tool_result(observation, self._reads_images))
+        else:
+            text = format_observation(observation)
+        image = result.observation.get(self.settings.image) if self.settings.image and self._reads_images else None
+        return text if image is None else join_contents([[{"type": "image", "image": image}], text])
 
     def _explain_invalid(self, problem: str) -> str:
         """Count an invalid action, and format the explanation for the model."""
@@ -227,27 +237,33 @@ class OpenEnvEnv(AsyncEnv):
         return "\n".join(part for part in (problem, hint) if part)
 
     def _output(
-        self, texts: list[str], rewards: list[float | None], actions: list[dict[str, Any]]
+        self, contents: Sequence[Content], rewards: list[float | None], actions: list[dict[str, Any]]
     ) -> BaseTextEnvStepOutput:
         self._is_done = self._is_done or self.turns == self.max_turns
         known = [reward for reward in rewards if reward is not None]
         self._has_reward = self._has_reward or bool(known)
         is_missing = self._is_done and not self._has_reward
         return BaseTextEnvStepOutput(
-            observations=[] if self._is_done else [user_message("\n".join(texts))],
+            observations=[] if self._is_done else [user_message(join_contents(contents))],
             reward=self.settings.missing_reward if is_missing else sum(known),
             done=self._is_done,
             metadata={"actions": actions},
         )
 
 
-def _tool_text(observation: Mapping[str, Any]) -> str:
-    """Return the text of a tool's result, or its error."""
+def _format_tool_result(observation: Mapping[str, Any], shows_images: bool) -> Content:
+    """Return a tool's result, or its error."""
     if isinstance(error := observation.get("error"), Mapping):
         return f"Error ({error.get('error_type')}): {error.get('message')}"
     result = observation.get("result")
     if not isinstance(result, Mapping):
         return format_observation(result)
-    content = [part for part in result.get("content") or [] if isinstance(part, Mapping) and "text" in part]
-    text = "\n".join(str(part["text"]) for part in content) or format_value(result.get("data"))
-    return f"Error: {text}" if result.get("is_error") else text
+    parts = [part for part in result.get("content") or [] if isinstance(part, Mapping)]
+    contents: list[Content] = []
+    for part in parts:
+        if shows_images and part.get("type") in IMAGE_TYPES:
+            contents.append([dict(part)])
+        elif "text" in part:
+            contents.append(str(part["text"]))
+    content = join_contents(contents) or format_value(result.get("data"))
+    return f"Error: {join_texts(content)}" if result.get("is_error") else content

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from gym_kit.messages import call, message_text
 from gym_kit.openenv_contract import PROMPT, OpenEnvContract, OpenEnvToolContract, episode, make_env
-from gym_kit.openenv_server import Broken, Columns, Moves, Pairs, ProtocolServer, Tools
+from gym_kit.openenv_server import Broken, Columns, Moves, Pairs, Pictures, ProtocolServer, Tools
 from gym_kit.processes import no_leaks, wait_for_no_tasks, wait_until_async
 
 from skyrl_gym.adapters.openenv import OpenEnvEnv
@@ -19,6 +19,8 @@ from skyrl_gym.adapters.openenv.client import (
     SessionLost,
     SessionRefused,
 )
+from skyrl_gym.images import find_images, join_texts
+from skyrl_gym.runtime.validation import validate_step_output
 
 
 @pytest.fixture
@@ -53,6 +55,28 @@ class TestObservations:
         with pytest.raises(ValueError, match=message):
             await episode(server, observation="{board}").__aenter__()
         await wait_until_async(lambda: not server.n_open)
+
+
+class TestImages:
+    @pytest.mark.parametrize("reads_images", [False, True])
+    async def test_a_field_with_pixels(self, reads_images: bool) -> None:
+        with ProtocolServer(Pictures) as server:
+            async with episode(server, {"reads_images": reads_images}, image="screenshot") as env:
+                output = validate_step_output(await env.step_async("hello"))
+                text = join_texts(output["observations"][0]["content"]).strip()
+                assert text == "echoed_message: hello\nn_steps: 1"
+                images = find_images(output["observations"])
+                assert [image.open().getpixel((1, 0)) for image in images] == [(0, 0, 255)] * reads_images
+
+    @pytest.mark.parametrize("reads_images", [False, True])
+    async def test_images_in_the_results_of_tools(self, reads_images: bool, tool_server: ProtocolServer) -> None:
+        async with episode(tool_server, {"reads_images": reads_images}) as env:
+            output = validate_step_output(await env.step_async(call("draw") + call("add", a=1, b=2)))
+            assert len(find_images(output["observations"])) == reads_images
+            text = join_texts(output["observations"][0]["content"])
+            assert "Look:" in text
+            assert text.endswith("<tool_response>\n3\n</tool_response>")
+            assert "Error: Look:" in message_text(await env.step_async(call("draw", message="oops")))
 
 
 class TestRewards:

@@ -1,5 +1,6 @@
 """An MCP server that keeps notes per session: `mcp_server.py` serves over pipes, `mcp_server.py PORT` over HTTP."""
 
+import base64
 import os
 import sys
 import time
@@ -12,10 +13,17 @@ from mcp.types import (
     BlobResourceContents,
     CallToolResult,
     EmbeddedResource,
+    ImageContent,
     TextContent,
     TextResourceContents,
 )
 from pydantic import StrictFloat
+
+RED_PIXEL = base64.b64encode(
+    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x01\0\0\0\x01\x08\x02\0\0\0\x90wS\xde"
+    b"\0\0\0\x0cIDATx\x9cc\xf8\xcf\xc0\0\0\x03\x01\x01\0\xc9\xfe\x92\xef\0\0\0\0IEND\xaeB`\x82"
+).decode()
+"""A PNG file in base64."""
 
 server = MCPServer("notes")
 notes: list[str] = []
@@ -52,6 +60,13 @@ def attach() -> CallToolResult:
     text = TextResourceContents(uri="file:///list.txt", text="milk and tea")
     blob = BlobResourceContents(uri="file:///list.png", blob="aGk=")
     return CallToolResult(content=[EmbeddedResource(type="resource", resource=file) for file in (text, blob)])
+
+
+@server.tool()
+def draw(text: str) -> CallToolResult:
+    """Answer with a text and an image of one red pixel, in base64."""
+    image = ImageContent(type="image", data=RED_PIXEL, mime_type="image/png")
+    return CallToolResult(content=[TextContent(type="text", text=text), image], structured_content={"drawn": 1})
 
 
 @server.tool()

@@ -12,6 +12,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
+from gym_kit.mcp_server import RED_PIXEL
 from skyrl_gym.adapters.openenv import schema
 
 
@@ -79,6 +80,15 @@ Moves = Fields.of(move=(Literal["left", "right"], ...))
 Pairs = Fields.of(x=(float, ...), label=(str, ...), note=(str, ""))
 
 
+class Pictures(Echo):
+    """Shows two pixels, like BrowserGym's `screenshot`."""
+
+    def step(self, action: Any) -> dict[str, Any]:
+        result = super().step(action)
+        result["observation"]["screenshot"] = [[[255, 0, 0], [0, 0, 255]]]
+        return result
+
+
 class Tools(Echo):
     """Has tools, like environments built on MCP."""
 
@@ -91,6 +101,10 @@ class Tools(Echo):
         seen: dict[str, Any] = {"tool_name": action.tool_name, "result": None, "error": None}
         if action.tool_name == "add":
             seen["result"] = _result(str(action.arguments["a"] + action.arguments["b"]))
+        elif action.tool_name == "draw":
+            image = {"type": "image", "data": RED_PIXEL, "mimeType": "image/png"}
+            seen["result"] = _result("Look:", is_error=message == "oops")
+            seen["result"]["content"].append(image)
         elif action.tool_name == "echo_message":
             seen["result"] = _result(message, is_error=message == "oops")
         else:
@@ -109,6 +123,7 @@ TOOLS = [
     {"name": name, "description": description, "input_schema": {"type": "object", "properties": properties, **more}}
     for name, description, properties, more in (
         ("echo_message", "Say something.", {"message": {"type": "string"}}, {"required": ["message"]}),
+        ("draw", "Draw a pixel.", {"message": {"type": "string"}}, {}),
         ("add", "Add two numbers.", {"a": {"type": "integer"}, "b": {"type": "integer"}}, {}),
     )
 ]

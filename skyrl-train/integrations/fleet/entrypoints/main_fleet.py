@@ -13,6 +13,7 @@ from pathlib import Path
 import skyrl_gym
 from integrations.fleet.env import ENTRY_POINT, ENV_CLASS, FleetSettings
 from integrations.fleet.metrics import FleetMetrics, ToolErrorAlert
+from integrations.fleet.tasks import NEEDS_IMAGES, TOOL_USE
 from skyrl_gym.adapters.settings import read_settings
 from skyrl_gym.envs.registration import registry
 from skyrl_gym.error import InvalidSettings
@@ -23,8 +24,9 @@ from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints import main_base
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.base import RolloutGenerator
+from skyrl_train.media.processing import load_image_processor
 from skyrl_train.tracking import Tracking
 
 PROJECT_NAME = "fleet-task-grpo"
@@ -32,6 +34,15 @@ PROJECT_NAME = "fleet-task-grpo"
 
 class FleetExp(RLExperiment):
     """A training run on Fleet tasks."""
+
+    def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
+        """Check all rows. Raise DataError if some have screenshots and the model reads only text."""
+        super().check_environments(datasets)
+        if load_image_processor(self.tokenizer.name_or_path) is not None:
+            return
+        for location, row in (located for dataset in datasets for located in dataset.checked_rows()):
+            if (modality := row.env_extras.get("modality", TOOL_USE)) != TOOL_USE:
+                raise DataError(f"{location} has the modality {modality}, {NEEDS_IMAGES}")
 
     def get_callbacks(
         self, eval_dataset: PromptDataset | None, generator: RolloutGenerator, tracker: Tracking

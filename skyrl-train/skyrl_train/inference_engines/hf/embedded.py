@@ -76,7 +76,8 @@ class EmbeddedEngine(SteppedEngine[S]):
         n_tokens = (
             max(0, max_cache_bytes - self._bytes_per_row) // max(1, self._bytes_per_token) // self.unit * self.unit
         )
-        self.info = EngineInfo(self.info.context_length, min(self.info.context_length, n_tokens))
+        longest_sequence = min(self.info.context_length, n_tokens)
+        self.info = EngineInfo(self.info.context_length, longest_sequence, reads_images=self.reads_images)
         self._create_cache(n_tokens)
 
     @abstractmethod

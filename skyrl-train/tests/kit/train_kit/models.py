@@ -1,6 +1,7 @@
 """Models small enough to create in a test: the tiny Qwen3 with its tokenizer, and other architectures."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,15 @@ def create_model(config: PreTrainedConfig, *, seed: int = 0, **options: Any) -> 
 def load_on_cpu(folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     """Load a language model as the trainer does."""
     return load_model(str(folder), dtype=dtype, device=CPU, **options)
+
+
+def set_context_length(folder: Path, n_tokens: int) -> Path:
+    """Change the context length of a saved vision-language model, which has no weights for positions."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["max_position_embeddings"] = n_tokens
+    file.write_text(json.dumps(config))
+    return folder
 
 
 def experts_of_vllm(initializer_range: float) -> Qwen3MoeConfig:

@@ -12,6 +12,8 @@ from train_kit.processes import wait_until
 
 from integrations.fleet.env import FleetTaskEnv, ProvisioningError, is_transient
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
+from skyrl_gym.images import find_images, join_texts
+from skyrl_gym.runtime.validation import validate_prompt, validate_step_output
 
 TASK = {
     "key": "notes_1",
@@ -28,9 +30,11 @@ def tasks_file(tmp_path: Path) -> Path:
     return write_tasks(tmp_path / "tasks.json", [TASK, TASK | {"key": "screen_1", "task_modality": "computer_use"}])
 
 
-def make(tasks_file: Path, key: str = "notes_1", max_turns: int = 5, **settings: Any) -> FleetTaskEnv:
+def make(
+    tasks_file: Path, key: str = "notes_1", max_turns: int = 5, reads_images: bool = False, **settings: Any
+) -> FleetTaskEnv:
     config = {"tasks_file": str(tasks_file), "provisioning_wait_s": 0.0, **settings}
-    return FleetTaskEnv(config, {"task_key": key, "max_turns": max_turns})
+    return FleetTaskEnv(config, {"task_key": key, "max_turns": max_turns, "reads_images": reads_images})
 
 
 async def play(env: FleetTaskEnv, *replies: str) -> list[BaseTextEnvStepOutput]:
@@ -165,10 +169,63 @@ async def test_errors_of_calls_are_shown_and_counted(openenv: Any, tasks_file: P
 
 
 @pytest.mark.parametrize("modality", ["computer_use", "browser_use"])
-def test_tasks_that_need_screenshots_are_refused(modality: str, openenv: Any, tmp_path: Path) -> None:
+def test_a_text_model_refuses_tasks_with_screenshots(modality: str, openenv: Any, tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path / "tasks.json", [TASK | {"task_modality": modality}])
-    with pytest.raises(ValueError, match=f"modality {modality}, whose screenshots a model cannot see"):
+    with pytest.raises(ValueError, match=f"modality {modality}, whose screenshots a text model cannot see"):
         make(tasks)
+    FleetTaskEnv({"tasks_file": str(tasks)}, {"task_key": "notes_1"})  # while rows are checked
+
+
+async def test_a_model_that_reads_images_uses_the_computer(openenv: Any, tasks_file: Path) -> None:
+    env = make(tasks_file, "screen_1", reads_images=True, enable_context_tools=True)
+    prompt = validate_prompt(await env.init_async([]))
+    assert "The screenshot has 64 x 48 pixels." in prompt[0]["content"]
+    assert '"add_note"' not in prompt[0]["content"]
+    assert '"name": "computer"' in prompt[0]["content"]
+    (red,) = find_images(prompt)
+    assert red.open().getpixel((0, 0)) == (255, 0, 0)
+    step = validate_step_output(await env.step_async(call("computer", action="left_click", coordinate=[5, 6])))
+    content = step["observations"][0]["content"]
+    (blue,) = find_images(step["observations"])
+    assert blue.open().getpixel((0, 0)) == (0, 0, 255)
+    assert join_texts(content) == "<tool_response>\n\nDid left_click.\n</tool_response>"
+    context = (await env.step_async(call("check_context")))["observations"][0]["content"]
+    assert json.loads(context.split("\n")[1])["characters"] < 5000  # without the images
+    dropped = await env.step_async(call("manage_context", keep_recent_turns=3))
+    assert len(find_images(validate_step_output(dropped)["metadata"]["modified_chat_history"])) == 2
+    await env.step_async("<done>")
+    (server,) = openenv.created
+    assert server.clicks == [[5, 6]]
+    assert [message["content"] for message in server.conversation_messages[1:4:2]] == [
+        "Write a note.[Image]",
+        "<tool_response>\n[Image]\nDid left_click.\n</tool_response>",
+    ]
+    await env.close_async()
+
+
+async def test_coordinates_in_thousandths_become_pixels(openenv: Any, tasks_file: Path) -> None:
+    env = make(tasks_file, "screen_1", reads_images=True, coordinates="thousandths")
+    prompt, _ = await env.init_async([])
+    assert "thousandths" in prompt[0]["content"]
+    outside = await env.step_async(call("computer", action="left_click", coordinate=[1001, 0]))
+    assert "Error: coordinate=[1001, 0] is outside the screenshot" in outside["observations"][0]["content"]
+    await env.step_async(call("computer", action="left_click", coordinate=[500, 250]))
+    assert openenv.created[0].clicks == [[32, 12]]
+    await env.close_async()
+
+
+@pytest.mark.parametrize("reads_images", [False, True])
+async def test_images_in_the_results_of_other_tools(
+    reads_images: bool, openenv: Any, tasks_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openenv, "_call", lambda self, tool, params: [self._screenshot()[0], "A chart."])
+    env = make(tasks_file, reads_images=reads_images)
+    (step,) = await play(env, call("list_notes"))
+    assert len(find_images(validate_step_output(step)["observations"])) == reads_images
+    shown = join_texts(step["observations"][0]["content"])
+    notice = "" if reads_images else "[Image: text models cannot see it]"
+    assert shown == f"<tool_response>\n{notice}\nA chart.\n</tool_response>"
+    await env.close_async()
 
 
 async def test_software_with_nothing_but_a_computer_is_refused(

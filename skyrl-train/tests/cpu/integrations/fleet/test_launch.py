@@ -100,8 +100,12 @@ def test_the_commands_of_a_task_file_train_and_resume(fleet_model: Path, tmp_pat
         ({"FLEET_API_KEY": ""}, "FLEET_API_KEY is not set"),
         ({"LOGGER": "wandb"}, "WANDB_API_KEY is not set"),
         ({"MODALITY": "tools"}, "MODALITY='tools' must be"),
-        ({"MODALITY": "computer_use"}, "MODALITY=computer_use has tasks that need screenshots"),
-        ({"MODALITY": "all"}, "MODALITY=all has tasks that need screenshots"),
+        ({"MODALITY": "computer_use"}, "MODALITY=computer_use shows screenshots, and the task file's model reads only"),
+        ({"MODALITY": "all"}, "MODALITY='all' must be tool_use or computer_use"),
+        (
+            {"MODALITY": "computer_use", "OVERRIDES": "trainer.policy.model.path=Qwen/Qwen3-VL-4B-Instruct"},
+            "cannot import envs.fleet_env.task_env",
+        ),
         ({"TASKS_JSON": ""}, "AWS_ACCESS_KEY_ID is not set; pass --env AWS_ACCESS_KEY_ID=$AWS_ACCESS_KEY_ID"),
         ({"TASKS_JSON": "", "AWS_ACCESS_KEY_ID": "k"}, "AWS_SECRET_ACCESS_KEY is not set"),
         ({}, "cannot import envs.fleet_env.task_env"),
@@ -206,9 +210,11 @@ def test_the_workflow_checks_its_runner(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     (tmp_path / "bash").symlink_to("/bin/bash")
     complete = {"PATH": str(tmp_path), "MODALITY": "tool_use", **KEYS}
-    assert bash(SCRIPTS / "check_runner.sh", **complete).stderr == ""
+    visual = {"MODALITY": "computer_use", "OVERRIDES": "trainer.policy.model.path=Qwen/Qwen3-VL-4B-Instruct"}
+    for change in ({}, visual):
+        assert bash(SCRIPTS / "check_runner.sh", **complete | change).stderr == ""
     for change, message in (
-        ({"MODALITY": "computer_use"}, "runner: modality computer_use needs screenshots"),
+        ({"MODALITY": "computer_use"}, "runner: modality computer_use shows screenshots, and"),
         *(({name: ""}, f"runner: the secret {name} is not set") for name in KEYS),
     ):
         result = bash(SCRIPTS / "check_runner.sh", **complete | change)

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -6,8 +7,10 @@ from typing import Any
 
 import pytest
 from train_kit.fleet.tasks import OPENENV, fleet_entries, write_dataset, write_tasks
+from train_kit.models import set_context_length
 from train_kit.processes import python
 from train_kit.runs import Run, small_run
+from train_kit.vision_models import save_vision_model
 
 from integrations.fleet.entrypoints.main_fleet import main, read_config
 from integrations.fleet.env import FleetSettings
@@ -67,6 +70,34 @@ def test_a_run_in_which_a_fifth_of_all_services_fail(
     }
     assert all(env.is_closed for env in openenv.created)
     assert all(env.n_verified <= 1 for env in openenv.created)
+
+
+@pytest.fixture
+def computer_run(fleet_run: list[str], tmp_path: Path) -> list[str]:
+    """Overrides for a run of one step on tasks of computer use."""
+    write_dataset(tmp_path, {"amazon": (0, 6), "instacart": (0, 2)}, "computer_use")
+    return [*fleet_run, "trainer.max_training_steps=1", "trainer.eval_interval=-1"]
+
+
+def test_a_vision_language_model_sees_screenshots(computer_run: list[str], tmp_path: Path) -> None:
+    model = set_context_length(save_vision_model(tmp_path / "vision", "idefics3"), 8192)
+    separate = ["environment.skyrl_gym.isolation=process", f"environment.skyrl_gym.python={python()}"]
+    main([*computer_run, *separate, f"trainer.policy.model.path='{model}'"])
+    run = Run(tmp_path / "fleet-task-grpo/test_run")
+    assert run.metrics[-1]["rollouts/invalid"] == 0
+    assert run.metrics[-1]["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
+    prompts = [json.dumps(row["input_prompt"]) for row in run.trajectories(1)]
+    assert len(prompts) == 16
+    assert all("The screenshot has 64 x 48 pixels." in prompt for prompt in prompts)
+
+
+def test_a_text_model_refuses_screenshots_before_it_is_loaded(
+    computer_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(computer_run)
+    assert "has the modality computer_use, whose screenshots a text model cannot see" in capsys.readouterr().err
+    assert not (tmp_path / "fleet-task-grpo/test_run/metrics.jsonl").exists()
 
 
 def test_rollouts_that_the_trainer_ends_have_the_verifiers_grade(fleet_run: list[str], tmp_path: Path) -> None:

@@ -171,8 +171,8 @@ def test_entries_that_cannot_be_graded_are_left_out_and_named(tmp_path: Path) ->
 
 def test_tasks_that_need_screenshots_are_counted_in_the_report(tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path / "tasks.json", fleet_entries({"github": (2, 0), "amazon": (0, 3)}))
-    assert "3 tasks cannot be trained on: they have a modality whose screenshots" in run(tasks, tmp_path / "all")[0]
-    assert "cannot be trained on" not in run(tasks, tmp_path / "tools", "--modality", "tool_use")[0]
+    assert "A text model refuses 3 tasks: they have a modality whose screenshots" in run(tasks, tmp_path / "all")[0]
+    assert "A text model refuses" not in run(tasks, tmp_path / "tools", "--modality", "tool_use")[0]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"tasks": 3}', "[3]"])

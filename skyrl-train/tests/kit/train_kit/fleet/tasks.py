@@ -53,8 +53,8 @@ def write_tasks(path: Path, entries: list[dict[str, Any]]) -> Path:
     return path
 
 
-def write_dataset(folder: Path, counts: dict[str, tuple[int, int]]) -> Path:
+def write_dataset(folder: Path, counts: dict[str, tuple[int, int]], modality: str = "tool_use") -> Path:
     """Write `tasks.json`, and a dataset of its tasks in `data/`; return the task file."""
     tasks = write_tasks(folder / "tasks.json", fleet_entries(counts))
-    prepare_dataset.main(["--tasks-json", str(tasks), "--output-dir", str(folder / "data"), "--modality", "tool_use"])
+    prepare_dataset.main(["--tasks-json", str(tasks), "--output-dir", str(folder / "data"), "--modality", modality])
     return tasks

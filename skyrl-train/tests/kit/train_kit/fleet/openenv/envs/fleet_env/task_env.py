@@ -1,5 +1,7 @@
 """`FleetTaskEnv` with the interface of Fleet's OpenEnv: the same calls, results and refusals, on a notebook in memory.
 
+Tasks of computer use have only the tool `computer`, whose screen of 64 x 48 pixels becomes blue when it is clicked.
+
 A grade is 0.5 or 1.0 in turn and never 0, so that a reward of 0 reveals a lost grade. The variable
 FLEET_STAND_IN_FAULTS is the probability of a provisioning failure, of an unknown grade, and of a verifier that raises.
 """
@@ -9,6 +11,11 @@ import random
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from PIL import Image
+
+from skyrl_gym.images import read_image
+
+SCREENS = {color: read_image(Image.new("RGB", (64, 48), color)).data_url for color in ("red", "blue")}
 TOOLS = ("list_notes", "add_note", "submit_final_answer", "computer")
 
 
@@ -56,6 +63,7 @@ class FleetTaskEnv:
         self.task_config = task_config
         self.max_steps = max_steps
         self.notes: list[str] = []
+        self.clicks: list[Any] = []
         self.n_steps = 0
         self.is_done = False
         self.is_closed = False
@@ -71,14 +79,19 @@ class FleetTaskEnv:
         if self._fails():
             raise RuntimeError("Fleet env failed to start: health check timed out")
         self._orch = SimpleNamespace(_fleet_env=self.software)
-        return {
+        modality = self.task_config.get("task_modality", "tool_use")
+        observation = {
             "prompt": self.task_config["prompt"],
             "observation": {},
             "step": 0,
             "task_key": self.task_config["task_key"],
-            "modality": self.task_config.get("task_modality", "tool_use"),
+            "modality": modality,
             "tools": describe_tools(),
         }
+        if modality == "tool_use":
+            return observation
+        tools = [tool for tool in describe_tools() if tool["function"]["name"] == "computer"]
+        return observation | {"tools": tools, "initial_screenshot": self._screenshot()}
 
     async def step_async(self, action: dict[str, Any]) -> tuple[dict[str, Any], float, bool, dict[str, Any]]:
         if self.is_closed or self.is_done:
@@ -114,7 +127,15 @@ class FleetTaskEnv:
             raise KeyError(f"no tool {tool}")
         if tool == "add_note":
             self.notes += [params["text"]] * params.get("n_copies", 1)
+        if tool == "computer":
+            if params["action"] == "left_click":
+                self.clicks.append(params["coordinate"])
+            return [{"type": "text", "text": f"Did {params['action']}."}, *self._screenshot()]
         return {"notes": self.notes}
+
+    def _screenshot(self) -> list[dict[str, Any]]:
+        url = SCREENS["blue" if self.clicks else "red"]
+        return [{"type": "image_url", "image_url": {"url": url}}]
 
     async def _verify(self) -> float | None:
         self.n_verified += 1

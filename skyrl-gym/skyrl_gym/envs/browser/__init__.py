@@ -1,0 +1,1 @@
+"""Pages in a browser on this machine: screenshots in, clicks and keys out."""

@@ -1,0 +1,1 @@
+"""Tasks on web pages, seen as screenshots."""
