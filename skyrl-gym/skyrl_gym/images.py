@@ -45,14 +45,8 @@ class EncodedImage:
         return hash(self.digest)
 
     def open(self) -> "Image":
-        """Return the decoded image, in RGB. Transparent pixels become white."""
-        pillow = _import_pillow()
-        image = pillow.open(io.BytesIO(self.content))
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)
-        decoded: Image = image.convert("RGB")
-        return decoded
+        """Return the decoded image, upright and in RGB. Transparent pixels become white."""
+        return _decode(self.content)
 
     @property
     def mime_type(self) -> str:
@@ -103,14 +97,29 @@ def read_image(source: Any, folder: Path | None = None) -> EncodedImage:
         source = file.getvalue()
     content = source if isinstance(source, bytes | bytearray) else _read_text(source, folder)
     try:
-        with pillow.open(io.BytesIO(content)) as image:
-            width, height = image.size
+        with pillow.open(io.BytesIO(content)) as file:
+            width, height = file.size
             if width * height > MAX_PIXELS:
                 raise InvalidAnswer(f"an image has {width} x {height} pixels; scale it to at most {MAX_PIXELS:,}")
-            image.load()  # finds truncated files
+            if file.mode.startswith(("I", "F")):  # Pillow would turn nearly all values into white
+                raise InvalidAnswer(f"an image has the mode {file.mode}, with more than 8 bits; convert it to 8 bits")
+        width, height = _decode(content).size
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise InvalidAnswer(f"an image cannot be decoded: {error}; use a PNG or JPEG file") from error
     return EncodedImage(bytes(content), hashlib.blake2b(content, digest_size=16).hexdigest(), width, height)
+
+
+def _decode(content: bytes) -> "Image":
+    """Return the image in a file. Cameras write an orientation that viewers apply, and so do we."""
+    pillow = _import_pillow()
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(pillow.open(io.BytesIO(content)))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)
+    decoded: Image = image.convert("RGB")
+    return decoded
 
 
 def _read_pixels(rows: list[Any]) -> "Image":

@@ -65,6 +65,17 @@ def test_transparent_palette_and_gray_images_become_rgb() -> None:
     assert read_image(encoded(RED, "JPEG")).mime_type == "image/jpeg"
 
 
+def test_the_orientation_of_a_photo_is_applied() -> None:
+    """Phones write photos sideways, with an orientation in the file."""
+    tall = Image.new("RGB", (2, 3), "red")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees
+    file = io.BytesIO()
+    tall.save(file, "JPEG", exif=exif)
+    image = read_image(file.getvalue())
+    assert (image.width, image.height) == image.open().size == (3, 2)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -78,6 +89,8 @@ def test_transparent_palette_and_gray_images_become_rgb() -> None:
         (7, "an image is a int"),
         (None, "an image is a NoneType"),
         (np.zeros((2, 2, 3)), "its type uint8"),
+        (Image.new("I;16", (2, 2)), "the mode I;16, with more than 8 bits"),
+        (encoded(Image.new("I;16", (2, 2))), "the mode I;16, with more than 8 bits"),
         ({"bytes": None, "path": None}, "an image is a NoneType"),
     ],
 )
