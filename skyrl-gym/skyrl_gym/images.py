@@ -9,6 +9,7 @@ parts of OpenAI's, Anthropic's and MCP's messages. Everything becomes an `Encode
 import base64
 import binascii
 import hashlib
+import importlib
 import io
 import sys
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ class EncodedImage:
     height: int
 
     def __repr__(self) -> str:
-        return f"<image {self.digest[:8]}, {self.width} x {self.height}>"
+        return f"<image {self.digest}, {self.width} x {self.height}>"
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -96,25 +97,32 @@ def read_image(source: Any, folder: Path | None = None) -> EncodedImage:
         source.save(file, "PNG", compress_level=1)
         source = file.getvalue()
     content = source if isinstance(source, bytes | bytearray) else _read_text(source, folder)
+    is_path = isinstance(source, str | Path) and not str(source).startswith("data:")
+    return _check(bytes(content), f"the image {str(source)!r}" if is_path else "an image")
+
+
+def _check(content: bytes, name: str) -> EncodedImage:
+    """Decode a file, to find out if training can. `name` is for messages."""
+    pillow = _import_pillow()
     try:
         with pillow.open(io.BytesIO(content)) as file:
             width, height = file.size
             if width * height > MAX_PIXELS:
-                raise InvalidAnswer(f"an image has {width} x {height} pixels; scale it to at most {MAX_PIXELS:,}")
+                raise InvalidAnswer(f"{name} has {width} x {height} pixels; scale it to at most {MAX_PIXELS:,}")
             if file.mode.startswith(("I", "F")):  # Pillow would turn nearly all values into white
-                raise InvalidAnswer(f"an image has the mode {file.mode}, with more than 8 bits; convert it to 8 bits")
+                raise InvalidAnswer(f"{name} has the mode {file.mode}, with more than 8 bits; convert it to 8 bits")
         width, height = _decode(content).size
+    except pillow.UnidentifiedImageError as error:  # its text has an address
+        raise InvalidAnswer(f"{name} has an unknown format; use a PNG or JPEG file") from error
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
-        raise InvalidAnswer(f"an image cannot be decoded: {error}; use a PNG or JPEG file") from error
-    return EncodedImage(bytes(content), hashlib.blake2b(content, digest_size=16).hexdigest(), width, height)
+        raise InvalidAnswer(f"{name} cannot be decoded: {error}; use a PNG or JPEG file") from error
+    return EncodedImage(content, hashlib.blake2b(content, digest_size=16).hexdigest(), width, height)
 
 
 def _decode(content: bytes) -> "Image":
     """Return the image in a file. Cameras write an orientation that viewers apply, and so do we."""
     pillow = _import_pillow()
-    from PIL import ImageOps
-
-    image = ImageOps.exif_transpose(pillow.open(io.BytesIO(content)))
+    image = _import_pillow("ImageOps").exif_transpose(pillow.open(io.BytesIO(content)))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)
@@ -166,7 +174,26 @@ def read_parts(content: Any, folder: Path | None = None) -> str | list[dict[str,
         {"type": "image", "image": <EncodedImage>}
 
     Raises:
-        InvalidAnswer: a part is neither text nor an image, or its image cannot be read.
+        InvalidAnswer: a part is neither text nor an image, or its image is missing or cannot be read.
+    """
+    content = parse_parts(content)
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        if part["type"] == "image":
+            if part["image"] is None:
+                raise InvalidAnswer('a part of type "image" has no image; give it as {"type": "image", "image": …}')
+            part = {"type": "image", "image": read_image(part["image"], folder)}
+        parts.append(part)
+    return parts
+
+
+def parse_parts(content: Any) -> str | list[dict[str, Any]]:
+    """Return the same as `read_parts`, but with images as they are: paths, bytes, data URLs, or None if missing.
+
+    Raises:
+        InvalidAnswer: a part is neither text nor an image.
     """
     if not isinstance(content, list | tuple):
         return content
@@ -176,12 +203,12 @@ def read_parts(content: Any, folder: Path | None = None) -> str | list[dict[str,
         if isinstance(part, str):
             parts.append({"type": "text", "text": part})
         elif kind in IMAGE_TYPES:
-            parts.append({"type": "image", "image": read_image(_find_source(part), folder)})
+            parts.append({"type": "image", "image": _find_source(part)})
         elif kind in (None, *TEXT_TYPES) and isinstance(part, Mapping) and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         else:
             raise InvalidAnswer(
-                f"a message has a part of type {kind or type(part).__name__!r}; write "
+                f"a part of type {kind or type(part).__name__!r} is neither text nor an image; write "
                 '{"type": "text", "text": "…"} or {"type": "image", "image": …}'
             )
     if any(part["type"] == "image" for part in parts):
@@ -190,15 +217,15 @@ def read_parts(content: Any, folder: Path | None = None) -> str | list[dict[str,
 
 
 def _find_source(part: Mapping[str, Any]) -> Any:
-    """Return the image of a part, whoever's form it has."""
+    """Return the image of a part, whoever's form it has, or None if it has none."""
     if isinstance(source := part.get("source"), Mapping):  # Anthropic's
         return f"data:{source.get('media_type')};base64,{source['data']}" if "data" in source else source.get("url")
     if "data" in part:  # MCP's
         return f"data:{part.get('mimeType')};base64,{part['data']}"
     for name in ("image", "image_url", "url", "path", "bytes"):
         if (value := part.get(name)) is not None:
-            return value["url"] if name == "image_url" and isinstance(value, Mapping) else value
-    raise InvalidAnswer('a part of type "image" has no image; give it as {"type": "image", "image": …}')
+            return value.get("url") if name == "image_url" and isinstance(value, Mapping) else value
+    return None
 
 
 def find_images(messages: Any) -> list[EncodedImage]:
@@ -208,15 +235,20 @@ def find_images(messages: Any) -> list[EncodedImage]:
     return [part["image"] for part in parts if part.get("type") == "image"]
 
 
-def join_texts(content: Any) -> str:
-    """Return the text of a message's content, without its images."""
-    if isinstance(content, list | tuple):
-        return "".join(part["text"] for part in content if isinstance(part.get("text"), str))
-    return str(content)
+def to_openai(messages: Any) -> list[Any]:
+    """Return messages that `read_parts` has read in the form of OpenAI's chat completions, with images as data URLs."""
+    return [{**message, "content": _to_openai(message.get("content"))} for message in messages]
 
 
-def _import_pillow() -> Any:
+def _to_openai(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "image_url", "image_url": {"url": part["image"].data_url}} if part["type"] == "image" else part
+        for part in content
+    ]
+
+
+def _import_pillow(module: str = "Image") -> Any:
     require("PIL", "images", "images in messages")
-    from PIL import Image
-
-    return Image
+    return importlib.import_module(f"PIL.{module}")

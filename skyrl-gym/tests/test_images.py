@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from PIL import Image
 
 from skyrl_gym.error import InvalidAnswer
-from skyrl_gym.images import EncodedImage, find_images, read_image, read_parts
+from skyrl_gym.images import EncodedImage, find_images, parse_parts, read_image, read_parts, to_openai
 from skyrl_gym.runtime.validation import validate_prompt, validate_step_output
 
 RED = Image.new("RGB", (6, 4), "red")
@@ -23,6 +24,7 @@ def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
 
 
 PNG = encoded(RED)
+WHERE = {"type": "text", "text": "Where?"}
 URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
 BASE64 = base64.b64encode(PNG).decode()
 
@@ -79,9 +81,9 @@ def test_the_orientation_of_a_photo_is_applied() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (b"no image", "cannot be decoded"),
-        (PNG[: len(PNG) // 2], "cannot be decoded"),
-        (b"", "cannot be decoded"),
+        (b"no image", "an image has an unknown format"),
+        (encoded(Image.effect_noise((64, 64), 50))[:1000], "cannot be decoded"),
+        (b"", "an image has an unknown format"),
         ("missing.png", "No such file"),
         ("https://example.com/cat.png", "is on the web; download it"),
         ("data:image/png,abc", "not in base64"),
@@ -136,7 +138,7 @@ def test_parts_of_text_become_a_string() -> None:
     "part", [{"type": "video", "video": "a.mp4"}, {"type": "text"}, 7, {"type": "image"}, {"type": "text", "text": 5}]
 )
 def test_a_part_of_another_kind_is_refused(part: Any) -> None:
-    with pytest.raises(InvalidAnswer, match=r"a part of type|has no image"):
+    with pytest.raises(InvalidAnswer, match=r"is neither text nor an image|has no image"):
         read_parts([part])
 
 
@@ -150,4 +152,43 @@ def test_images_of_environments_are_read() -> None:
     assert len(find_images(output["observations"])) == 1
     assert len(find_images(output["metadata"]["modified_chat_history"])) == 1
     with pytest.raises(InvalidAnswer, match="cannot be decoded"):
-        validate_prompt(([{"role": "user", "content": [{"type": "image", "image": b"x"}]}], {}))
+        validate_prompt(([{"role": "user", "content": [{"type": "image", "image": PNG[:50]}]}], {}))
+
+
+def test_parts_are_parsed_without_their_images_and_then_read(tmp_path: Path) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, "Where?"]
+    assert parse_parts(parts) == [{"type": "image", "image": "a.png"}, WHERE]
+    assert parse_parts([{"type": "image"}, WHERE]) == [{"type": "image", "image": None}, WHERE]
+    assert parse_parts([WHERE, " There?"]) == "Where? There?"
+    (tmp_path / "a.png").write_bytes(PNG)
+    image = read_image(PNG)
+    assert (
+        read_parts(parts, tmp_path)
+        == read_parts(read_parts(parts, tmp_path))
+        == [{"type": "image", "image": image}, WHERE]
+    )
+    with pytest.raises(InvalidAnswer, match='a part of type "image" has no image'):
+        read_parts([{"type": "image"}])
+    with pytest.raises(InvalidAnswer, match="a part of type 'audio' is neither text nor an image"):
+        parse_parts([{"type": "audio"}])
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_text("text")
+    with pytest.raises(InvalidAnswer, match=r"^the image 'a.png' has an unknown format; use a PNG or JPEG file$"):
+        read_image("a.png", tmp_path)
+    with pytest.raises(InvalidAnswer, match=r"^an image has an unknown format"):
+        read_image(b"text")
+
+
+def test_messages_are_written_for_openais_clients() -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": read_parts([{"image": PNG, "type": "image"}, WHERE])},
+    ]
+    sent = json.loads(json.dumps(to_openai(messages)))
+    assert sent[0] == messages[0]
+    assert sent[1]["content"][1] == WHERE
+    again = [{**message, "content": read_parts(message["content"])} for message in sent]
+    assert again == messages
+    assert [type(image) for image in find_images(again)] == [EncodedImage]

@@ -39,10 +39,10 @@ async def evaluate(
     metadata = BatchMetadata(global_step, "eval", cfg.trainer.seed)
     n_samples = cfg.generator.eval_n_samples_per_prompt
     first_draw = global_step * len(dataset)  # no two evaluations of a run share a draw
-    prompts = [DrawnPrompt(first_draw + i, row, i) for i, row in enumerate(dataset)]
     trajectories: list[Trajectory] = []
-    for start in range(0, len(prompts), cfg.trainer.eval_batch_size):
-        batch = prompts[start : start + cfg.trainer.eval_batch_size]
+    for start in range(0, len(dataset), cfg.trainer.eval_batch_size):
+        rows = range(start, min(start + cfg.trainer.eval_batch_size, len(dataset)))
+        batch = [DrawnPrompt(first_draw + i, dataset[i], i) for i in rows]
         requests = rollout_requests(batch, n_samples, cfg.environment.env_class, "eval")
         trajectories += await generator.play(requests, sampling, metadata)
     success_reward = cfg.generator.success_reward

@@ -8,6 +8,7 @@ import pytest
 from train_kit import runs
 from train_kit.models import load_on_cpu, save_tiny_model
 from train_kit.processes import forked_multiprocessing
+from train_kit.vision_models import save_vision_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skyrl_gym
@@ -45,6 +46,18 @@ def tiny_tokenizer(tiny_model_path: Path) -> PreTrainedTokenizerBase:
 def tiny_model(tiny_model_path: Path) -> PreTrainedModel:
     """The model of `tiny_model_path`, shared by all tests; copy it before changing its weights."""
     return load_on_cpu(tiny_model_path)
+
+
+@pytest.fixture(scope="session", params=["idefics3", "gemma3"])
+def vision_model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a tiny vision-language model, its tokenizer and its image processor."""
+    return save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="session")
+def vision_tokenizer(vision_model_path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of `vision_model_path`."""
+    return load_tokenizer(str(vision_model_path))
 
 
 @pytest.fixture

@@ -18,9 +18,11 @@ from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.root import REWARD_FUNCTION_ENV
 from skyrl_train.dataset.files import clean_row
+from skyrl_train.dataset.images import place_prompt_images, read_images
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import check_row
 from skyrl_train.errors import ConfigError, DataError, InvalidRow
+from skyrl_train.media.processing import find_text_model
 from skyrl_train.types import PromptRow
 
 N_CHECKED_ROWS = 4  # rows per split to check before models are loaded
@@ -43,6 +45,7 @@ class CustomDataset(PromptDataset):
         """Load and construct the class. Raise ConfigError if that fails, DataError if the dataset is empty."""
         self._cfg = cfg.data.custom_cls
         self.is_checked = False
+        self._tokenizer = tokenizer
         self._is_drawn = split == "train"
         self._plays_function = cfg.custom_reward_function.path is not None
         path, name = str(self._cfg.path), str(self._cfg.name)
@@ -121,6 +124,8 @@ class CustomDataset(PromptDataset):
             columns["prompt"] = columns.pop("raw_prompt")
         columns = clean_row(columns, location)
         check_row(columns, location)
+        place_prompt_images(columns, location, "prompt", lambda: find_text_model(self._tokenizer.name_or_path))
+        columns["prompt"] = read_images(columns["prompt"], location, folder=None)
         prompt, env_class = columns.pop("prompt"), columns.pop("env_class", None)
         if self._plays_function and env_class not in (None, REWARD_FUNCTION_ENV):
             raise DataError(

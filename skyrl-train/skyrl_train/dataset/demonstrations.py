@@ -7,14 +7,17 @@ torch nor transformers.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
+from skyrl_gym.images import parse_parts
 from skyrl_gym.runtime.validation import is_conversation
 from skyrl_gym.tools.calls import parse_arguments
 from skyrl_train.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedDataConfig
 from skyrl_train.dataset.files import JoinedRows, Row, quote
+from skyrl_train.dataset.images import FindTextModel, place_images, read_images
 from skyrl_train.errors import DataError
 from skyrl_train.rendering.messages import (
     THOUGHT_FIELDS,
@@ -56,6 +59,7 @@ class Demonstration:
     n_context: int  # number of leading messages that are never trained on, even assistant messages
     tools: list[Any] | None = None
     reply_start: dict[str, Any] | None = None  # the prompt's last message, if the answer continues it
+    folder: Path | None = None  # where relative paths of unread images start
 
     @property
     def trained(self) -> list[int]:
@@ -68,19 +72,33 @@ class Demonstration:
             and all(message.get(name, True) for name in WEIGHT_FIELDS)
         ]
 
+    def read_images(self) -> "Demonstration":
+        """Return the conversation with its images read. DataError if one cannot be read."""
+        return replace(self, messages=read_images(self.messages, self.location, self.folder))
+
 
 def read_answers(
-    rows: JoinedRows, indices: Sequence[int], data: SupervisedDataConfig
+    rows: JoinedRows, indices: Sequence[int], data: SupervisedDataConfig, find_text_model: FindTextModel
 ) -> Iterator[tuple[Demonstration, ...]]:
-    """Yield (demonstration,) or (chosen, rejected) per row. `indices` must ascend. DataError if a row is invalid."""
-    for location, row in rows.read(indices):
+    """Yield (demonstration,) or (chosen, rejected) per row. `indices` must ascend. Images are not read.
+
+    Raise DataError if a row is invalid, or has images although the model reads only text.
+    """
+    for index, (location, row) in zip(indices, rows.read(indices), strict=True):
         check_media(row, location)
         _check_columns(row, location, data)
         if isinstance(data, PreferenceDataConfig):
-            yield _read_pair(row, location, data)
+            answers = _read_pair(row, location, data)
+            key = data.prompt_key if row.get(data.prompt_key) is not None else data.chosen_key
         else:
             assert isinstance(data, SFTDataConfig)
-            yield (_read_demonstration(row, location, data),)
+            answers = (_read_demonstration(row, location, data),)
+            key = data.messages_key if row.get(data.messages_key) is not None else data.prompt_key
+        folder = rows.folder(index)
+        yield tuple(
+            replace(answer, messages=place_images(answer.messages, row, location, key, find_text_model), folder=folder)
+            for answer in answers
+        )
 
 
 def _check_columns(row: Row, location: str, data: SupervisedDataConfig) -> None:
@@ -277,7 +295,7 @@ def _check_messages(value: Any, location: str, key: str, negation: str = "not") 
         _check_fields(message, f"{location}: message {index} of {key}")
         messages.append(message)
     try:
-        return prepare_messages(messages)
+        return prepare_messages(messages, parse_parts)
     except DataError as error:
         raise DataError(f"{location}: {key}: {error}") from error
 

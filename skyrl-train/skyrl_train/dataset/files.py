@@ -13,10 +13,10 @@ import os
 import random
 import re
 from abc import ABC, abstractmethod
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_gym.runtime.text import clean_strings
 from skyrl_gym.tools.strict_json import MAX_DEPTH, TooDeep, check_depth
 from skyrl_train.config.root import DATA_SUFFIXES
-from skyrl_train.dataset.jsonl import JSONLines
+from skyrl_train.dataset.jsonl import MAX_BYTES_IN_MEMORY, JSONLines, changed, identify
 from skyrl_train.errors import DataError
 from skyrl_train.rendering.messages import drop_nulls
 
@@ -38,6 +38,10 @@ Row = dict[str, Any]
 MAX_QUOTED_CHARS = 80
 OTHER_SUFFIXES = {".csv", ".tsv", ".txt", ".arrow", ".feather", ".xlsx", ".pkl", ".gz", ".zst", ".zip", ".ndjson"}
 ROWS_AT_ONCE = 1000
+IMAGE_ROWS_AT_ONCE = 32
+
+MAX_GROUP_BYTES = 1 << 28
+"""Maximum size of a group of rows in a parquet file, if a draw reads the group."""
 
 _warned: set[str] = set()
 """Sources that were warned about. A run reads each source several times but should warn once."""
@@ -48,8 +52,10 @@ class RowSource(ABC):
 
     _digest: str
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        """`folder` is where relative paths in the rows start, if it is known."""
         self.name = name
+        self.folder = folder
 
     @property
     def digest(self) -> str:
@@ -93,7 +99,7 @@ class RowSource(ABC):
 
 class _JSONLinesSource(RowSource):
     def __init__(self, name: str, path: Path) -> None:
-        super().__init__(name)
+        super().__init__(name, path.parent)
         self._lines = JSONLines(path)
         self._digest = self._lines.digest
 
@@ -110,7 +116,7 @@ class _JSONLinesSource(RowSource):
 
 class _JSONSource(RowSource):
     def __init__(self, name: str, path: Path) -> None:
-        super().__init__(name)
+        super().__init__(name, path.parent)
         content = path.read_bytes()
         rows = json.loads(content.decode("utf-8-sig"))
         if not isinstance(rows, list):
@@ -126,19 +132,25 @@ class _JSONSource(RowSource):
 
 
 class _ArrowSource(RowSource):
-    def __init__(self, name: str, table: pa.Table) -> None:
-        super().__init__(name)
+    """The rows of a table. The first one is row `first` of its source."""
+
+    def __init__(self, name: str, table: pa.Table, folder: Path | None = None, first: int = 0) -> None:
+        super().__init__(name, folder)
         self._table = table
+        self._first = first
+        self._n_at_once = ROWS_AT_ONCE
         for field in table.schema:
             if _depth(field.type) >= MAX_DEPTH:
                 raise DataError(f"the column {field.name} of {name} is nested too deeply; flatten it")
+            if _has_bytes(field.type):
+                self._n_at_once = IMAGE_ROWS_AT_ONCE
 
     @cached_property
     def digest(self) -> str:
         columns = [(field.name, str(field.type)) for field in self._table.schema]
         digest = hashlib.blake2b(repr(columns).encode(), digest_size=16)
-        for start in range(0, len(self), ROWS_AT_ONCE):
-            rows = self._table.slice(start, ROWS_AT_ONCE)
+        for start in range(0, len(self), self._n_at_once):
+            rows = self._table.slice(start, self._n_at_once)
             copy = rows.take(list(range(len(rows)))).combine_chunks()  # the bytes of a slice depend on the whole table
             for batch in copy.to_batches():
                 digest.update(batch.serialize())
@@ -147,9 +159,12 @@ class _ArrowSource(RowSource):
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
+    def location(self, index: int) -> str:
+        return super().location(self._first + index)
+
     def _read(self, indices: Sequence[int]) -> Iterator[Row]:
-        for start in range(0, len(indices), ROWS_AT_ONCE):
-            chunk = indices[start : start + ROWS_AT_ONCE]
+        for start in range(0, len(indices), self._n_at_once):
+            chunk = indices[start : start + self._n_at_once]
             first, n_rows = chunk[0], chunk[-1] - chunk[0] + 1
             rows = self._table.slice(first, n_rows)
             if n_rows > len(chunk):
@@ -166,6 +181,52 @@ class _ArrowSource(RowSource):
             return repeat(None, len(self))
         column = _ArrowSource(self.name, self._table.select([name]))
         return (row[name] for row in column.read(range(len(self))))
+
+
+class _ParquetSource(RowSource):
+    """A parquet file with images. Their groups of rows are read when they are used, and the last one is kept."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        import pyarrow.parquet as pq
+
+        super().__init__(name, path.parent)
+        self._path = path
+        self._bytes = path.open("rb")
+        self._identity = identify(self._bytes.fileno())
+        self._file = pq.ParquetFile(self._bytes)
+        metadata = self._file.metadata
+        self._ends = list(accumulate(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)))
+        self._last: tuple[int, _ArrowSource] | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        self._bytes.seek(0)
+        return hashlib.file_digest(self._bytes, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _read(self, indices: Sequence[int]) -> Iterator[Row]:
+        start = 0
+        while start < len(indices):
+            group = bisect_right(self._ends, indices[start])
+            end = bisect_left(indices, self._ends[group], start)
+            first = self._ends[group - 1] if group else 0
+            yield from self._load(group, first)._read([index - first for index in indices[start:end]])
+            start = end
+
+    def _load(self, group: int, first: int) -> _ArrowSource:
+        if self._last is None or self._last[0] != group:
+            if identify(self._bytes.fileno()) != self._identity:
+                raise changed(self._path)
+            self._last = None  # its memory is needed for the next group
+            self._last = (group, _ArrowSource(self.name, self._file.read_row_group(group), first=first))
+        return self._last[1]
+
+    def read_column(self, name: str) -> Iterator[Any]:
+        if name not in self._file.schema_arrow.names:
+            return repeat(None, len(self))
+        return _ArrowSource(self.name, self._file.read(columns=[name])).read_column(name)
 
 
 class JoinedRows:
@@ -204,6 +265,10 @@ class JoinedRows:
             for index, row in zip(inner, source.read(inner), strict=True):
                 yield source.location(index), row
             start = end
+
+    def folder(self, index: int) -> Path | None:
+        """Return the folder where relative paths in a row start, or None for a dataset of the Hub."""
+        return self._sources[bisect_right(self._ends, index)].folder
 
     def read_column(self, name: str) -> Iterator[Any]:
         """Yield the values of a column, None for rows without it. Raises as `read` does."""
@@ -246,7 +311,9 @@ def open_source(source: str) -> RowSource:
             import pyarrow.parquet as pq
 
             try:
-                return _ArrowSource(source, pq.read_table(path))
+                if path.stat().st_size > MAX_BYTES_IN_MEMORY and _has_small_image_groups(source, path):
+                    return _ParquetSource(source, path)
+                return _ArrowSource(source, pq.read_table(path), path.parent)
             except pa.ArrowException as error:
                 raise ValueError(str(error)) from error
         has_lines = path.suffix == ".jsonl" or _is_json_lines(path)
@@ -346,6 +413,36 @@ def _is_json_lines(path: Path) -> bool:
         return isinstance(json.loads(line), dict)
     except ValueError:  # the first line of a list
         return False
+
+
+def _has_small_image_groups(name: str, path: Path) -> bool:
+    """Return True for a parquet file with images whose groups of rows are small enough to read for one row.
+
+    Warn if the groups are too large.
+    """
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path)
+    if not any(_has_bytes(field.type) for field in file.schema_arrow):
+        return False
+    metadata = file.metadata
+    largest = max((metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)), default=0)
+    if largest > MAX_GROUP_BYTES and name not in _warned:
+        _warned.add(name)
+        logger.warning(
+            "%s has groups of rows of up to %.1f GB, so all images stay in memory; write it with smaller groups, e.g. "
+            "pyarrow.parquet.write_table(table, path, row_group_size=100)",
+            *(name, largest / 1e9),
+        )
+    return largest <= MAX_GROUP_BYTES
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    """Return True if a type holds bytes, like the images of Hugging Face datasets."""
+    from pyarrow import types
+
+    is_bytes = types.is_binary(kind) or types.is_large_binary(kind)
+    return is_bytes or any(_has_bytes(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _depth(kind: pa.DataType) -> int:

@@ -35,7 +35,7 @@ class JSONLines:
         self._path = path
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        self._identity = _identify(self._file)
+        self._identity = identify(self._file)
         self._offsets, self.digest = _index_lines(path, self._identity)
         self._content: bytes | None = None
         n_bytes = int(self._offsets[-1])
@@ -72,8 +72,8 @@ class JSONLines:
         if self._content is not None:
             return self._content[start:end]
         content = os.pread(self._file, end - start, start)
-        if _identify(self._file) != self._identity or len(content) < end - start:
-            raise StorageError(f"{self._path} changed while it was used; restore it, and rerun the command to resume")
+        if identify(self._file) != self._identity or len(content) < end - start:
+            raise changed(self._path)
         return content
 
     def _line_number(self, offset: int) -> int:
@@ -90,7 +90,13 @@ def _split_runs(indices: Sequence[int]) -> Iterator[Sequence[int]]:
             start = i
 
 
-def _identify(file: int) -> tuple[int, ...]:
+def changed(path: Path) -> StorageError:
+    """Return the error for a file whose `identify` has changed."""
+    return StorageError(f"{path} changed while it was used; restore it, and rerun the command to resume")
+
+
+def identify(file: int) -> tuple[int, ...]:
+    """Return what differs if an open file is replaced or written to."""
     status = os.fstat(file)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -119,6 +125,6 @@ def _index_lines(path: Path, identity: tuple[int, ...]) -> tuple[NDArray[np.int6
             spans = zip(offsets[lines].tolist(), offsets[lines + 1].tolist(), strict=True)
             is_blank = [not os.pread(file.fileno(), end - start, start).strip() for start, end in spans]
             offsets = np.delete(offsets, lines[is_blank])
-        if _identify(file.fileno()) != identity:
+        if identify(file.fileno()) != identity:
             raise StorageError(f"{path} is being written; start the run once it is complete")
     return offsets, digest.hexdigest()

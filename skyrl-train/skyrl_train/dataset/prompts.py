@@ -5,12 +5,13 @@ import logging
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.images import find_images
 from skyrl_train.dataset.files import ROWS_AT_ONCE, JoinedRows, Row
+from skyrl_train.dataset.images import read_images
 from skyrl_train.dataset.rows import LocatedRow, read_prompt_rows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.rendering.template import ChatTemplate
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 class PromptDataset:
     """Rows whose prompt has at most `max_prompt_length` tokens, from one or several sources joined in order.
 
-    Rows are read when they are used. If there are more than `max_checked_rows`, only a sample is checked up front, so
-    each row is checked when it is drawn, and skipped if it is invalid or too long.
+    Rows and their images are read when they are used. If there are more than `max_checked_rows`, only a sample is
+    checked up front, so each row is checked when it is drawn, and skipped if it is invalid or too long.
     """
 
     check_drawn: Callable[[LocatedRow], None] | None = None
@@ -47,8 +48,9 @@ class PromptDataset:
         `num_workers` exists for SkyRL and has no effect.
 
         Raises:
-            DataError: a source cannot be read, a row has no chat prompt or the chat template rejects it, or no row is
-                short enough.
+            ConfigError: a row has images, and the model's image processor cannot be loaded.
+            DataError: a source or an image cannot be read, a row has no chat prompt or the chat template rejects it, or
+                no row is short enough.
         """
         sources = [datasets] if isinstance(datasets, str) else list(datasets)
         self._tokenizer = tokenizer
@@ -60,11 +62,8 @@ class PromptDataset:
         self.is_checked = len(self._sample) == len(self._rows)
         """True if all rows were checked up front and rows with long prompts were dropped."""
         kept, shortest, digest = array("q"), math.inf, hashlib.blake2b(digest_size=16)
-        rows = read_prompt_rows(self._rows, self._sample, prompt_key, env_class_key)
-        for start in range(0, len(self._sample), ROWS_AT_ONCE):
-            chunk = list(islice(rows, ROWS_AT_ONCE))
-            indices = self._sample[start : start + ROWS_AT_ONCE]
-            for index, (_, row), n_tokens in zip(indices, chunk, self._bound_lengths(chunk), strict=True):
+        for chunk in self._read_chunks():
+            for (index, _, row), n_tokens in zip(chunk, self._bound_lengths(chunk), strict=True):
                 shortest = min(shortest, n_tokens)
                 if n_tokens <= max_prompt_length:
                     if self.is_checked:
@@ -93,9 +92,9 @@ class PromptDataset:
         return self._digest or self._rows.digest
 
     def checked_rows(self) -> Iterator[tuple[str, PromptRow]]:
-        """Yield (location, row) for each row that was checked up front."""
+        """Yield (location, row) for each row that was checked up front. Its images are not read."""
         indices = self._indices if self.is_checked else self._sample
-        for number, (location, row) in enumerate(self._rows.read(indices)):
+        for number, (location, row) in enumerate(self._read_unread(indices)):
             yield location, self._prompt_row(number, row)
 
     def data_sources(self) -> Iterator[str]:
@@ -111,15 +110,18 @@ class PromptDataset:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> PromptRow:
-        """Return a row. A row not checked up front may raise InvalidRow, or SkippedRow if its prompt is too long."""
-        number = self._indices[index]
-        if self.is_checked:
-            return self._prompt_row(index, self._rows[number])
+        """Return a row.
+
+        A row not checked up front may raise InvalidRow, or SkippedRow if its prompt is too long. A row whose image can
+        no longer be read raises InvalidRow.
+        """
         try:
-            (checked,) = read_prompt_rows(self._rows, [number], self._prompt_key, self._env_class_key)
-            (n_tokens,) = self._bound_lengths([checked])
-            location, row = checked
+            (checked,) = self._read_rows([self._indices[index]])
+            _, location, row = checked
             prompt_row = self._prompt_row(index, row)
+            if self.is_checked:
+                return prompt_row
+            (n_tokens,) = self._bound_lengths([checked])
             if self.check_drawn is not None and n_tokens <= self._max_length:
                 self.check_drawn((location, prompt_row))
         except DataError as error:
@@ -135,8 +137,30 @@ class PromptDataset:
         extras = {name: value for name, value in row.items() if name not in (self._prompt_key, self._env_class_key)}
         return PromptRow(str(number), row[self._prompt_key], row.get(self._env_class_key), extras)
 
-    def _bound_lengths(self, rows: Sequence[tuple[str, Row]]) -> list[int]:
-        """Return each prompt's number of tokens up to and including the assistant's header.
+    def _read_unread(self, indices: Sequence[int]) -> Iterator[tuple[str, Row]]:
+        """Yield (location, columns) of rows. Their images are in the prompt, but unread."""
+        find_text_model = self._template.find_text_model
+        return read_prompt_rows(self._rows, indices, find_text_model, self._prompt_key, self._env_class_key)
+
+    def _read_rows(self, indices: Sequence[int]) -> Iterator[tuple[int, str, Row]]:
+        """Yield (index, location, columns) of rows with their images."""
+        for index, (location, row) in zip(indices, self._read_unread(indices), strict=True):
+            row[self._prompt_key] = read_images(row[self._prompt_key], location, self._rows.folder(index))
+            yield index, location, row
+
+    def _read_chunks(self) -> Iterator[list[tuple[int, str, Row]]]:
+        """Yield the sample in chunks to tokenize at once. Only their last row has images, which need memory."""
+        chunk = []
+        for index, location, row in self._read_rows(self._sample):
+            chunk.append((index, location, row))
+            if len(chunk) == ROWS_AT_ONCE or find_images(row[self._prompt_key]):
+                yield chunk
+                chunk = []
+        if chunk:
+            yield chunk
+
+    def _bound_lengths(self, rows: Sequence[tuple[int, str, Row]]) -> list[int]:
+        """Return each prompt's number of tokens up to and including the assistant's header. Images count in full.
 
         If an upper bound is already within the limit, it is returned instead. ASCII text has at most one token per
         character, plus one if the tokenizer adds a token before the text. So 100 ASCII characters are at most 101
@@ -144,11 +168,12 @@ class PromptDataset:
         """
         limit = self._max_length
         texts = []
-        for location, row in rows:
+        for _, location, row in rows:
+            prompt = row[self._prompt_key]
             try:
-                self._template.check_roles(row[self._prompt_key])
-                self._template.check_written(row[self._prompt_key])
-                texts.append(self._template.prompt(row[self._prompt_key]))
+                self._template.check_roles(prompt)
+                self._template.check_written(prompt)
+                texts.append(self._template.expand(self._template.prompt(prompt), prompt))
             except DataError as error:
                 raise DataError(f"{location}: {error}") from error
         lengths = [len(text) + 1 if text.isascii() else limit + 1 for text in texts]

@@ -15,6 +15,7 @@ from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_conversation
 from skyrl_train.config.root import EnvironmentConfig
 from skyrl_train.dataset.files import JoinedRows, Row, quote
+from skyrl_train.dataset.images import FindTextModel, place_prompt_images
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rendering.messages import check_media
 from skyrl_train.types import PromptRow
@@ -28,11 +29,19 @@ LocatedRow = tuple[str, PromptRow]  # a row with its origin for messages, e.g. "
 
 
 def read_prompt_rows(
-    rows: JoinedRows, indices: Sequence[int], prompt_key: str = "prompt", env_class_key: str = "env_class"
+    rows: JoinedRows,
+    indices: Sequence[int],
+    find_text_model: FindTextModel,
+    prompt_key: str = "prompt",
+    env_class_key: str = "env_class",
 ) -> Iterator[tuple[str, Row]]:
-    """Yield (location, columns) of rows. `indices` must ascend. Raises as `JoinedRows.read` and `check_row` do."""
+    """Yield (location, columns) of rows. `indices` must ascend. Images are in the prompt, but unread.
+
+    Raises as `JoinedRows.read`, `check_row` and `place_images` do.
+    """
     for location, row in rows.read(indices):
         check_row(row, location, prompt_key, env_class_key)
+        place_prompt_images(row, location, prompt_key, find_text_model)
         yield location, row
 
 
@@ -55,7 +64,7 @@ def check_row(row: Row, location: str, prompt_key: str = "prompt", env_class_key
                 f"{location}: message {index} of {prompt_key} lacks a role or a content: {quote(message)}; "
                 f"{WRITE_PROMPT}"
             )
-    # skip strings: coding tasks store the path of a container image in one
+    # skip strings: environments may read them
     check_media({name: value for name, value in row.items() if not isinstance(value, str)}, location)
     env_class = row.get(env_class_key)
     if env_class is not None and not isinstance(env_class, str):

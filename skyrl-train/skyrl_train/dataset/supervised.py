@@ -9,8 +9,8 @@ model will see.
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,7 @@ from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.dataset.demonstrations import Demonstration, read_answers
 from skyrl_train.dataset.files import JoinedRows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
+from skyrl_train.media.spans import ImageSpan
 from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import DrawnPrompt, Segment, StopReason, TrainingBatch, Trajectory, TrajectoryID
 
@@ -28,22 +29,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TokenRow:
-    """Tokens of a conversation, and the mask of trained tokens."""
+    """Tokens of a conversation, the mask of trained tokens, and the images."""
 
     token_ids: list[int]
     loss_mask: list[int]  # 1 on answers and their EOS tokens
+    images: list[ImageSpan] = field(default_factory=list)  # in order
 
     def truncate(self, max_length: int, side: str) -> None:
-        """Drop tokens on one side."""
-        kept = slice(max_length) if side == "right" else slice(-max_length, None)
-        self.token_ids, self.loss_mask = self.token_ids[kept], self.loss_mask[kept]
-        self.loss_mask[0] = 0
+        """Drop tokens on one side, and with any token of an image all of its tokens."""
+        n_tokens = len(self.token_ids)
+        start, end = (0, max_length) if side == "right" else (n_tokens - max_length, n_tokens)
+        for span in self.images:
+            if span.start < start < span.end:
+                start = span.end
+            elif span.start < end < span.end:
+                end = span.start
+        self.token_ids, self.loss_mask = self.token_ids[start:end], self.loss_mask[start:end]
+        self.images = [span.shift(-start) for span in self.images if start <= span.start and span.end <= end]
+        if self.loss_mask:
+            self.loss_mask[0] = 0
 
     def segment(self) -> Segment:
         """Return the row as a segment whose response begins with the first trained token."""
         n_prompt = self.loss_mask.index(1)
         mask = self.loss_mask[n_prompt:]
-        return Segment(self.token_ids, n_prompt, mask, [0.0] * len(mask))
+        return Segment(self.token_ids, n_prompt, mask, [0.0] * len(mask), images=self.images)
 
 
 class ConversationEncoder:
@@ -60,8 +70,12 @@ class ConversationEncoder:
         self._template = ChatTemplate(tokenizer, variables=template_kwargs)
         self._end_ids = {tokenizer.eos_token_id, *eos_ids}
 
+    def find_text_model(self) -> str | None:
+        """Return the path of the tokenizer's model if it reads only text, or None if it reads images."""
+        return self._template.find_text_model()
+
     def encode(self, demonstration: Demonstration) -> list[TokenRow]:
-        """Tokenize a conversation. The result has one row, unless the template rewrites the history.
+        """Tokenize a conversation with read images. The result has one row, unless the template rewrites the history.
 
         Raise DataError if the template rejects the conversation or does not render an answer.
         """
@@ -74,7 +88,7 @@ class ConversationEncoder:
 
     def _encode(self, demonstration: Demonstration) -> list[TokenRow]:
         rows: list[TokenRow] = []
-        text = ""  # text of the last row
+        text, n_written = "", 0  # text of the last row, and its number of messages
         messages, tools = demonstration.messages, demonstration.tools
         for index in demonstration.trained:
             start = demonstration.reply_start if index == demonstration.n_context else None
@@ -82,14 +96,17 @@ class ConversationEncoder:
                 self._template.check_tools(messages[: index or 1], tools)  # the reply may be the first message
             prompt, whole_answer = self._template.turn(messages, index, tools, start)
             if rows and prompt.startswith(text):
-                row, added = rows[-1], self._template.encode_after(text, prompt[len(text) :])
+                row, new = rows[-1], messages[n_written:index]
+                added = self._template.encode_after(text, self._template.expand(prompt[len(text) :], new))
             else:
                 rows.append(row := TokenRow([], []))
-                added = self._template.encode(prompt)
+                new = messages[:index]
+                added = self._template.encode(self._template.expand(prompt, new))
+            row.images += [span.shift(len(row.token_ids)) for span in self._template.find_spans(added, new)]
             answer_ids, answer = self._encode_answer(prompt, whole_answer, messages[index], index)
             row.token_ids += added + answer_ids
             row.loss_mask += [0] * len(added) + [1] * len(answer_ids)
-            text = prompt + answer
+            text, n_written = prompt + answer, index + 1
         for row in rows:
             row.loss_mask[0] = 0  # nothing precedes the first token, so it cannot be predicted
         return rows
@@ -155,7 +172,8 @@ class SupervisedDataset:
 
     `data.truncation` decides whether longer rows are truncated or rejected. If there are more than `max_checked_rows`,
     only a sample is checked up front, so all rows are tokenized when they are drawn, and skipped if they are invalid,
-    too long or without a trained token.
+    too long or without a trained token. Rows with images are always tokenized again when they are drawn, because their
+    images may not fit into memory.
     """
 
     def __init__(
@@ -169,20 +187,24 @@ class SupervisedDataset:
     ) -> None:
         """Read, check and tokenize the rows for a model with a context of `n_context` tokens.
 
-        Raise DataError if a source cannot be read, a row is invalid or too long, or no row has a trained token.
+        Raise DataError if a source or an image cannot be read, a row is invalid or too long, or no row has a trained
+        token, and ConfigError if a row has images and the model's image processor cannot be loaded.
         """
         self._encoder = encoder
         self._data = data
         self._read_segments = read_segments
         self._max_length = data.row_length(n_context)
-        self._n_truncated = 0
+        self._n_truncated = self._n_tokens = self._n_equal = 0  # of the checked rows
         self._source = JoinedRows(sources)
         sample = self._source.sample(max_checked_rows)
-        self._rows: list[Answers] = []
+        self._rows: list[Answers | int] = []  # or the index in the source, for rows with images
         digest = hashlib.blake2b(digest_size=16)
-        for demonstrations in read_answers(self._source, sample, data):
+        for index, demonstrations in zip(sample, self._read(sample), strict=True):
             if (row := self._encode(demonstrations)) is not None:
-                self._rows.append(row)
+                segments = [segment for answer in row for segment in answer]
+                self._rows.append(index if any(segment.images for segment in segments) else row)
+                self._n_tokens += sum(len(segment.token_ids) for segment in segments)
+                self._n_equal += len(row) == 2 and row[0] == row[1]
                 content = [(d.messages, d.n_context, d.tools, d.reply_start) for d in demonstrations]
                 digest.update(repr(content).encode())
         self._is_checked = len(sample) == len(self._source)
@@ -200,8 +222,7 @@ class SupervisedDataset:
                 f"all {n_dropped} rows of {names} lost their answer, because prompts have more than "
                 f"data.max_length={self._max_length} tokens; raise it, or set data.truncation=left"
             )
-        n_tokens = sum(len(segment.token_ids) for answers in self._rows for answer in answers for segment in answer)
-        logger.info("%s: %d rows, %d tokens", names, len(self._rows), n_tokens)
+        logger.info("%s: %d rows, %d tokens", names, len(self._rows), self._n_tokens)
         if not self._is_checked:
             logger.info(
                 "They are a sample of %d rows (data.max_checked_rows=%d); other rows are checked when they are drawn",
@@ -213,11 +234,16 @@ class SupervisedDataset:
                 "token left",
                 *(names, self._n_truncated, self._max_length, self._data.truncation, n_dropped),
             )
-        if n_equal := sum(len(answers) == 2 and answers[0] == answers[1] for answers in self._rows):
+        if self._n_equal:
             logger.warning(
                 "%s: %d of %d pairs have equal answers, so they teach nothing; remove them",
-                *(names, n_equal, len(self._rows)),
+                *(names, self._n_equal, len(self._rows)),
             )
+
+    def _read(self, indices: Sequence[int]) -> Iterator[list[Demonstration]]:
+        """Yield the answers of rows, with their images."""
+        for answers in read_answers(self._source, indices, self._data, self._encoder.find_text_model):
+            yield [answer.read_images() for answer in answers]
 
     def _encode(self, demonstrations: Sequence[Demonstration]) -> Answers | None:
         """Return the segments of a row, or None if an answer has no trained token left."""
@@ -242,11 +268,16 @@ class SupervisedDataset:
         return len(self._rows) if self._is_checked else len(self._source)
 
     def __getitem__(self, index: int) -> Answers:
-        """Return a row. A row not checked up front may raise InvalidRow, or SkippedRow if it has no trained token."""
-        if self._is_checked:
-            return self._rows[index]
+        """Return a row.
+
+        A row not checked up front may raise InvalidRow, or SkippedRow if it has no trained token. So may a row whose
+        images have changed.
+        """
+        row = self._rows[index] if self._is_checked else index
+        if not isinstance(row, int):
+            return row
         try:
-            (demonstrations,) = read_answers(self._source, [index], self._data)
+            (demonstrations,) = self._read([row])
             answers = self._encode(demonstrations)
         except DataError as error:
             raise InvalidRow(str(error)) from error

@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.images import to_openai
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_reward
 from skyrl_train.algorithms.reward_pipeline import weigh_components
@@ -54,7 +55,10 @@ class Agent(Protocol):
     def __call__(
         self, *, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str
     ) -> float | AgentResult | Awaitable[float | AgentResult | None] | None:
-        """Solve the task and return the reward. The requests to `base_url` until then form the trajectory."""
+        """Solve the task and return the reward. The requests to `base_url` until then form the trajectory.
+
+        `row.prompt` is in OpenAI's form, with images as data URLs.
+        """
 
 
 class NoReward(EnvError):
@@ -203,7 +207,7 @@ class AgentGenerator(RolloutGenerator):
             base_url=base_url,
             api_key=session_id,  # not checked
             model=self._model_name,
-            row=copy.deepcopy(row),  # agents may append to its messages
+            row=copy.deepcopy(replace(row, prompt=to_openai(row.prompt))),  # agents may append to its messages
             session_id=session_id,
         )
         limit = asyncio.timeout(self._limit_s)

@@ -9,16 +9,17 @@ recorded tokens plus the tokens of the new part. Sampled text is never tokenized
     no recorded reply                           in a new row
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
-from skyrl_train.generators.chat_template import ChatEncoder, Messages
+from skyrl_train.generators.chat_template import ChatEncoder, Messages, dump_json
 from skyrl_train.generators.conversation import TokenConversation
 from skyrl_train.inference_engines.base import EngineResult
+from skyrl_train.media.spans import ImageSpan
+from skyrl_train.types import Segment
 from skyrl_train.types.stop_reasons import StopReason
 
 Digest = bytes
@@ -38,6 +39,7 @@ class Prompt:
     """The prompt tokens of one request, and what identifies its history."""
 
     token_ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
     origin: ReplyEnd | None = None  # the reply that it continues
     digest: Digest | None = None  # hash of its messages, for a chat
     text: str | None = None  # for a text completion
@@ -61,11 +63,12 @@ class Recording(TokenConversation):
         digests = list(accumulate(messages, _next_digest, initial=start))  # of the first 0, 1, 2, … messages
         for n in range(len(messages), 0, -1):
             if end := self._by_digest.get(digests[n]):
-                token_ids = self._tokens_until(end)
-                ends_turn = self._ends_stopped_turns or not end.was_stopped
-                token_ids += chat.observation_ids(messages[n:], token_ids[-1], ends_turn=ends_turn)
-                return Prompt(token_ids, end, digests[-1])
-        return Prompt(chat.history_ids(messages), digest=digests[-1])
+                known, ends_turn = self._tokens_until(end), self._ends_stopped_turns or not end.was_stopped
+                new = chat.observation_ids(messages[n:], known[-1], ends_turn=ends_turn)
+                images = [span.shift(len(known)) for span in chat.find_spans(new, messages[n:])]
+                return Prompt(known + new, (*self._images_until(end), *images), end, digests[-1])
+        token_ids = chat.history_ids(messages)
+        return Prompt(token_ids, tuple(chat.find_spans(token_ids, messages)), digest=digests[-1])
 
     def text_prompt(self, text: str) -> Prompt:
         """Return the prompt of plain text."""
@@ -74,12 +77,16 @@ class Recording(TokenConversation):
             return Prompt(self._chat.encode(text), text=text)
         n_known, end = max(matches, key=lambda pair: pair[0])
         known_ids = self._tokens_until(end)
-        return Prompt(known_ids + self._chat.encode_after(known_ids, text[n_known:]), end, text=text)
+        token_ids = known_ids + self._chat.encode_after(known_ids, text[n_known:])
+        return Prompt(token_ids, self._images_until(end), end, text=text)
 
     def token_prompt(self, token_ids: Sequence[int]) -> Prompt:
         """Return the prompt of token ids."""
         matches = [end for end in self._ends if self._tokens_until(end) == list(token_ids[: end.n_tokens])]
-        return Prompt(list(token_ids), max(matches, key=lambda end: end.n_tokens, default=None))
+        if not matches:
+            return Prompt(list(token_ids))
+        end = max(matches, key=lambda end: end.n_tokens)
+        return Prompt(list(token_ids), self._images_until(end), end)
 
     def extends_row(self, prompt: Prompt) -> bool:
         """Return True if the prompt continues the end of a row."""
@@ -88,11 +95,12 @@ class Recording(TokenConversation):
     def record(self, prompt: Prompt, result: EngineResult, reply: str) -> int:
         """Record a reply and return its row. `reply` is its text as sent to the agent."""
         if prompt.origin is not None and self.extends_row(prompt):
-            index = prompt.origin.row
-            self.rows[index].append_observed(prompt.token_ids[prompt.origin.n_tokens :])
+            index, n_known = prompt.origin.row, prompt.origin.n_tokens
+            images = [span.shift(-n_known) for span in prompt.images if span.start >= n_known]
+            self.rows[index].append_observed(prompt.token_ids[n_known:], images)
         else:
             index = len(self.rows)
-            self._start_row(list(prompt.token_ids))
+            self.rows.append(Segment.start(list(prompt.token_ids), prompt.images))
         self._append_turn(index, result)
         end = ReplyEnd(index, len(self.rows[index].token_ids), result.stop_reason == StopReason.STOP)
         self._ends.append(end)
@@ -120,9 +128,12 @@ class Recording(TokenConversation):
     def _tokens_until(self, end: ReplyEnd) -> list[int]:
         return self.rows[end.row].token_ids[: end.n_tokens]
 
+    def _images_until(self, end: ReplyEnd) -> tuple[ImageSpan, ...]:
+        return tuple(span for span in self.rows[end.row].images if span.end <= end.n_tokens)
+
 
 def _next_digest(digest: Digest, message: Any) -> Digest:
     """Return the hash of a history with one more message. White space around a reply is ignored, as agents strip it."""
     if message["role"] == "assistant":
         message = {**message, "content": message["content"].strip()}
-    return blake2b(digest + json.dumps(message, sort_keys=True).encode(), digest_size=16).digest()
+    return blake2b(digest + dump_json(message, sort_keys=True).encode(), digest_size=16).digest()

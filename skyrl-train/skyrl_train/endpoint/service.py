@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.images import find_images
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.endpoint.recorder import Prompt, Recording
 from skyrl_train.endpoint.responses import (
@@ -120,6 +121,8 @@ class ModelService:
             variables = effort | (request.chat_template_kwargs or {}) | tools
             variant = json.dumps(variables) if variables else ""  # unsorted: their order may matter to the template
             messages = [message.to_message() for message in request.messages]
+            if find_images(messages) and self.chat.find_text_model() is not None:
+                refuse(f"the model {self.model_name!r} reads only text; remove the images", param="messages")
             prompt = self._recording(session).chat_prompt(messages, self._chat_variant(variant), variant)
         choices = self._choices(request, "messages", prompt, session)
         return Job(request, choices, ChatResponseBuilder(request, self._token_text))
@@ -177,7 +180,9 @@ class ModelService:
         base = secrets.randbits(64) if request.seed is None else request.seed
         seeds = [hash_seed(f"{base}/{index}") for index in range(request.n_choices)]
         return [
-            Choice(prompt, sampling, None, partial(EngineRequest, prompt.token_ids, sampling, seed, cache))
+            Choice(
+                prompt, sampling, None, partial(EngineRequest, prompt.token_ids, sampling, seed, cache, prompt.images)
+            )
             for seed in seeds
         ]
 

@@ -75,7 +75,10 @@ class AgentSession:
 
     def engine_request(self, prompt: Prompt, sampling: SamplingParams) -> EngineRequest:
         """Create a request with a unique seed. Pass it to `record` or `give_up` afterwards."""
-        digest = blake2b(array("q", prompt.token_ids), digest_size=16).hexdigest()
+        hashed = blake2b(array("q", prompt.token_ids), digest_size=16)
+        for span in prompt.images:
+            hashed.update(span.image.digest.encode())
+        digest = hashed.hexdigest()
         n_earlier = 0
         while (seed := hash_seed(f"{self.seed}/{n_earlier}/{digest}")) in self._seeds:
             n_earlier += 1
@@ -85,7 +88,7 @@ class AgentSession:
         else:
             cache = f"{self.id}/{len(self.caches)}"
             self.caches.add(cache)
-        return EngineRequest(prompt.token_ids, sampling, seed, cache)
+        return EngineRequest(prompt.token_ids, sampling, seed, cache, prompt.images)
 
     def record(self, prompt: Prompt, request: EngineRequest, result: EngineResult, reply: str) -> None:
         """Record a reply. `reply` is its text as sent to the agent."""

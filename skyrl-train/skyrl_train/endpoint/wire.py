@@ -8,12 +8,14 @@ response types make this code longer and each chunk slower to build.
 """
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NoReturn
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
+from skyrl_gym.error import InvalidAnswer
+from skyrl_gym.images import parse_parts, read_parts
 from skyrl_train.rendering.messages import THOUGHT_FIELDS
 
 NonEmpty = Annotated[str, MinLen(1)]
@@ -24,7 +26,6 @@ Penalty = Annotated[float, Ge(-2), Le(2)]
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_TOP_LOGPROBS = 20
-TEXT_PARTS = ("text", "input_text", "output_text")  # of chat completions, and of OpenAI's responses
 MIN_TOP_P = 1e-9  # keeps only the most likely token, as 0 does
 
 UNSET: tuple[Any, ...] = (None, False, [], {}, "")
@@ -88,7 +89,7 @@ class WireModel(BaseModel):
 
 
 class ContentPart(WireModel):
-    """A part of a message's content."""
+    """A part of a message's content: text, or an image in OpenAI's or Anthropic's form."""
 
     type: str
     text: str | None = None
@@ -107,16 +108,25 @@ class ChatMessage(WireModel):
     thinking: str | None = None
 
     def to_message(self) -> dict[str, Any]:
-        """Convert the message for the chat template. Empty fields are dropped, except the text."""
+        """Convert the message for the chat template, and read its images. Empty fields are dropped, except the text."""
         names = ("name", "tool_call_id", "tool_calls", *THOUGHT_FIELDS)
         others = {name: value for name in names if (value := getattr(self, name))}
-        content = self.content or ""
-        if isinstance(content, list):
-            for part in content:
-                if part.type not in TEXT_PARTS or part.text is None:
-                    refuse(f"a content part of type {part.type!r}: this model reads text only", param="messages")
-            content = "".join(part.text or "" for part in content)
+        content = _read_content(self.content) if isinstance(self.content, list) else self.content or ""
         return {"role": self.role, "content": content, **others}
+
+
+def _read_content(content: Sequence[ContentPart]) -> str | list[dict[str, Any]]:
+    """Return text, or parts with images. Only data URLs are read: a client must not read the trainer's files."""
+    try:
+        parts = parse_parts([part.model_dump(exclude_none=True) for part in content])
+        sources = [part["image"] for part in parts if part["type"] == "image"] if isinstance(parts, list) else []
+        for source in sources:
+            if source is not None and not (isinstance(source, str) and source.startswith("data:")):
+                message = f"the image {reprlib.repr(source)} is not a data URL; send data:image/png;base64,…"
+                refuse(message, param="messages")
+        return read_parts(parts)
+    except InvalidAnswer as error:
+        refuse(str(error), param="messages")
 
 
 class StreamOptions(WireModel):

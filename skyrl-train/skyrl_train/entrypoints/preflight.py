@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -123,14 +124,14 @@ def check_answers(cfg: SupervisedConfig) -> None:
     Raises:
         DataError: a row cannot be read or has no answer to train on, or the training data does not fill a batch.
     """
-    data = cfg.data
+    data, find_text_model = cfg.data, partial(_find_text_model, cfg.trainer.policy.model.path)
     for sources, max_rows in (
         (data.train_data, data.max_checked_rows),
         (data.val_data if cfg.trainer.eval_interval > 0 else [], None),
     ):
         files = [source for source in sources if local_path(source) is not None]
         rows = JoinedRows(files)
-        for _ in read_answers(rows, rows.sample(max_rows), data):
+        for _ in read_answers(rows, rows.sample(max_rows), data, find_text_model):
             pass
         if sources is data.train_data and files == sources:
             check_row_count(len(rows), cfg.trainer.train_batch_size)
@@ -204,7 +205,7 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
         rows = JoinedRows(files)
         n_rows.append(len(rows) if files == sources else None)
         sample = rows.sample(max_rows)
-        checked.append(read_prompt_rows(rows, sample))
+        checked.append(read_prompt_rows(rows, sample, partial(_find_text_model, cfg.trainer.policy.model.path)))
         is_local = is_local and files == sources
         is_complete = is_complete and len(sample) == len(rows)
     prompts = (
@@ -302,6 +303,12 @@ def _read_model_config(path: str) -> dict[str, Any]:
             return {}
         file = Path(cached) if isinstance(cached, str) else file
     return config if file.is_file() and isinstance(config := _parse_json(file), dict) else {}
+
+
+def _find_text_model(path: str) -> str | None:
+    """Return the path if the model there reads only text, or None if it reads images or is not on this machine."""
+    model = _read_model_config(path)
+    return path if model and model.get("vision_config") is None else None
 
 
 def _parse_json(file: Path) -> Any:

@@ -34,7 +34,7 @@ class _Cached:
         self._n_tokens = 0
 
     def __call__(self, messages: Messages) -> list[int]:
-        key = json.dumps(messages, default=_digest)
+        key = dump_json(messages)
         if key in self._results:
             self._results.move_to_end(key)
             return self._results[key].copy()
@@ -43,6 +43,11 @@ class _Cached:
         while self._n_tokens > CACHED_TOKENS:
             self._n_tokens -= len(self._results.popitem(last=False)[1])
         return token_ids.copy()
+
+
+def dump_json(messages: Any, *, sort_keys: bool = False) -> str:
+    """Return messages as JSON that identifies them, with the digests of their images."""
+    return json.dumps(messages, sort_keys=sort_keys, default=_digest)
 
 
 def _digest(value: Any) -> str:
@@ -101,6 +106,10 @@ class ChatEncoder:
         n_end = token_ids.index(end_of_turn) + 1 if end_of_turn in token_ids else 0
         is_end = not self.decode_all(token_ids[: max(0, n_end - 1)]).strip()  # some templates put a space before it
         return token_ids[n_end:] if is_end else token_ids
+
+    def find_text_model(self) -> str | None:
+        """Return the path of the tokenizer's model if it reads only text, or None if it reads images."""
+        return self._template.find_text_model()
 
     def find_spans(self, token_ids: Sequence[int], messages: Messages) -> list[ImageSpan]:
         """Return where the images of messages are in the tokens that this encoder returned for them."""

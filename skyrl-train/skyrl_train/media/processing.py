@@ -143,6 +143,14 @@ def load_image_processor(path: str) -> ImageProcessor | None:
         ) from error
 
 
+def find_text_model(path: str) -> str | None:
+    """Return the path if the model there reads only text ("this model" if it is empty), or None if it reads images.
+
+    Raises as `load_image_processor` does.
+    """
+    return None if load_image_processor(path) else path or "this model"
+
+
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
     """Write a tokenizer into a folder, and the image processor of its model if it reads images."""
     if (images := load_image_processor(tokenizer.name_or_path)) is not None:

@@ -1,7 +1,7 @@
 """Prepare messages for chat templates. Imports neither torch nor transformers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,12 +16,15 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message that may hold the thought. Qwen's templates read the first, gpt-oss's the last."""
 
-MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
+UNREAD_MEDIA = ("video", "videos", "audio", "audios")
+"""Columns and fields of media that no model here reads."""
+
+IMAGE_FIELDS = ("image", "images")
 
 
 def check_media(row: Mapping[str, Any], location: str) -> None:
-    """Raise DataError if a row has a column of images or other media."""
-    for name in MEDIA_FIELDS:
+    """Raise DataError if a row has a column of videos or audio."""
+    for name in UNREAD_MEDIA:
         if row.get(name):
             raise DataError(f"{location} has a column {name!r}, which models here do not read; remove the column")
 
@@ -41,30 +44,37 @@ def drop_nulls(value: Any) -> Any:
     }
 
 
-def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def prepare_messages(
+    messages: Sequence[Mapping[str, Any]], read: Callable[[Any], Any] = read_parts
+) -> list[dict[str, Any]]:
     """Return copies of messages in the form that every chat template reads.
 
     - Null fields are dropped.
     - Arguments of tool calls become objects. Their nulls stay, because the file reader has already dropped the table's.
     - Text parts are joined to one string, because templates disagree on parts. Qwen3's template ignores them. Only a
-      message with an image keeps its parts.
+      message with an image keeps its parts. `read=parse_parts` leaves their images unread.
     - A thought is copied to every field that a template may read, but not to `thinking` if there are content and calls.
 
     Raise DataError for a video, audio, or a content that is neither text nor an image.
     """
-    return [_prepare_message(message, index) for index, message in enumerate(messages)]
+    return [_prepare_message(message, index, read) for index, message in enumerate(messages)]
 
 
-def _prepare_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _prepare_message(message: Mapping[str, Any], index: int, read: Callable[[Any], Any]) -> dict[str, Any]:
     prepared: dict[str, Any] = parse_arguments(
         {name: value for name, value in message.items() if value is not None or name == "content"}
     )
-    if medium := next((name for name in MEDIA_FIELDS if prepared.get(name)), None):
+    if medium := next((name for name in UNREAD_MEDIA if prepared.get(name)), None):
         raise DataError(f"message {index} has {medium}, which models here do not read; remove it")
+    if name := next((name for name in IMAGE_FIELDS if prepared.get(name)), None):
+        raise DataError(
+            f'message {index} has {name} beside its content; write them in the content, as {{"type": "image", '
+            '"image": …}'
+        )
     content = prepared.get("content")
     if isinstance(content, list):
         try:
-            prepared["content"] = read_parts(content)
+            prepared["content"] = read(content)
         except InvalidAnswer as error:
             raise DataError(f"message {index}: {error}") from error
         if isinstance(prepared["content"], list) and prepared["role"] == "assistant":

@@ -18,7 +18,7 @@ from skyrl_gym.images import find_images
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.tools.calls import THOUGHT_TAGS
 from skyrl_train.errors import DataError
-from skyrl_train.media.processing import ImageProcessor, load_image_processor
+from skyrl_train.media.processing import ImageProcessor, find_text_model, load_image_processor
 from skyrl_train.media.spans import ImageSpan
 from skyrl_train.rendering.messages import (
     CALL_FORMS,
@@ -138,7 +138,7 @@ class ChatTemplate:
     def prepare(self, messages: Messages, tools: Sequence[Any] | None = None) -> list[dict[str, Any]]:
         """Return messages in the form that this template reads: `prepare_messages`, with calls in its `CallForm`.
 
-        Raise DataError for an image, a video or audio, or if the template does not write tool calls.
+        Raise DataError for a video or audio, or if the template does not write tool calls.
         """
         prepared = prepare_messages(messages)
         index = next((i for i, message in enumerate(prepared) if message.get("tool_calls")), None)
@@ -381,11 +381,17 @@ class ChatTemplate:
 
     # -- tokens
 
+    def find_text_model(self) -> str | None:
+        """Return the path of the tokenizer's model if it reads only text, or None if it reads images."""
+        return find_text_model(self.tokenizer.name_or_path)
+
     @cached_property
     def _images(self) -> ImageProcessor:
-        path = self.tokenizer.name_or_path
-        if (processor := load_image_processor(path)) is None:
-            raise DataError(f"a message has an image, but {path} reads only text; use a vision-language model")
+        processor = load_image_processor(self.tokenizer.name_or_path)
+        if processor is None:
+            raise DataError(
+                f"a message has an image, but {self.find_text_model()} reads only text; use a vision-language model"
+            )
         return processor
 
     def expand(self, text: str, messages: Messages) -> str:

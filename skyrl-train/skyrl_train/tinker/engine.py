@@ -35,6 +35,8 @@ class TinkerEngine:
         sampling = request.sampling
         if sampling.penalizes or sampling.min_p or sampling.stop_token_ids or sampling.min_new_tokens:
             raise EngineError(f"Tinker samples without penalties, min_p, min_tokens and stop tokens; got {sampling}")
+        if request.images:
+            raise EngineError("a request has images, but Tinker samples from text here; remove the images")
         assert self._client is not None
         response = await self._client.sample(
             tinker.ModelInput.from_ints(request.prompt_ids),

@@ -15,7 +15,7 @@ from skyrl_train.evaluate import dump_evaluation, eval_metrics, evaluate, trajec
 from skyrl_train.generators.base import BatchMetadata
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import Message, TrajectoryID, Turn
+from skyrl_train.types import Message, PromptRow, TrajectoryID, Turn
 
 SOURCES = ["maths/easy", "games", None, "maths/easy", "games"]
 
@@ -75,6 +75,28 @@ async def test_every_prompt_is_played_in_batches_with_eval_sampling_params(
         expected = SamplingParams(max_new_tokens=9, temperature=0.3, top_p=0.8, stop=("END",))
         assert batch["sampling_params"] == to_sampling_params(expected)
         assert set(batch["env_classes"]) == {"guess"}
+
+
+async def test_rows_are_read_when_their_batch_is_played(dataset: PromptDataset, cfg: SkyRLConfig) -> None:
+    """Rows may have large images."""
+    read: list[int] = []
+
+    class Recorded:
+        def __len__(self) -> int:
+            return len(dataset)
+
+        def __getitem__(self, index: int) -> PromptRow:
+            read.append(index)
+            return dataset[index]
+
+    class Generator(NumberGenerator):
+        async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+            n_read.append(len(read))
+            return await super().generate(input_batch)
+
+    n_read: list[int] = []
+    await evaluate(Recorded(), Generator(), cfg, global_step=0)  # type: ignore[arg-type]
+    assert n_read == [2, 4, 5]
 
 
 async def test_metrics_over_everything_and_per_source(dataset: PromptDataset, cfg: SkyRLConfig) -> None:

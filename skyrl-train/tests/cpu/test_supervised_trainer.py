@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
-from train_kit.datasets import write_answers
+from train_kit.datasets import write_answers, write_rows
+from train_kit.messages import assistant, user
 from train_kit.runs import Run, assert_equal_runs, expect_error, read_lines, stop_after, supervised_run, train
+from train_kit.vision_models import pictured_logprobs, write_pictures
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.supervised_trainer import count_flops
@@ -95,6 +97,66 @@ def test_the_loss_is_the_mean_over_all_answer_tokens_for_any_micro_batch(
     assert before["val/loss"] == pytest.approx(naive_loss(tiny_model_path, data / "val.jsonl"), abs=1e-6)
     assert first["train/loss"] == pytest.approx(naive_loss(tiny_model_path, data / "train.jsonl"), abs=1e-6)
     assert first["val/loss"] == pytest.approx(naive_loss(run.export(1), data / "val.jsonl"), abs=1e-6)
+
+
+PLACE, WHERE = {"type": "image"}, {"type": "text", "text": "Where?"}
+PICTURED = [
+    ([user([PLACE, WHERE]), assistant("Left")], [0]),
+    ([user([WHERE, PLACE, PLACE]), assistant("Right of it")], [1, 2]),
+    ([user([PLACE, WHERE]), assistant("Up"), user([PLACE, WHERE, PLACE]), assistant("Down")], [3, 0, 1]),
+    ([user("Who are you?"), assistant("A model")], []),
+]
+"""Conversations, and the images that they show."""
+
+
+def naive_pictured_loss(model_path: Path, folder: Path) -> float:
+    """Return the mean cross-entropy of all answers in `PICTURED`."""
+    logprobs = []
+    for messages, images in PICTURED:
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                n_shown = str(messages[:i]).count("'image'")
+                paths = [folder / f"{image}.png" for image in images[:n_shown]]
+                logprobs.append(pictured_logprobs(model_path, messages[: i + 1], paths))
+    return -torch.cat(logprobs).mean().item()
+
+
+def pictured_run(folder: Path, model: Path, name: str, *settings: str) -> Run:
+    """Train one step on all conversations of `PICTURED`."""
+    write_pictures(folder)
+    rows = [{"messages": messages, "images": [f"{i}.png" for i in images]} for messages, images in PICTURED]
+    for split in ("train", "val"):
+        write_rows(folder, rows, f"{split}.jsonl")
+    settings = ("eval_before_train=true", "epochs=1", "train_batch_size=4", "ckpt_interval=-1", *settings)
+    overrides = (f"trainer.{setting}" for setting in settings)
+    return sft(*supervised_run(folder, *overrides, model=model, data=folder, name=name))
+
+
+@pytest.mark.parametrize("trains_vision", [False, True])
+def test_images_have_the_loss_of_the_models_own_forward_pass_for_any_micro_batch(
+    trains_vision: bool, vision_model_path: Path, tmp_path: Path
+) -> None:
+    results = []
+    for n_rows in ("null", "2"):
+        size = f"micro_train_batch_size_per_gpu={n_rows}"
+        frozen = f"policy.model.freeze_vision={not trains_vision}"
+        run = pictured_run(tmp_path, vision_model_path, f"rows-{n_rows}", size, frozen)
+        before, first = run.metrics
+        results.append([before["val/loss"], first["train/loss"], first["train/grad_norm"], first["val/loss"]])
+    expected, after = naive_pictured_loss(vision_model_path, tmp_path), naive_pictured_loss(run.export(1), tmp_path)
+    assert results[0] == pytest.approx([expected, expected, results[0][2], after], abs=1e-5)
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+    assert after < expected - 0.01
+    old, new = (load_file(path / "model.safetensors") for path in (vision_model_path, run.export(1)))
+    changed = {key for key in old if not torch.equal(old[key], new[key])}
+    assert trains_vision == any("vision" in key for key in changed)
+
+
+def test_an_adapter_learns_from_images(vision_model_path: Path, tmp_path: Path) -> None:
+    run = pictured_run(tmp_path, vision_model_path, "run", "policy.model.lora.rank=4", "gradient_checkpointing=true")
+    before, first = run.metrics
+    assert before["val/loss"] == pytest.approx(naive_pictured_loss(vision_model_path, tmp_path), abs=1e-5)
+    assert first["val/loss"] < before["val/loss"] - 1e-3
 
 
 def test_one_sample_is_learned_and_ends_with_the_eos_token(named: Overrides, data: Path) -> None:

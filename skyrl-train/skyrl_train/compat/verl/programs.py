@@ -102,7 +102,6 @@ NO_PROFILER = Fixed("there is no profiler", (None, [], {}, False))
 OWN_TOKENIZER = Fixed("the tokenizer is the model's", (None,))
 PLAIN_ROWS = Fixed("rows are read as they are", (None, False))
 SAME_TEMPLATE = Fixed("all rows have the template's variables in data.chat_template_kwargs")
-TEXT_ONLY = Fixed("rows hold text; images and videos are not supported")
 IN_ORDER = Fixed("mini-batches keep the order of the prompts", (False,))
 SYSTEM_CACHE = Fixed("models are read from their folder, and the operating system caches the files")
 WHILE_SAMPLING = Fixed("rewards are computed while other rollouts are sampled")
@@ -161,15 +160,12 @@ COMMON = {
     "data.num_workers": Fixed("the trainer reads the rows"),
     "data.dataloader_num_workers": Fixed("the trainer reads the rows"),
     "data.use_shm": Fixed("rows are read from their files"),
-    "data.image_key": Fixed(
-        "rows hold text: media in a column image or images are rejected, and plain text there reaches the environment",
-        ("images", "image"),
-    ),
+    "data.image_key": Fixed("images are read from a column named images or image", ("images", "image")),
     "data.video_key": Fixed(
-        "rows hold text: media in a column video or videos are rejected, and plain text there reaches the environment",
+        "media in a column video or videos are rejected, and plain text there reaches the environment",
         ("videos", "video"),
     ),
-    "data.image_patch_size": TEXT_ONLY,
+    "data.image_patch_size": Fixed("the model's own image processor decides"),
     "trainer.default_hdfs_dir": Fixed("checkpoints are written to trainer.default_local_dir", (None,)),
     "trainer.device": Fixed("a GPU is used if available"),
     "trainer.use_legacy_worker_impl": Fixed("there is one implementation"),
@@ -216,7 +212,7 @@ MAIN_PPO = VerlProgram(
         "data.return_raw_chat": Fixed("rows always carry their messages"),
         "data.return_raw_input_ids": Fixed("the trainer tokenizes prompts itself"),
         "data.return_full_prompt": Fixed("the trainer tokenizes prompts itself"),
-        "data.return_multi_modal_inputs": TEXT_ONLY,
+        "data.return_multi_modal_inputs": Fixed("the trainer always computes the inputs of images"),
         "data.filter_overlong_prompts": Fixed("prompts above trainer.max_prompt_length are never trained"),
         "data.filter_overlong_prompts_workers": Fixed("the trainer measures the prompts"),
         "data.truncation": Fixed("prompts above trainer.max_prompt_length are left out, not cut"),

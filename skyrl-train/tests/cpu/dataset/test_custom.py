@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import yaml
 from train_kit.runs import expect_error, run_of
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import load_config
 from skyrl_train.dataset.custom import CustomDataset
@@ -50,6 +51,14 @@ def sometimes(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 '''
 
+PICTURES = """
+class Pictures(Sums):
+    def __getitem__(self, index):
+        from PIL import Image
+
+        return super().__getitem__(index) | {"images": [Image.new("RGB", (8, 8), "red")]}
+"""
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
@@ -84,6 +93,21 @@ def test_the_fingerprint_covers_the_options_and_the_file_but_not_its_folder(file
     assert custom(str(copy)).fingerprint == custom(file).fingerprint
     copy.write_text(copy.read_text() + "\n# changed")
     assert custom(str(copy)).fingerprint != custom(file).fingerprint
+
+
+def test_images_of_a_row_are_read(
+    file: str, vision_tokenizer: PreTrainedTokenizerBase, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    Path(file).write_text(FILE + PICTURES)
+    cfg = load_config({"data": {"custom_cls": {"path": file, "name": "Pictures"}}})
+    row = CustomDataset(cfg, vision_tokenizer, "validation")[0]
+    image, text = row.prompt[0]["content"]
+    assert image["image"].open().getpixel((0, 0)) == (255, 0, 0)
+    assert (text["text"], "images" in row.env_extras) == ("0 + 1", False)
+    with pytest.raises(
+        DataError, match=r"row 0 of Pictures of .* has images in the column 'images', but .* reads only"
+    ):
+        CustomDataset(cfg, tiny_tokenizer, "validation")[0]
 
 
 @pytest.mark.parametrize(

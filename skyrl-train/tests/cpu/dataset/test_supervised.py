@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 from train_kit import golden
 from train_kit.datasets import read_demonstrations, write_rows
 from train_kit.messages import assistant, user
-from transformers import PreTrainedTokenizerBase
+from train_kit.vision_models import draw
+from transformers import AutoProcessor, PreTrainedTokenizerBase
 
+from skyrl_gym.images import EncodedImage, read_image
 from skyrl_train.config.supervised import PreferenceDataConfig, SFTDataConfig
 from skyrl_train.dataset.demonstrations import Demonstration
 from skyrl_train.dataset.files import JoinedRows
 from skyrl_train.dataset.order import ShuffledPrompts
-from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDataset, build_supervised_batch
+from skyrl_train.dataset.supervised import ConversationEncoder, SupervisedDataset, TokenRow, build_supervised_batch
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
+from skyrl_train.media.spans import ImageSpan
 from skyrl_train.types import DrawnPrompt
 
 WITHOUT_EOS = (
@@ -217,7 +220,7 @@ def calling(*calls: Any) -> dict[str, Any]:
 def test_a_bad_row_is_refused_with_its_number(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     def find_error(row: dict[str, Any]) -> str:
         path = write_rows(tmp_path, [row])
-        return golden.catch(DataError, lambda: read_demonstrations(path, SFTDataConfig()), tmp_path)
+        return golden.catch(DataError, lambda: read_demonstrations(path, SFTDataConfig(), "a-text-model"), tmp_path)
 
     rows = {row: [find_error(json.loads(row))] for row in golden.read("dataset/demonstrations")}
     golden.compare("dataset/demonstrations", rows, pytestconfig)
@@ -387,3 +390,108 @@ def test_the_fingerprint_covers_tokens_masks_and_order(tiny_tokenizer: PreTraine
     data = [(answered,), (all_trained,), (other,), (answered, other), (other, answered)]
     assert len({fingerprint(*rows) for rows in data}) == len(data)
     assert fingerprint(answered) == fingerprint(answered, day="Tuesday"), "the date is no change"
+
+
+PLACE, WHERE = {"type": "image"}, {"type": "text", "text": "Where?"}
+PICTURED = {
+    "messages": {"messages": [user([PLACE, WHERE]), assistant("Left"), user([WHERE, PLACE]), assistant("Up")]},
+    "markers": {"messages": [user("<image>Where?"), assistant("Left"), user("Where?<image>"), assistant("Up")]},
+    "prompt": {"prompt": [user([PLACE, WHERE]), assistant("Left"), user("Where?<image>")], "response": "Up"},
+}
+
+
+@pytest.mark.parametrize("row", PICTURED.values(), ids=PICTURED)
+def test_images_have_their_tokens_in_the_row_of_the_processor_and_answers_alone_are_trained(
+    row: dict[str, Any], tmp_path: Path, vision_model_path: Path, vision_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    images = [read_image(draw(color)) for color in ("red", "blue")]
+    for name, image in zip("ab", images, strict=True):
+        (tmp_path / f"{name}.png").write_bytes(image.content)
+    path = write_rows(tmp_path, [{**row, "images": ["a.png", "b.png"]}])
+    dataset = SupervisedDataset([path], ConversationEncoder(vision_tokenizer), SFTDataConfig())
+    ((segment,),) = dataset[0]
+    processor = AutoProcessor.from_pretrained(vision_model_path)
+    text = vision_tokenizer.apply_chat_template(PICTURED["messages"]["messages"], tokenize=False).removesuffix("\n")
+    expected = processor(text=text, images=[image.open() for image in images], add_special_tokens=False)
+    assert segment.token_ids == expected["input_ids"][0]
+    image_id = vision_tokenizer.convert_tokens_to_ids(processor.image_token)
+    if "gemma" in vision_model_path.name:
+        image_id = vision_tokenizer.convert_tokens_to_ids("<image_soft_token>")
+    filled = [i for i, token in enumerate(segment.token_ids) if token == image_id]
+    assert [i for span in segment.images for i in range(span.start, span.end)] == filled
+    assert [span.image for span in segment.images] == images
+    mask = [0] * segment.n_prompt + segment.loss_mask
+    trained = vision_tokenizer.decode([token for token, m in zip(segment.token_ids, mask, strict=True) if m])
+    assert trained == ("Up<|im_end|>" if "response" in row else "Left<|im_end|>Up<|im_end|>")
+    batch = build_supervised_batch([DrawnPrompt(0, dataset[0], 0)], vision_tokenizer.pad_token_id)
+    assert batch.images == [segment.images]
+
+
+PICTURED_PAIRS = {
+    "messages": {"prompt": [user([PLACE, WHERE])], "chosen": [assistant("Left")], "rejected": [assistant("Up")]},
+    "texts": {"prompt": "Where?", "chosen": "Left", "rejected": "Up"},
+    "conversations": {
+        "chosen": [user([PLACE, WHERE]), assistant([{"type": "text", "text": "Left"}])],
+        "rejected": [user([PLACE, WHERE]), assistant([{"type": "text", "text": "Up"}])],
+    },
+    "a prompt and conversations": {
+        "prompt": [user("<image>Where?")],
+        "chosen": [user("<image>Where?"), assistant("Left")],
+        "rejected": [user("<image>Where?"), assistant("Up")],
+    },
+}
+
+
+@pytest.mark.parametrize("row", PICTURED_PAIRS.values(), ids=PICTURED_PAIRS)
+def test_both_answers_of_a_pair_have_the_images_of_the_prompt(row: dict[str, Any], tmp_path: Path) -> None:
+    content = draw("red")
+    path = write_rows(tmp_path, [{**row, "images": [{"bytes": content, "path": None}]}], "rows.parquet")
+    ((chosen, rejected),) = read_demonstrations(path, PreferenceDataConfig())
+    prompt = user([{"type": "image", "image": read_image(content)}, WHERE])
+    assert chosen.read_images().messages == [prompt, assistant("Left")]
+    assert rejected.read_images().messages == [prompt, assistant("Up")]
+    assert chosen.n_context == rejected.n_context == 1
+
+
+def test_rows_with_images_are_read_again_when_they_are_drawn(
+    tmp_path: Path, vision_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.png").write_bytes(draw("red"))
+    rows = [{"prompt": "Where?", "response": "Left", "images": ["a.png"]}, {"prompt": "Who?", "response": "I"}]
+    path = write_rows(tmp_path, rows)
+    with caplog.at_level(logging.INFO):
+        dataset = SupervisedDataset([path], ConversationEncoder(vision_tokenizer), SFTDataConfig())
+    (((first,), (second,)),) = zip(*(dataset[i] for i in range(2)), strict=True)
+    assert (len(first.images), len(second.images)) == (1, 0)
+    assert f"2 rows, {len(first.token_ids) + len(second.token_ids)} tokens" in caplog.text
+    (tmp_path / "a.png").write_bytes(draw("blue"))
+    other = SupervisedDataset([path], ConversationEncoder(vision_tokenizer), SFTDataConfig())
+    assert dataset.fingerprint != other.fingerprint
+    (tmp_path / "a.png").unlink()
+    assert dataset[1] == ((second,),)
+    with pytest.raises(InvalidRow, match=f"row 0 of {path}: message 0: the image '{tmp_path}/a.png' cannot be read"):
+        dataset[0]
+
+
+@pytest.mark.parametrize(
+    ("max_length", "side", "token_ids", "spans"),
+    [
+        (8, "right", range(8), [(1, 4), (5, 8)]),
+        (7, "right", range(5), [(1, 4)]),
+        (4, "right", range(4), [(1, 4)]),
+        (3, "right", range(1), []),
+        (9, "left", range(1, 10), [(0, 3), (4, 7)]),
+        (8, "left", range(4, 10), [(1, 4)]),
+        (5, "left", range(5, 10), [(0, 3)]),
+        (4, "left", range(8, 10), []),
+    ],
+)
+def test_truncation_keeps_or_drops_all_tokens_of_an_image(
+    max_length: int, side: str, token_ids: range, spans: list[tuple[int, int]]
+) -> None:
+    image = EncodedImage(b"", "", 1, 1)
+    row = TokenRow(list(range(10)), [0] * 8 + [1] * 2, [ImageSpan(1, 4, image), ImageSpan(5, 8, image)])
+    row.truncate(max_length, side)
+    assert row.token_ids == list(token_ids)
+    assert len(row.loss_mask) == len(row.token_ids)
+    assert [(span.start, span.end) for span in row.images] == spans

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from train_kit.datasets import write_pairs
+from train_kit.messages import assistant, user
 from train_kit.runs import assert_equal_runs, expect_error, preference_run, read_lines, stop_after, train, train_with
+from train_kit.vision_models import pictured_logprobs, write_pictures
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -110,6 +112,46 @@ def test_the_loss_of_dpo_is_that_of_the_formula_for_any_micro_batch(
     expected = naive_dpo(run.export(1), tiny_model_path, data / "val.jsonl", loss, smoothing)
     assert expected["margin"] != pytest.approx(0, abs=1e-3)
     assert {name: first[f"val/{name}"] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+PLACE, WHERE = {"type": "image"}, {"type": "text", "text": "Where?"}
+PICTURED = [([0], "Left", "Right"), ([1, 2], "Up and left", "Down"), ([3], "Here", "There it is")]
+"""Images, the chosen and the rejected answer."""
+
+
+@pytest.mark.parametrize("max_rows", ["null", "2"])
+def test_dpo_learns_from_images(max_rows: str, vision_model_path: Path, tmp_path: Path) -> None:
+    """Margins are those of the models' own forward passes."""
+    write_pictures(tmp_path)
+    pairs = [
+        ([user([*[PLACE] * len(images), WHERE])], [tmp_path / f"{i}.png" for i in images], answers)
+        for images, *answers in PICTURED
+    ]
+    rows = [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected, "images": [path.name for path in paths]}
+        for prompt, paths, (chosen, rejected) in pairs
+    ]
+    for split in ("train", "val"):
+        write_jsonl(tmp_path / f"{split}.jsonl", rows)
+    settings = [f"dpo.beta={BETA}", "train_batch_size=3", "epochs=1", f"micro_train_batch_size_per_gpu={max_rows}"]
+    overrides = [f"trainer.{setting}" for setting in settings]
+    run = train(*preference_run(tmp_path, *overrides, model=vision_model_path, data=tmp_path), command="dpo")
+    (first,) = run.metrics
+    margins = []
+    for prompt, paths, answers in pairs:
+        policy, ref = (
+            [pictured_logprobs(model, [*prompt, assistant(answer)], paths).sum().item() for answer in answers]
+            for model in (run.export(1), vision_model_path)
+        )
+        margins.append(BETA * (policy[0] - ref[0] - policy[1] + ref[1]))
+    assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["val/margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-4)
+    assert first["val/margin"] > 0.01
+
+
+def test_a_reward_model_that_reads_images_is_refused(vision_model_path: Path, data: Path, tmp_path: Path) -> None:
+    message = expect_error(*preference_run(tmp_path, model=vision_model_path, data=data), command="reward")
+    assert "reads images, and cannot be a reward here; use a text model" in message
 
 
 @pytest.mark.parametrize(

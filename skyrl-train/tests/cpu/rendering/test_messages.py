@@ -40,14 +40,18 @@ def test_content_is_one_string(message: dict[str, Any], prepared: str) -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (user([{"type": "image_url", "image_url": {"url": "a.png"}}]), "part of type 'image_url'"),
-        ({"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image"}]}, "part of type 'image'"),
-        ({"role": "user", "content": [7]}, "part of type 'int'"),
-        ({"role": "user", "content": "?", "images": ["a.png"]}, "has images"),
-        ({"role": "user", "content": "?", "audio": {"id": "x"}}, "has audio"),
+        (
+            user([{"type": "image_url", "image_url": {"url": "a.png"}}]),
+            "the image 'a.png' cannot be read: No such file",
+        ),
+        (user([{"type": "text", "text": "?"}, {"type": "image"}]), "a part of type .image. has no image"),
+        (user([{"type": "input_audio", "input_audio": {}}]), "a part of type 'input_audio'"),
+        (user([7]), "a part of type 'int'"),
+        ({"role": "user", "content": "?", "images": ["a.png"]}, "has images beside its content; write them in"),
+        ({"role": "user", "content": "?", "audio": {"id": "x"}}, "has audio, which models here do not read"),
         *(({"role": "tool", "content": content}, "which is not text") for content in (5, 0, True, {"temp": 20})),
     ],
 )
 def test_media_and_contents_without_text_are_refused(message: dict[str, Any], reason: str) -> None:
-    with pytest.raises(DataError, match=f"message 1 .*{reason}"):
+    with pytest.raises(DataError, match=f"message 1:? .*{reason}"):
         prepare_messages([assistant("Hi"), message])

@@ -35,10 +35,15 @@ def write_rows(folder: Path, rows: Sequence[Any], name: str = "rows.jsonl") -> s
     return str(file)
 
 
-def read_demonstrations(path: str, data: SFTDataConfig | PreferenceDataConfig) -> list[tuple[Demonstration, ...]]:
-    """Return the answers of each row of a file: one to imitate, or a chosen and a rejected one."""
+def read_demonstrations(
+    path: str, data: SFTDataConfig | PreferenceDataConfig, text_model: str | None = None
+) -> list[tuple[Demonstration, ...]]:
+    """Return the answers of each row of a file: one to imitate, or a chosen and a rejected one.
+
+    `text_model` is the name of a model that reads only text.
+    """
     rows = JoinedRows([path])
-    return list(read_answers(rows, range(len(rows)), data))
+    return list(read_answers(rows, range(len(rows)), data, lambda: text_model))
 
 
 def prompt_row(text: str, env_class: str | None = None, **columns: Any) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """Tiny vision-language models with their tokenizers and image processors."""
 
+import io
 import json
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from PIL import Image
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.runtime.validation import validate_prompt
@@ -296,6 +298,38 @@ def family_param(family: str) -> Any:
 
 
 each_family = pytest.mark.parametrize("family", [family_param(family) for family in VISION_FAMILIES])
+
+
+def draw(color: str, size: tuple[int, int] = (40, 30)) -> bytes:
+    """Return a PNG file of one color."""
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_pictures(folder: Path) -> None:
+    """Write the images 0.png to 3.png of random pixels, in different sizes."""
+    rng = np.random.default_rng(0)
+    for i, size in enumerate([(32, 32), (30, 40), (48, 20), (33, 31)]):
+        Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+
+
+def pictured_logprobs(path: Path, messages: Sequence[Any], images: Sequence[Path]) -> torch.Tensor:
+    """Return the log-probs of the tokens of the last message, an answer, from the model's own forward pass.
+
+    The processor encodes the conversation with the images that its parts {"type": "image"} show, in order.
+    """
+    processor, tokenizer = AutoProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    *prompt, last = messages
+    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    answer = f"{last['content']}{tokenizer.eos_token}"
+    pictures = [Image.open(image).convert("RGB") for image in images] or None
+    inputs = processor(text=text + answer, images=pictures, add_special_tokens=False, return_tensors="pt")
+    n_tokens = len(tokenizer(answer, add_special_tokens=False)["input_ids"])
+    with torch.no_grad():
+        logprobs = model(**inputs).logits[0].double().log_softmax(dim=-1)
+    return logprobs[-1 - n_tokens : -1].gather(1, inputs["input_ids"][0, -n_tokens:, None])[:, 0]
 
 
 def save_vision_model(folder: Path, family: str, *, seed: int = 0, **text: Any) -> Path:

@@ -1,0 +1,35 @@
+"""Runs on rows with images."""
+
+import re
+from pathlib import Path
+
+from train_kit.datasets import write_rows
+from train_kit.messages import user
+from train_kit.runs import expect_error, small_run, train
+from train_kit.vision_models import write_pictures
+
+
+def vision_run(folder: Path, model: Path) -> list[str]:
+    write_pictures(folder)
+    answer = {"ground_truth": "7"}
+    rows = [
+        {"prompt": [user(f"{i} <image>?")], "images": [f"{i % 4}.png"], "env_class": "gsm8k", "reward_spec": answer}
+        for i in range(8)
+    ]
+    files = {name: Path(write_rows(folder, rows, f"{name}.jsonl")) for name in ("data", "val_data")}
+    return small_run(folder, "trainer.dump_trajectories=true", model=model, **files)
+
+
+def test_the_engine_and_the_trainer_read_the_images_of_rows(vision_model_path: Path, tmp_path: Path) -> None:
+    run = train(*vision_run(tmp_path, vision_model_path))
+    for step in run.metrics[1:]:
+        assert step["generate/n_invalid"] == 0
+        assert step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
+    (placeholder,) = set(re.findall("<image>|<image_soft_token>", run.trajectories(1)[0]["input_prompt"]))
+    for step in (1, 2):
+        assert all(row["input_prompt"].count(placeholder) == 4 for row in run.trajectories(step))
+
+
+def test_images_of_a_text_model_are_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+    message = expect_error(*vision_run(tmp_path, tiny_model_path))
+    assert f"row 0 of {tmp_path}/data.jsonl has images in the column 'images', but {tiny_model_path} reads" in message
