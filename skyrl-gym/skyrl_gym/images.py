@@ -56,6 +56,12 @@ class EncodedImage:
         return str(kind)
 
     @property
+    def file_name(self) -> str:
+        """Name of a file with this content, e.g. "0b1f….png"."""
+        kind = str(_import_pillow().open(io.BytesIO(self.content)).format).lower()
+        return f"{self.digest}.{'jpg' if kind == 'jpeg' else kind}"
+
+    @property
     def data_url(self) -> str:
         """The image as a URL that contains it."""
         return f"data:{self.mime_type};base64,{base64.b64encode(self.content).decode()}"

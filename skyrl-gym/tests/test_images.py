@@ -59,6 +59,12 @@ def test_equal_files_are_equal_images() -> None:
     assert "\\x" not in repr(read_image(PNG))
 
 
+@pytest.mark.parametrize(("kind", "suffix"), [("PNG", "png"), ("JPEG", "jpg"), ("GIF", "gif"), ("PPM", "ppm")])
+def test_the_name_of_a_file_has_its_digest_and_kind(kind: str, suffix: str) -> None:
+    image = read_image(encoded(RED, kind))
+    assert image.file_name == f"{image.digest}.{suffix}"
+
+
 def test_transparent_palette_and_gray_images_become_rgb() -> None:
     clear = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
     assert read_image(clear).open().getpixel((0, 0)) == (255, 255, 255)

@@ -17,7 +17,7 @@ from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.errors import ConfigError
-from skyrl_train.evaluate import evaluate, trajectory_row
+from skyrl_train.evaluate import dump_images, evaluate, trajectory_row
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.report import report_own_run
@@ -167,7 +167,9 @@ class TrajectoryDump(Callback):
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         if report.trajectories:
             rows = [trajectory_row(t, self._chat, run.cfg.generator.success_reward) for t in report.trajectories]
-            write_jsonl(self._run_folder.trajectories(report.global_step), rows)
+            path = self._run_folder.trajectories(report.global_step)
+            await dump_images(path.parent, report.trajectories)
+            write_jsonl(path, rows)
 
 
 class Checkpointing(Callback):

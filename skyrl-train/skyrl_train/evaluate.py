@@ -1,5 +1,6 @@
 """Evaluation: play every validation prompt with `generator.eval_sampling_params`, and measure the rewards."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from skyrl_train.generators.metrics import (
     with_prefix,
 )
 from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.media.files import IMAGE_FOLDER, format_marker, write_images
 from skyrl_train.tracking.run_folder import AGGREGATED
 from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 
@@ -31,8 +33,9 @@ async def evaluate(
     folder: Path | None = None,
     chat: ChatEncoder | None = None,
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """Play all prompts of `dataset`. Return the metrics and the trajectories. With a `folder`, write them there.
+    """Play all prompts of `dataset`. Return the metrics and the trajectories.
 
+    With a `folder`, such as `evals/global_step_5`, write both there, and images to the folder `images` beside it.
     Metrics are `eval/all/*`, `eval/<data source>/*`, `eval/environment/*`, and the generator's.
     """
     sampling = SamplingParams.from_config(cfg.generator.eval_sampling_params)
@@ -50,6 +53,7 @@ async def evaluate(
     metrics |= with_prefix("eval", generator.take_metrics("eval"))
     if folder is not None:
         assert chat is not None, "writing trajectories needs the chat encoder"
+        await dump_images(folder.parent, trajectories)
         dump_evaluation(folder, trajectories, metrics, chat, success_reward)
     return metrics, trajectories
 
@@ -83,10 +87,16 @@ def dump_evaluation(
             path.unlink()
 
 
+async def dump_images(folder: Path, trajectories: Sequence[Trajectory]) -> None:
+    """Write the images of trajectories to `images/` in a folder. Rollouts in progress continue meanwhile."""
+    images = [span.image for t in trajectories for segment in t.segments for span in segment.images]
+    await asyncio.to_thread(write_images, folder / IMAGE_FOLDER, images)
+
+
 def trajectory_row(trajectory: Trajectory, chat: ChatEncoder, success_reward: float | None) -> dict[str, Any]:
     """Return a trajectory as a JSON row, with text instead of token ids. Rewards are null if it is invalid.
 
-    The first three keys describe the last segment, and `earlier` lists the segments before it. The `segment` of a turn
+    The first four keys describe the last segment, and `earlier` lists the segments before it. The `segment` of a turn
     is the index of its segment, counted from the start. `total_reward` is the sum over all segments.
     """
     is_valid = trajectory.is_valid
@@ -113,7 +123,19 @@ def trajectory_row(trajectory: Trajectory, chat: ChatEncoder, success_reward: fl
 
 def _segment_row(segment: Segment, chat: ChatEncoder, is_valid: bool) -> dict[str, Any]:
     return {
-        "input_prompt": chat.decode_all(segment.prompt_ids),
-        "output_response": chat.decode_all(segment.response_ids),
+        "input_prompt": _decode(segment, 0, segment.n_prompt, chat),
+        "output_response": _decode(segment, segment.n_prompt, len(segment.token_ids), chat),
+        "images": [span.image.file_name for span in segment.images],  # in the prompt and the response
         "score": segment.rewards if is_valid else None,  # for each token
     }
+
+
+def _decode(segment: Segment, start: int, end: int, chat: ChatEncoder) -> str:
+    """Return the text of the tokens between `start` and `end`, with a marker for the tokens of each image."""
+    images = [span for span in segment.images if start <= span.start < end]
+    starts, ends = [start, *(span.end for span in images)], [*(span.start for span in images), end]
+    first, *rest = [segment.token_ids[i:j] for i, j in zip(starts, ends, strict=True)]
+    text = chat.decode_all(first)
+    for span, token_ids in zip(images, rest, strict=True):
+        text += format_marker(span.image.file_name) + chat.decode_after(token_ids, shows_all=True)
+    return text

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteCheckpoints, RemoteFolder, open_folder, step_of, upload_files
 from skyrl_train.errors import CheckpointError
+from skyrl_train.media.files import IMAGE_FOLDER
 from skyrl_train.run import Callback, Run, StepReport
 from skyrl_train.tracking import RunFolder
 
@@ -195,8 +196,7 @@ class RemoteStorage(Callback):
     def _upload_evaluation(self, step: int) -> None:
         if self._trajectories is not None:
             folder = self._run_folder.evals(step)
-            target = self._trajectories / folder.name
-            self._uploader.submit(Upload(folder, -1, partial(upload_files, folder, target)))
+            self._uploader.submit(Upload(folder, -1, partial(upload_evaluation, folder, self._trajectories)))
 
     async def _settle(self, run: Run) -> None:
         """Report finished uploads, and remove local checkpoints that are uploaded and superseded."""
@@ -230,6 +230,13 @@ def open_evaluations(url: str | None, run_name: str) -> RemoteFolder | None:
     """Return the folder of a run's evaluations under `url`. Without credentials, log a warning and return None."""
     folder = open_folder(url, "trainer.remote_trajectory_url", "trajectories")
     return None if folder is None else folder / "evals" / run_name
+
+
+def upload_evaluation(folder: Path, target: RemoteFolder) -> int:
+    """Upload an evaluation into `target`, after the images that it shows. Return the number of uploaded bytes."""
+    images = folder.parent / IMAGE_FOLDER
+    n_bytes = upload_files(images, target / IMAGE_FOLDER) if images.exists() else 0
+    return n_bytes + upload_files(folder, target / folder.name)
 
 
 def _ignore_later(remote: RemoteCheckpoints, step: int) -> int:

@@ -317,8 +317,12 @@ def open_folder(url: str | None, key: str, content: str) -> RemoteFolder | None:
 
 
 def upload_files(source: Path, target: RemoteFolder) -> int:
-    """Upload the files that the target lacks or has in another size. Return the number of uploaded bytes."""
-    paths = {path.relative_to(source).as_posix(): path for path in sorted(source.rglob("*")) if path.is_file()}
+    """Upload the files that the target lacks or has in another size. Return the number of uploaded bytes.
+
+    `*.partial` files are skipped, because another thread is writing them.
+    """
+    found = sorted(path for path in source.rglob("*") if path.suffix != ".partial" and path.is_file())
+    paths = {path.relative_to(source).as_posix(): path for path in found}
     remote_sizes = target.sizes()
     sent = {
         name: target.upload_file(path, name).n_bytes

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from contextlib import nullcontext
 
-from skyrl_train.checkpoint import STORAGE_ERRORS, upload_files
+from skyrl_train.checkpoint import STORAGE_ERRORS
 from skyrl_train.config import changed_settings, to_yaml
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.engine import sync_options
@@ -17,7 +17,7 @@ from skyrl_train.entrypoints.prompts import open_eval_prompts
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.remote_storage import open_evaluations
+from skyrl_train.remote_storage import open_evaluations, upload_evaluation
 from skyrl_train.report import report_own_run
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class EvaluationExperiment(RLExperiment):
         trainer = self.cfg.trainer
         if (remote := open_evaluations(trainer.remote_trajectory_url, trainer.run_name)) is not None:
             try:
-                await asyncio.to_thread(upload_files, folder, remote / folder.name)
+                await asyncio.to_thread(upload_evaluation, folder, remote)
             except STORAGE_ERRORS as error:
                 logger.warning("They could not be uploaded to %s: %s. Rerun the command to retry", remote.url, error)
         if failed:

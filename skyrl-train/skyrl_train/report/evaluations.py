@@ -7,6 +7,7 @@ from typing import Any
 
 from skyrl_train.checkpoint import RemoteFolder
 from skyrl_train.errors import DataError
+from skyrl_train.media.files import FILE_NAME
 from skyrl_train.tracking import RunFolder
 from skyrl_train.tracking.run_folder import AGGREGATED
 
@@ -23,6 +24,7 @@ class EvaluatedTrajectory:
     data_source: str
     extras: str
     error: str
+    images: tuple[str, ...] = ()  # names of files in evals/images/
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def parse_trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
         data_source=str(row.get("data_source") or "unknown"),
         extras=json.dumps(row["env_extras"], indent=2, ensure_ascii=False) if row.get("env_extras") else "",
         error=str(row.get("error") or ""),
+        images=tuple(name for name in row.get("images") or () if FILE_NAME.fullmatch(str(name))),
     )
 
 

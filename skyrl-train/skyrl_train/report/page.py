@@ -7,12 +7,14 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from skyrl_train.media.files import IMAGE_FOLDER
 from skyrl_train.report.charts import Chart, Line, sparkline
 from skyrl_train.report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
 from skyrl_train.report.learning_curve import plot_learning_curve
@@ -25,13 +27,13 @@ from skyrl_train.report.summary import (
     select_settings,
     time_split,
 )
+from skyrl_train.report.text import show_text
 from skyrl_train.tracking import RunFolder, find_missing_signal, read_metrics
 
 # The learning curve shows the first that was measured.
 _CURVES = ("eval/all/avg_score", "reward/avg_raw_reward", "val/loss", "train/loss")
 
 _COMMAND = re.compile(r'<p class="label">command</p>\s*<pre>(.*?)</pre>', re.DOTALL)
-_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|\[/?INST\]")
 
 # start of an evaluation metric → start of the same quantity on the training rollouts. The first match counts.
 _TRAINING_TWIN = {
@@ -129,6 +131,7 @@ def write_report(
         eval_table=_eval_table(rows),
         evaluations=evaluations,
         examples=pick_examples(evaluations.latest, evaluations.first),
+        show_text=partial(show_text, root=run_folder.path, folder=f"evals/{IMAGE_FOLDER}"),
         settings=select_settings(config),
         changes=run_folder.read_changes(),
         command=command,
@@ -233,16 +236,6 @@ def _all_metrics(rows: MetricRows) -> list[dict[str, Any]]:
     return table
 
 
-def mark_special_tokens(text: str) -> Markup:
-    """Escape text and mark control tokens, e.g. `<|im_end|>`, for the stylesheet."""
-    pieces: list[str] = []
-    end = 0
-    for match in _SPECIAL_TOKEN.finditer(text):
-        pieces += [text[end : match.start()], Markup('<span class="token">{}</span>').format(match[0])]
-        end = match.end()
-    return Markup("").join([*pieces, text[end:]])  # joining escapes what is not markup
-
-
 def render(template: str, **values: Any) -> str:
     """Render a template of this package."""
     environment = Environment(
@@ -252,6 +245,5 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["mark_special_tokens"] = mark_special_tokens
     environment.filters["duration"] = format_duration
     return environment.get_template(template).render(values)

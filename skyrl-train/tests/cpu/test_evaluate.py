@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 from train_kit.trajectories import make_segment, make_trajectory
+from train_kit.vision_models import ask, conversation_row, picture, save_vision_model
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.images import read_image
 from skyrl_train.compat.skyrl.generator import GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl_train.compat.skyrl.sampling_params import to_sampling_params
 from skyrl_train.config import SkyRLConfig, load_config
@@ -15,6 +17,7 @@ from skyrl_train.evaluate import dump_evaluation, eval_metrics, evaluate, trajec
 from skyrl_train.generators.base import BatchMetadata
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.types import Message, PromptRow, TrajectoryID, Turn
 
 SOURCES = ["maths/easy", "games", None, "maths/easy", "games"]
@@ -167,6 +170,7 @@ def test_the_dump_has_a_file_per_source_and_one_with_all_metrics(
         {
             "input_prompt": "<|im_start|>user\nL or R?<|im_end|>\n<|im_start|>assistant\n",
             "output_response": "L<|im_end|>",
+            "images": [],
             "score": [0.0] * (n_tokens - 1) + [1.0],
             "stop_reason": "stop",
             "env_class": "guess",
@@ -208,12 +212,30 @@ def test_all_rows_of_a_trajectory_are_dumped(tiny_tokenizer: PreTrainedTokenizer
     )
     row = trajectory_row(whole, chat, None)
     assert (row["input_prompt"], row["output_response"], row["score"]) == ("R", "R", whole.rewards)
-    assert row["earlier"] == [{"input_prompt": "L", "output_response": "L", "score": earlier.rewards}]
+    assert row["earlier"] == [{"input_prompt": "L", "output_response": "L", "images": [], "score": earlier.rewards}]
     assert [turn["segment"] for turn in row["turns"]] == [0, 1]
     assert row["total_reward"] == whole.total_reward
     assert (row["n_attempts"], row["reward_components"]) == (2, {"right": 1.5})
     invalid = trajectory_row(replace(whole, error="it broke"), chat, None)
     assert (invalid["score"], invalid["total_reward"], invalid["earlier"][0]["score"]) == (None, None, None)
+
+
+def test_markers_replace_the_placeholders_of_images(tmp_path: Path) -> None:
+    """A placeholder that the model has sampled is text."""
+    tokenizer = load_tokenizer(str(save_vision_model(tmp_path, "idefics3")))
+    chat = ChatEncoder(tokenizer)
+    placeholder = tokenizer.convert_tokens_to_ids("<image>")
+    shown = [picture(seed) for seed in range(3)]
+    row = conversation_row(chat, ask(shown[0], "A ", shown[1]), ask("B", shown[2]), reply=[placeholder])
+    text = chat.decode_all(row.token_ids)
+    for image in shown:
+        name = read_image(image).file_name
+        text = text.replace("<image>" * 4, f"<|image:{name[:8]}|>", 1)
+    written = trajectory_row(replace(make_trajectory(), segments=(row,)), chat, None)
+    assert written["input_prompt"] + written["output_response"] == text
+    assert text.count("<image>") == 2
+    assert written["images"] == [read_image(image).file_name for image in shown]
+    assert written["input_prompt"].count("<|image:") == 2
 
 
 def test_sources_with_reserved_or_colliding_names(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:

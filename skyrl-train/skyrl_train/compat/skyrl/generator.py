@@ -8,6 +8,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.images import IMAGE_TYPES
 from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_train.algorithms.reward_pipeline import EMPTY_RESPONSE, Reward
 from skyrl_train.compat.skyrl.sampling_params import to_sampling, to_sampling_params
@@ -62,6 +63,11 @@ class GeneratorOutput(TypedDict):
     n_attempts: NotRequired[list[int]]
     error: NotRequired[list[str | None]]
 
+
+NO_IMAGES = (
+    "which SkyRL's parallel lists cannot contain; override `rollout` instead of `generate`, and do not override "
+    "`postprocess_generator_output`"
+)
 
 COPIED = ("env_metrics", "reward_components", "timing", "n_attempts")
 """Lists of a `GeneratorOutput` whose entries are fields of a `Trajectory`."""
@@ -162,7 +168,15 @@ def returns_totals(generator: RolloutGenerator) -> bool:
 def to_generator_input(
     requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
 ) -> GeneratorInput:
-    """Convert rollout requests to parallel lists."""
+    """Convert rollout requests to parallel lists.
+
+    Raise DataError for an image in a prompt, because `GeneratorOutput` could not contain it.
+    """
+    for request in requests:
+        contents: list[Any] = [message.get("content") for message in request.row.prompt]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        if any(isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES for part in parts):
+            raise DataError(f"the prompt of trajectory {request.id.to_string()} has an image, {NO_IMAGES}")
     return GeneratorInput(
         prompts=[request.row.prompt for request in requests],
         env_classes=[request.row.env_class for request in requests],
@@ -183,7 +197,12 @@ def to_requests(input_batch: GeneratorInput) -> list[RolloutRequest]:
 
 
 def to_generator_output(trajectories: Sequence[Trajectory], *, with_totals: bool = False) -> GeneratorOutput:
-    """Convert trajectories to parallel lists. `with_totals` gives one reward per response instead of one per token."""
+    """Convert trajectories to parallel lists. `with_totals` gives one reward per response instead of one per token.
+
+    Raise DataError for an image, because the lists contain only its placeholder tokens.
+    """
+    if t := next((t for t in trajectories if any(segment.images for segment in t.segments)), None):
+        raise DataError(f"trajectory {t.id.to_string()} has an image, {NO_IMAGES}")
     pairs = [(t, segment) for t in trajectories for segment in t.segments]
     output = GeneratorOutput(
         prompt_token_ids=[segment.prompt_ids for _, segment in pairs],
@@ -215,7 +234,8 @@ def edit_as_lists(
     """Convert valid trajectories to lists, apply `edit`, and convert back. `edit` may change the lists in place.
 
     Raises:
-        DataError: the edited lists have different lengths or lack a reward, or `edit` returned something else.
+        DataError: a trajectory has an image, the edited lists have different lengths or lack a reward, or `edit`
+            returned something else.
     """
     lists = to_generator_output(trajectories, with_totals=with_totals)
     copied: Any = {

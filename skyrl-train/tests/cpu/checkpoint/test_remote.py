@@ -27,7 +27,7 @@ from skyrl_train.checkpoint import (
 from skyrl_train.checkpoint.manifest import MANIFEST, Fingerprint, find_damage, fingerprint
 from skyrl_train.checkpoint.store import POINTER
 from skyrl_train.errors import CheckpointError
-from skyrl_train.remote_storage import Upload, Uploader
+from skyrl_train.remote_storage import Upload, Uploader, upload_evaluation
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -156,6 +156,22 @@ def test_evaluations_are_uploaded_once(remote: RemoteCheckpoints, tmp_path: Path
     assert upload_files(tmp_path / "evals", remote.folder) == 9
     assert upload_files(tmp_path / "evals", remote.folder) == 0
     assert remote.folder.read("catch.jsonl") == b'{"a": 1}\n'
+
+
+def test_images_of_evaluations_are_uploaded_beside_them(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    """An image that another evaluation is writing is left to that evaluation."""
+    images = tmp_path / "evals/images"
+    for step in (0, 5):
+        (tmp_path / f"evals/global_step_{step}").mkdir(parents=True)
+        (tmp_path / f"evals/global_step_{step}/catch.jsonl").write_text("{}\n")
+    assert upload_evaluation(tmp_path / "evals/global_step_0", remote.folder) == 3
+    images.mkdir()
+    (images / "a.png").write_bytes(b"image")
+    (images / "b.png.partial").write_bytes(b"im")
+    assert upload_evaluation(tmp_path / "evals/global_step_5", remote.folder) == 8
+    assert upload_evaluation(tmp_path / "evals/global_step_5", remote.folder) == 0
+    assert remote.folder.names() == ["global_step_0", "global_step_5", "images"]
+    assert (remote.folder / "images").names() == ["a.png"]
 
 
 def test_a_failed_upload_is_retried_until_it_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

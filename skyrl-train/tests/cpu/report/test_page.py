@@ -1,6 +1,7 @@
 import html
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from PIL import Image
 from train_kit.pages import Page
+from train_kit.vision_models import picture
 
+from skyrl_gym.images import EncodedImage, read_image
+from skyrl_train.media.files import format_marker, write_images
 from skyrl_train.report import write_report
+from skyrl_train.report.text import MAX_THUMBNAILS
 from skyrl_train.tracking import MetricsFile, RunFolder
 
 METRICS = {
@@ -123,6 +129,60 @@ def test_responses_are_escaped(folder: RunFolder) -> None:
     assert not re.search("<(script|b|i|u)>", text)
     assert '<span class="token">&lt;|im_end|&gt;</span>' in text
     assert "1 of 2 rollouts failed and have no score; the first: &lt;i&gt;bad&lt;/i&gt;" in text
+
+
+def _write_episode(folder: RunFolder, images: Sequence[EncodedImage], text: str, n_files: int | None = None) -> None:
+    """Write an evaluation at step 0 with one episode, and the files of its first `n_files` images (default: all)."""
+    row = {"input_prompt": "Look!", "output_response": text, "score": 1.0, "images": [i.file_name for i in images]}
+    (folder.evals(0) / "a.jsonl").write_text(json.dumps(row) + "\n")
+    write_images(folder.path / "evals/images", images[:n_files])
+
+
+def test_images_are_shown_in_place_and_link_to_their_files(folder: RunFolder, tmp_path: Path) -> None:
+    """The page is self-contained, and its links are relative, so that the run folder may be moved."""
+    wide, tiny = read_image(picture(0, 400, 300)), read_image(Image.new("RGB", (20, 30), "red"))
+    markers = [format_marker(image.file_name) for image in (wide, tiny)]
+    _write_episode(folder, [wide, tiny], f"one {markers[0]}<|im_end|> two {markers[1]} <|image:01234567|>")
+    page, text = _write(folder)
+    response = re.findall("<pre>(.*?)</pre>", text, re.DOTALL)[1]
+    link = r'<a class="image" href="evals/images/{}" title="image {}, {} x {}" [^>]*><img src="([^"]+)" [^>]*></a>'
+    parts = [link.format(i.file_name, i.digest[:8], i.width, i.height) for i in (wide, tiny)]
+    found = re.fullmatch(
+        rf'one {parts[0]}<span class="token">&lt;\|im_end\|&gt;</span> two {parts[1]} '
+        r'<span class="token">&lt;\|image:01234567\|&gt;</span>',
+        response,
+    )
+    assert found, response
+    shown = [read_image(url) for url in found.groups()]
+    assert [(image.width, image.height) for image in shown] == [(160, 120), (100, 150)]
+    assert len(shown[0].content) < len(wide.content) / 4
+    files = [address for address in page.loads if not address.startswith("data:")]
+    moved = folder.path.rename(tmp_path / "moved")
+    assert [read_image(moved / file) for file in files] == [wide, tiny]
+
+
+def test_a_page_has_few_thumbnails(folder: RunFolder) -> None:
+    """Later images of a text are links in words, also if they repeat."""
+    images = [read_image(picture(seed % 30)) for seed in range(40)]
+    _write_episode(folder, images, " ".join(format_marker(image.file_name) for image in images))
+    _, text = _write(folder)
+    assert text.count("<img ") == MAX_THUMBNAILS
+    assert text.count('<a class="image"') == 40
+    assert f">image {images[-1].digest[:8]}, 48 x 32</a>" in text
+
+
+def test_an_image_without_a_file_stays_a_marker(folder: RunFolder) -> None:
+    """A name that is not an image's, or a damaged file, does not break the page."""
+    image = read_image(picture(0))
+    _write_episode(folder, [image], format_marker(image.file_name), n_files=0)
+    marker = f'<pre><span class="token">&lt;|image:{image.digest[:8]}|&gt;</span></pre>'
+    assert marker in _write(folder)[1]
+    (folder.path / "evals/images").mkdir()
+    (folder.path / "evals/images" / image.file_name).write_bytes(image.content[:100])
+    assert marker in _write(folder)[1]
+    row = {"output_response": "<|image:../../..|>", "score": 1.0, "images": ["../../../secret.png", 7]}
+    (folder.evals(0) / "a.jsonl").write_text(json.dumps(row) + "\n")
+    assert "secret.png" not in _write(folder)[1]
 
 
 def test_without_an_evaluation_the_rate_of_the_environment_is_shown(folder: RunFolder) -> None:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
-from train_kit.runs import Run, assert_equal_runs, stop_after, train
-from train_kit.vision_models import each_family, picture_run, save_vision_model
+from train_kit.runs import Run, assert_equal_runs, read_lines, stop_after, train
+from train_kit.vision_models import each_family, picture, picture_run, save_vision_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from skyrl_gym.images import read_image
 
 
 def train_pictures(folder: Path, *overrides: str, model: Path, name: str = "test_run") -> Run:
@@ -38,6 +40,51 @@ def test_an_export_has_the_image_processor(tmp_path: Path) -> None:
     AutoProcessor.from_pretrained(export)
     AutoModelForImageTextToText.from_pretrained(export)
     check(train_pictures(tmp_path, model=export, name="continued"))
+
+
+def test_a_run_keeps_its_images_in_files_and_shows_them(tmp_path: Path) -> None:
+    """Training and evaluation trajectories name their images; the report shows them; both are in remote storage."""
+    model = save_vision_model(tmp_path / "model", "idefics3")
+    evaluates = [f"data.val_data=['{tmp_path}/rows.jsonl']", f"trainer.remote_trajectory_url=file://{tmp_path}/remote"]
+    settings = [*evaluates, "trainer.eval_interval=2", "trainer.dump_trajectories=true"]
+    run = train_pictures(tmp_path, *settings, model=model)
+    folders = {run.folder / "evals": "evals/*/unknown.jsonl", run.folder / "trajectories": "trajectories/*.jsonl"}
+    generated = train(*picture_run(tmp_path, *evaluates, model=model, name="generated"), command="generate")
+    folders[generated.folder / "evals"] = "evals/eval_only/unknown.jsonl"
+    for folder, files in folders.items():
+        found = set()
+        for episode in [row for file in folder.parent.glob(files) for row in read_lines(file)]:
+            seed = 10 * episode["env_extras"]["extra_info"]["seed"]
+            images = [read_image(folder / "images" / name) for name in episode["images"]]
+            assert images == [read_image(picture(seed + turn)) for turn in range(3)]
+            text = episode["input_prompt"] + episode["output_response"]
+            assert [text.count(f"<|image:{name[:8]}|>") for name in episode["images"]] == [1, 1, 1]
+            found |= set(episode["images"])
+        assert len(found) == 24, "8 rows with 3 pictures each"
+        assert {path.name for path in (folder / "images").iterdir()} == found
+    for own in (run, generated):
+        assert own.folder.joinpath("report.html").read_text().count('<img src="data:image/') >= 3 * 3
+        remote = tmp_path / "remote/evals" / own.folder.name
+        assert files_in(remote) == files_in(own.folder / "evals")
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files in a folder, by relative path."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_asynchronous_run_resumes_with_images(tmp_path: Path) -> None:
+    """The rollouts in progress at the stop are played again, with their images."""
+    model = save_vision_model(tmp_path / "model", "idefics3")
+    asynchronous = ["trainer.fully_async.enabled=true", "trainer.fully_async.max_staleness_steps=1"]
+    settings = [*asynchronous, "trainer.ckpt_interval=1", "trainer.max_training_steps=3", "trainer.epochs=2"]
+    settings.append("trainer.dump_trajectories=true")
+    stop_after(1, *picture_run(tmp_path, *settings, model=model))
+    run = train_pictures(tmp_path, *settings, model=model)
+    assert run.steps[-3:] == [1, 2, 3]
+    for step in run.steps[-3:]:
+        assert [len(row["images"]) for row in run.trajectories(step)] == [3] * 16
+    assert all(metrics["generate/n_invalid"] == 0 for metrics in run.metrics[-3:])
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:

@@ -4,14 +4,17 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from train_kit.messages import user
 from train_kit.trajectories import make_segment, make_trajectory
 
+from skyrl_gym.images import read_image
 from skyrl_train.compat.skyrl.generator import (
     GeneratorInput,
     GeneratorInterface,
@@ -28,6 +31,7 @@ from skyrl_train.config import load_config
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest
 from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.media.spans import ImageSpan
 from skyrl_train.types import PromptRow, Segment, Trajectory, TrajectoryID, Turn, WeightSpan
 
 SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.5, stop=("END",))
@@ -297,6 +301,21 @@ def test_editing_the_lists_changes_only_what_is_edited(drawn: list[Trajectory]) 
     assert edit_as_lists(drawn, raise_rewards, with_totals=False) == expected
     assert drawn == before
     assert edit_as_lists(drawn, lambda lists: {}, with_totals=False) == drawn  # type: ignore[typeddict-item]
+
+
+def test_images_are_refused() -> None:
+    """The lists have only the placeholder tokens, and training on these as text would be wrong."""
+    image = read_image(Image.new("RGB", (8, 8)))
+    t = make_trajectory("17", repetition=3)
+    t.segments[0].images.append(ImageSpan(0, 2, image))
+    message = "trajectory 17_3 has an image, which SkyRL's parallel lists cannot contain; override `rollout`"
+    for convert in (to_generator_output, partial(edit_as_lists, edit=lambda lists: lists, with_totals=False)):
+        with pytest.raises(DataError, match=message):
+            convert([make_trajectory("1"), t])
+    prompt: Any = [user("Look."), {"role": "user", "content": [{"type": "image", "image": image}]}]
+    requests = [RolloutRequest(TrajectoryID("17", 3), PromptRow("17", prompt, None, {}))]
+    with pytest.raises(DataError, match="the prompt of trajectory 17_3 has an image"):
+        to_generator_input(requests, SAMPLING, BatchMetadata(3, "train"))
 
 
 def test_totals_are_edited_on_the_last_sampled_token() -> None:
