@@ -255,6 +255,13 @@ def _to_openai(content: Any) -> Any:
     ]
 
 
+def join_texts(content: Any) -> str:
+    """Return the text of a message's content, without its images."""
+    if isinstance(content, list | tuple):
+        return "".join(part["text"] for part in content if isinstance(part.get("text"), str))
+    return str(content)
+
+
 def _import_pillow(module: str = "Image") -> Any:
     require("PIL", "images", "images in messages")
     return importlib.import_module(f"PIL.{module}")
