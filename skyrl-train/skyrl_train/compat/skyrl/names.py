@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -99,7 +100,9 @@ class _Names(MetaPathFinder):
             return None
         if module in MODULES:
             is_package = any(other.startswith(f"{module}.") for other in MODULES)
-            return ModuleSpec(fullname, _WithNames(_Copy(MODULES[module]), module), is_package=is_package)
+            original = MODULES[module]
+            origin = str(Path(__file__).with_name(f"{original or 'names'}.py"))  # `python -m` makes it sys.argv[0]
+            return ModuleSpec(fullname, _WithNames(_Copy(original), module), origin=origin, is_package=is_package)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _WithNames(spec.loader, module)
