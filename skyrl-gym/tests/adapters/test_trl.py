@@ -144,7 +144,7 @@ def start_env(name: str, extras: dict[str, Any] | None = None, **env_config: Any
 
 def test_an_episode() -> None:
     skyrl_gym.register(id="trl", entry_point="skyrl_gym.adapters.trl:TrlEnv")
-    row = {"number": 7, "greeting": "Between 1 and 10.", "data_source": "x", "max_turns": 5}
+    row = {"number": 7, "greeting": "Between 1 and 10.", "data_source": "x", "max_turns": 5, "reads_images": True}
     with skyrl_gym.make("trl", env_config={"factory": f"{__name__}:Guess"}, extras=row) as env:
         prompt, _ = env.init(PROMPT)
         assert prompt[-1] == {"role": "user", "content": "Guess.\n\nBetween 1 and 10."}

@@ -16,9 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from gym_kit.processes import is_running, run_python, wait_until
+from PIL import Image
 
 from skyrl_gym.core import Env
+from skyrl_gym.error import InvalidAnswer
+from skyrl_gym.images import find_images, read_image, read_parts
 from skyrl_gym.runtime.env_config import EnvConfig
+from skyrl_gym.runtime.serialization import to_json_value
 from skyrl_gym.runtime.worker import EnvWorker, serve
 
 PARENT_PROGRAM = """
@@ -171,3 +175,14 @@ def test_a_forked_child_that_returns_answers_nothing(tmp_path: Path) -> None:
     answers = ask(ours, ["make", "x", "forking:Forking", {}, {}, {}], ["step", "a"], ["step", "raise"], ["step", "a"])
     assert worker.wait(30) == 0
     assert answers == [["ok", None], ["ok", 1], ["error", "ValueError: no"], ["ok", 3]]
+
+
+def test_images_cross_the_boundary_as_data_urls() -> None:
+    image = Image.new("RGB", (2, 1), "red")
+    parts = [{"type": "image", "image": source} for source in (image, read_image(image), np.array(image))]
+    answer = json.loads(json.dumps([{"role": "user", "content": parts}], default=to_json_value))
+    images = find_images([{"content": read_parts(answer[0]["content"])}])
+    assert [found.open().getpixel((1, 0)) for found in images] == [(255, 0, 0)] * 3
+    for rows in ([[1, 2]], [[[1, 2, 3]], []], [[[256, 0, 0]]], [], [[["a", "b", "c"]]]):
+        with pytest.raises(InvalidAnswer, match="a list cannot become an image"):
+            read_image(rows)

@@ -21,6 +21,7 @@ from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, Episode
 
 MAX_MESSAGE_BYTES = 1 << 26
 START_SECONDS = 60.0
+EXIT_SECONDS = 5.0
 
 
 class ProcessEpisodes:
@@ -50,9 +51,8 @@ class ProcessEpisodes:
         return worker
 
     async def close(self) -> None:
-        """Kill the workers."""
-        for worker in [*self._idle, *self._busy]:
-            await worker.kill()
+        """End the workers. Idle ones have `EXIT_SECONDS` to clean up, e.g. to remove temporary files."""
+        await asyncio.gather(*(worker.end() for worker in self._idle), *(worker.kill() for worker in self._busy))
         self._idle.clear()
         self._busy.clear()
 
@@ -170,6 +170,14 @@ class _Worker(Episode):
         if kind == "error":
             raise EnvError(value)
         return value
+
+    async def end(self) -> None:
+        """Let the process exit, and kill what is left of it after `EXIT_SECONDS`."""
+        self._writer.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_SECONDS):
+                await self._process.wait()
+        await self.kill()
 
     async def kill(self) -> None:
         """Kill the process and its children."""

@@ -5,6 +5,7 @@ the software, running the verifier, and stopping the software.
 """
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,10 +18,13 @@ from envs.fleet_env.client import FleetEnvClient
 from envs.fleet_env.mcp_tools import FleetMCPTools
 from fleet._async import AsyncFleet
 from fleet._async.tasks import Task
-from mcp.server.fastmcp import FastMCP
+from mcp.server.fastmcp import FastMCP, Image
+from PIL import Image as PillowImage
 
 from integrations.fleet.env import FleetTaskEnv
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
+from skyrl_gym.images import find_images, join_texts
+from skyrl_gym.runtime.validation import validate_prompt, validate_step_output
 
 TASK = {
     "task_key": "notes_1",
@@ -75,12 +79,21 @@ async def cloud(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cloud]:
         notes.append(text)
         return {"notes": notes}
 
-    @server.tool()
-    def computer(action: str) -> str:
-        """Use the screen."""
-        return action
+    @server.tool(structured_output=False)
+    def computer(action: str, coordinate: list[int] | None = None) -> list[Any]:
+        """Use the screen, which becomes blue when it is clicked."""
+        file = io.BytesIO()
+        PillowImage.new("RGB", (64, 48), "blue" if action == "left_click" else "red").save(file, "PNG")
+        return [f"Did {action} at {coordinate}.", Image(data=file.getvalue(), format="png")]
 
-    web = uvicorn.Server(uvicorn.Config(server.streamable_http_app(), port=0, log_level="error"))
+    app = server.streamable_http_app()
+
+    async def serve_both_paths(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] == "/api/v1/mcp":  # of computer use
+            scope = {**scope, "path": "/mcp"}
+        await app(scope, receive, send)
+
+    web = uvicorn.Server(uvicorn.Config(serve_both_paths, port=0, log_level="error"))
     serving = asyncio.create_task(web.serve())
     while not web.started:
         await asyncio.sleep(0.01)
@@ -97,10 +110,13 @@ async def cloud(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cloud]:
     await serving
 
 
-def make(tmp_path: Path, task: dict[str, Any] | None = None, **settings: Any) -> FleetTaskEnv:
+def make(
+    tmp_path: Path, task: dict[str, Any] | None = None, *, reads_images: bool = False, **settings: Any
+) -> FleetTaskEnv:
     file = tmp_path / "tasks.json"
     file.write_text(json.dumps([task or TASK]))
-    return FleetTaskEnv({"tasks_file": str(file), **settings}, {"task_key": "notes_1", "max_turns": 4})
+    row = {"task_key": "notes_1", "max_turns": 4, "reads_images": reads_images}
+    return FleetTaskEnv({"tasks_file": str(file), **settings}, row)
 
 
 async def play(env: FleetTaskEnv, *replies: str) -> BaseTextEnvStepOutput:
@@ -134,6 +150,26 @@ async def test_an_episode(cloud: Cloud, tmp_path: Path) -> None:
     assert arguments["final_answer"] == "4"
     assert len(json.loads(arguments["conversation"])) == 7
     assert env.get_metrics()["is_verified"] == 1
+
+
+async def test_computer_use(cloud: Cloud, tmp_path: Path) -> None:
+    task = TASK | {"task_modality": "computer_use", "verifier_code": "def verify(env, conversation=None): return 1.0"}
+    env = make(tmp_path, task, reads_images=True, coordinates="thousandths")
+    prompt = validate_prompt(await env.init_async([]))
+    assert "The screenshot has 64 x 48 pixels." in prompt[0]["content"]
+    assert '"add_note"' not in prompt[0]["content"]
+    (screen,) = find_images(prompt)
+    assert screen.open().getpixel((0, 0)) == (255, 0, 0)
+    step = validate_step_output(await env.step_async(call("computer", action="left_click", coordinate=[500, 250])))
+    (screen,) = find_images(step["observations"])
+    assert screen.open().getpixel((0, 0)) == (0, 0, 255)
+    assert "Did left_click at [32, 12]." in join_texts(step["observations"][0]["content"])
+    assert (await env.step_async("<done>"))["reward"] == 1.0
+    await env.close_async()
+    (arguments,) = cloud.verified
+    assert "base64" not in arguments["conversation"]
+    with pytest.raises(ValueError, match="whose screenshots a text model cannot see"):
+        make(tmp_path, task)
 
 
 async def test_done_and_the_last_turn_are_graded(cloud: Cloud, tmp_path: Path) -> None:

@@ -64,14 +64,14 @@ class Tab:
         for event in ("requestfinished", "requestfailed"):
             page.on(event, lambda request: self._requests.discard(request))
 
-    async def open(self, url: str) -> EncodedImage:
-        """Open a page and return a screenshot. Raise ToolFailure if Chromium fails."""
+    async def open(self, url: str) -> None:
+        """Open a page. Raise ToolFailure if Chromium fails."""
         async with self._slots, _limit("open a page", self._timeout_s):
             await self.page.goto(url)
-            return await self._take_screenshot()
+            await self._settle()
 
-    async def perform(self, action: Action) -> EncodedImage:
-        """Perform an action, wait for its effect, and return a screenshot. Raise ToolFailure if Chromium fails."""
+    async def perform(self, action: Action) -> None:
+        """Perform an action and wait for its effect. Raise ToolFailure if Chromium fails."""
         async with self._slots, _limit(f"perform {action}", self._timeout_s):
             match action:
                 case Click(x, y):
@@ -84,7 +84,12 @@ class Tab:
                     await self.page.evaluate("y => window.scrollBy({top: y, behavior: 'instant'})", pixels)
                 case Wait(seconds):
                     await asyncio.sleep(seconds)
-            return await self._take_screenshot()
+            await self._settle()
+
+    async def take_screenshot(self) -> EncodedImage:
+        """Return a screenshot. Raise ToolFailure if Chromium fails."""
+        async with self._slots, _limit("take a screenshot", self._timeout_s):
+            return read_image(await self.page.screenshot(type="png", animations="disabled", caret="hide"))
 
     async def close(self) -> None:
         """Close the page and its context. Chromium may be gone."""
@@ -93,10 +98,6 @@ class Tab:
         with suppress(Error, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self.page.close()
-
-    async def _take_screenshot(self) -> EncodedImage:
-        await self._settle()
-        return read_image(await self.page.screenshot(type="png", animations="disabled", caret="hide"))
 
     async def _settle(self) -> None:
         """Wait until no request is under way and two frames were drawn.
@@ -152,16 +153,17 @@ class Chromium:
         """Run a coroutine in the event loop of the thread."""
         return self._loop.submit(coroutine)
 
-    async def open_site(self, site: Site, screen: Screen, timeout_s: float) -> tuple[Tab, EncodedImage]:
-        """Serve a site, open it in a new tab, and return a screenshot. Raise ToolFailure if Chromium fails."""
+    async def open_site(self, site: Site, screen: Screen, timeout_s: float) -> Tab:
+        """Serve a site and open it in a new tab. Raise ToolFailure if Chromium fails."""
         async with self._slots, _limit(f"start ({self.executable})", timeout_s):
             tab = Tab(await self._new_page(screen), self._slots, timeout_s)
         assert self._server is not None
         try:
-            return tab, await tab.open(self._server.add(site))
+            await tab.open(self._server.add(site))
         except BaseException:
             await self.close_site(site, tab)
             raise
+        return tab
 
     async def close_site(self, site: Site, tab: Tab) -> None:
         """Close a site's tab and stop serving it."""

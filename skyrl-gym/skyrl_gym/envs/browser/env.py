@@ -7,11 +7,11 @@ text on the screen counts for nothing.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_gym.adapters.actions import ActionError, parse_calls
 from skyrl_gym.adapters.async_env import AsyncEnv
@@ -27,6 +27,8 @@ from skyrl_gym.images import EncodedImage
 from skyrl_gym.optional import require
 from skyrl_gym.tools.messages import Content, append_to_system, format_tool_response, format_tools_prompt, join_contents
 from skyrl_gym.tools.screen import Coordinates, Screen
+
+T = TypeVar("T")
 
 MAX_TURNS = 30
 MIN_SIDE, MAX_SIDE = 200, 4000
@@ -93,7 +95,7 @@ class BrowserEnv(AsyncEnv):
         self.site = make_site(site, whole_number(seed, "seed"))
         self._executable = find_executable(self.settings.executable)
         self._chromium: Chromium | None = None
-        self._opening: Future[tuple[Tab, EncodedImage]] | None = None
+        self._opening: Future[Tab] | None = None
         self._screenshot: EncodedImage | None = None
         self._is_over = False
         self._reward = 0.0
@@ -110,11 +112,11 @@ class BrowserEnv(AsyncEnv):
         )
         try:
             # A tab that is cancelled while it opens would be lost. `_release` waits for it instead.
-            _, screenshot = await asyncio.shield(asyncio.wrap_future(self._opening))
+            await asyncio.shield(asyncio.wrap_future(self._opening))
+            await self._take_screenshot()
         except BaseException:
             await self._release()
             raise
-        self._screenshot = screenshot
         prompt = append_to_system(prompt, format_tools_prompt([describe_tool(self.screen)]))
         return append_observation(prompt, self._show(self.screen.description)), {}
 
@@ -139,6 +141,7 @@ class BrowserEnv(AsyncEnv):
             text = f"Error: {error}"
         if self.turns >= self.max_turns:
             return self._end(True, metadata)
+        await self._take_screenshot()
         observation = user_message(format_tool_response(self._show(text)))
         return BaseTextEnvStepOutput(observations=[observation], reward=0.0, done=False, metadata=metadata)
 
@@ -156,11 +159,8 @@ class BrowserEnv(AsyncEnv):
         }
 
     async def _perform(self, action: Any) -> str:
-        """Perform an action, take a screenshot, and return a line of text for the model."""
-        assert self._chromium is not None
-        assert self._opening is not None
-        tab, _ = self._opening.result()
-        self._screenshot = await asyncio.wrap_future(self._chromium.submit(tab.perform(action)))
+        """Perform an action and return a line of text for the model."""
+        await self._run(self._tab.perform(action))
         match action:
             case Click(x, y):
                 return f"Clicked at ({x}, {y})."
@@ -171,6 +171,19 @@ class BrowserEnv(AsyncEnv):
             case Scroll(pixels):
                 return f"Scrolled {'down' if pixels >= 0 else 'up'} by {abs(pixels)} pixels."
         return "Waited."
+
+    async def _take_screenshot(self) -> None:
+        self._screenshot = await self._run(self._tab.take_screenshot())
+
+    @property
+    def _tab(self) -> Tab:
+        assert self._opening is not None
+        return self._opening.result()
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in Chromium's event loop."""
+        assert self._chromium is not None
+        return await asyncio.wrap_future(self._chromium.submit(coroutine))
 
     def _show(self, text: str) -> Content:
         """Return the current screenshot with a line of text."""
@@ -202,13 +215,12 @@ class BrowserEnv(AsyncEnv):
         return chromium.submit(_close(chromium, opening, self.site))
 
 
-async def _close(chromium: Chromium, opening: Future[tuple[Tab, EncodedImage]], site: Site) -> None:
+async def _close(chromium: Chromium, opening: Future[Tab], site: Site) -> None:
     """Close an episode's tab, once it is open. Runs in Chromium's event loop."""
     try:
         await asyncio.gather(asyncio.wrap_future(opening), return_exceptions=True)
         if opening.exception() is None:
-            tab, _ = opening.result()
-            await chromium.close_site(site, tab)
+            await chromium.close_site(site, opening.result())
     finally:
         release(chromium)
 

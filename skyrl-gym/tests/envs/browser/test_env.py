@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -252,8 +253,9 @@ while True:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_process_leaves_no_chromium(end: signal.Signals) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(KIT), os.environ.get("PYTHONPATH", "")])}
+def test_a_killed_process_leaves_no_chromium(end: signal.Signals, tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(KIT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as program:
         assert program.stdout is not None
@@ -264,7 +266,11 @@ def test_a_killed_process_leaves_no_chromium(end: signal.Signals) -> None:
     wait_until(lambda: not any(is_running(process.pid) for process in started))
 
 
-def test_a_crash_ends_its_episodes_and_the_next_one_starts_a_chromium(start: Callable[..., Expert]) -> None:
+def test_a_crash_ends_its_episodes_and_the_next_one_starts_a_chromium(
+    start: Callable[..., Expert], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chromium.end_all()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a crash leaves its temporary files
     expert = start()
     kill(_find_browsers())
     with pytest.raises(ToolFailure, match="Chromium could not perform Wait"):
@@ -274,12 +280,12 @@ def test_a_crash_ends_its_episodes_and_the_next_one_starts_a_chromium(start: Cal
     with pytest.raises(ToolFailure, match="Chromium could not start"):
         start("books")
     assert start("books").solve()["reward"] == 1.0
+    chromium.end_all()
 
 
 def test_an_action_that_takes_too_long_is_not_the_model_s_fault(start: Callable[..., Expert]) -> None:
     expert = start()
-    assert expert.env._opening is not None
-    expert.env._opening.result()[0]._timeout_s = 0.5
+    expert.env._tab._timeout_s = 0.5
     with pytest.raises(ToolFailure, match=r"within 0\.5 s; raise environment\.skyrl_gym\.browser\.timeout_seconds"):
         expert.play("wait", time=1)
 

@@ -29,8 +29,7 @@ class Expert:
 
     @property
     def page(self) -> Page:
-        assert self.env._opening is not None
-        return self.env._opening.result()[0].page
+        return self.env._tab.page
 
     def run(self, coroutine: Any) -> Any:
         """Run a coroutine of Playwright."""

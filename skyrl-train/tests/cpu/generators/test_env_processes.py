@@ -8,6 +8,8 @@ from gym_kit.processes import is_running
 from train_kit.environments import DEATHS, HANGS, METHODS, RUBBISH
 from train_kit.rollouts import MakeStage, check_faulty, faulty, story, tokens_and_rewards
 
+from skyrl_train.generators import env_processes
+
 pytestmark = pytest.mark.usefixtures("without_leaks")
 
 
@@ -41,6 +43,17 @@ async def test_leaked_processes_end_with_the_process_of_their_environment(
     async with asyncio.timeout(60):
         while any(is_running(pid) for pid in leaked):
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+async def test_idle_processes_clean_up_before_they_end(
+    seconds: int, make_stage: MakeStage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env_processes, "EXIT_SECONDS", 60.0 if seconds == 0 else 0.5)
+    stage = make_stage(skyrl_gym={"isolation": "process", "max_env_workers": 1})
+    (t,) = await stage.play_faulty([faulty("a", "TidyEnv", file=str(tmp_path / "clean"), seconds=seconds)])
+    assert t.is_valid, t.error
+    assert (tmp_path / "clean").exists() == (seconds == 0)
 
 
 async def test_an_environment_that_a_process_cannot_import_is_refused(make_stage: MakeStage) -> None:

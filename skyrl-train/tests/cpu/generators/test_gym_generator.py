@@ -263,7 +263,7 @@ async def test_environments_receive_copies_of_their_inputs(make_stage: MakeStage
     requests = [RolloutRequest(replace(shared.id, repetition_id=i), shared.row) for i in range(3)]
     trajectories = await stage.play(requests)
     first = journal.made[0]
-    assert first.extras["max_turns"] == 3
+    assert (first.extras["max_turns"], first.extras["reads_images"]) == (3, False)
     assert {id(env.extras["extra_info"]) for env in journal.made} != {id(first.extras["extra_info"])}
     assert len({id(env.env_config["style"]) for env in journal.made}) == 3
     assert shared.row.env_extras == {"n_turns": 1, "extra_info": {"seen": []}}

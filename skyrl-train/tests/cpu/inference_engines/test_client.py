@@ -327,7 +327,7 @@ async def test_a_replacement_with_another_weight_dtype_is_rejected(fleet: Fleet)
         await fleet.client.generate([request(30, 0, "a")])
 
 
-async def test_engines_with_different_weight_dtypes_are_rejected(
+async def test_engines_must_hold_equal_dtypes_and_read_images_if_all_do(
     tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     engines = [PackedEngine(tiny_model, tiny_tokenizer, **LIMITS) for _ in range(2)]
@@ -335,6 +335,10 @@ async def test_engines_with_different_weight_dtypes_are_rejected(
         engine.info = replace(engine.info, weight_dtype=dtype)  # as servers of vLLM have it
     with pytest.raises(EngineError, match="engines hold weights in different types: float32, bfloat16; start all"):
         EngineClient(engines)
+    for n_reading in (1, 2):  # a request may go to either
+        for i, engine in enumerate(engines):
+            engine.info = replace(engine.info, weight_dtype=None, reads_images=i < n_reading)
+        assert EngineClient(engines).info.reads_images == (n_reading == 2)
     for engine in engines:
         await engine.close()
 

@@ -1,6 +1,7 @@
 """Environments that record their calls, and environments that fail as their dataset row specifies."""
 
 import asyncio
+import atexit
 import ctypes
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
@@ -102,6 +104,17 @@ class AsyncStoryEnv(StoryEnv):
 
     async def close_async(self) -> None:
         self.close()
+
+
+class TidyEnv(BaseTextEnv):
+    """An environment whose process takes `seconds` to exit, and then creates a file."""
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
+        super().__init__()
+        atexit.register(lambda: (time.sleep(extras["seconds"]), Path(extras["file"]).touch()))
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={})
 
 
 class FaultyEnv(BaseTextEnv):
