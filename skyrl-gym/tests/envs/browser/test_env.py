@@ -32,7 +32,7 @@ if not any(map(chromium.shutil.which, chromium.EXECUTABLES)):
 
 from gym_kit.browser_expert import Expert, act
 
-pytestmark = pytest.mark.usefixtures("frozen_objects")
+pytestmark = pytest.mark.usefixtures("frozen_objects")  # tests that start many pages run every night
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,8 +59,14 @@ def start() -> Iterator[Callable[..., Expert]]:
         env.close()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize(
+    ("site", "seed"),
+    [
+        pytest.param(site, seed, marks=() if (site, seed) == ("registration", 1) else pytest.mark.nightly)
+        for site in SITES
+        for seed in (1, 2)
+    ],
+)
 def test_the_expert_solves_every_site_and_an_empty_policy_none(
     site: str, seed: int, start: Callable[..., Expert]
 ) -> None:
@@ -72,6 +78,7 @@ def test_the_expert_solves_every_site_and_an_empty_policy_none(
         assert env.get_metrics() == {"steps": 2, "actions": 0, "invalid_actions": 2, "solved": 0}
 
 
+@pytest.mark.nightly
 def test_coordinates_in_thousandths(start: Callable[..., Expert]) -> None:
     expert = start(coordinates="thousandths", width=800, height=300)
     assert expert.solve()["reward"] == 1.0
@@ -93,6 +100,7 @@ def test_observations_are_screenshots_with_a_line_of_text() -> None:
         assert text == "<tool_response>\n\nScrolled down by 300 pixels.\n</tool_response>"
 
 
+@pytest.mark.nightly
 def test_several_calls_run_in_order_up_to_an_invalid_one(start: Callable[..., Expert]) -> None:
     expert = start()
     calls = act("left_click", coordinate=[200, 75]) + act("type", text="Ada") + act("fly") + act("type", text="!")
@@ -110,6 +118,7 @@ def test_text_on_the_screen_does_not_pass(start: Callable[..., Expert]) -> None:
     assert (last["reward"], last["metadata"]["answer"]) == (0.0, "Your order was placed. reward=1")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("site", "page"), [("registration", "sent"), ("books", "confirmed"), ("shop", "ordered")])
 def test_the_address_of_the_success_page_does_not_pass(site: str, page: str, start: Callable[..., Expert]) -> None:
     expert = start(site, partial_credit=True)
@@ -118,6 +127,7 @@ def test_the_address_of_the_success_page_does_not_pass(site: str, page: str, sta
     assert expert.play("terminate", status="success")["reward"] == 0.0
 
 
+@pytest.mark.nightly
 def test_a_second_submission_and_a_declared_failure_do_not_pass(start: Callable[..., Expert]) -> None:
     expert = start("books")
     expert.env.step = lambda reply: {} if "terminate" in reply else BrowserEnv.step(expert.env, reply)  # type: ignore
@@ -134,6 +144,7 @@ def test_a_second_submission_and_a_declared_failure_do_not_pass(start: Callable[
         expert.play("wait")
 
 
+@pytest.mark.nightly
 def test_partial_credit_and_the_last_turn(start: Callable[..., Expert]) -> None:
     expert = start("registration", partial_credit=True, max_turns=40)
     for name in ("first_name", "last_name", "email"):
@@ -161,6 +172,7 @@ ATTEMPTS = """async port => Promise.all([
 ])"""
 
 
+@pytest.mark.nightly
 def test_pages_reach_only_their_own_server(start: Callable[..., Expert]) -> None:
     expert = start()
 
@@ -179,6 +191,7 @@ def test_pages_reach_only_their_own_server(start: Callable[..., Expert]) -> None
             outside.accept()
 
 
+@pytest.mark.nightly
 def test_an_episode_cannot_open_the_site_of_a_different_one(start: Callable[..., Expert]) -> None:
     expert = start()
     server = expert.page.url.rpartition("/")[0].rpartition("/")[0]
@@ -190,6 +203,7 @@ def test_an_episode_cannot_open_the_site_of_a_different_one(start: Callable[...,
         urllib.request.urlopen(url)
 
 
+@pytest.mark.nightly
 def test_episodes_share_a_chromium_that_ends_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     chromium.end_all()
     monkeypatch.setattr(chromium, "LINGER_S", 0.2)
@@ -220,6 +234,7 @@ def _find_browsers() -> list[int]:
     return _find_children(lambda line: "--remote-debugging-pipe" in line and not any("--type=" in arg for arg in line))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["init", "step"])
 async def test_a_cancelled_episode_leaves_no_page(method: str) -> None:
     env = BrowserEnv({}, {"site": "shop", "seed": 1})
@@ -252,6 +267,7 @@ while True:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_process_leaves_no_chromium(end: signal.Signals, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(KIT), os.environ.get("PYTHONPATH", "")])
@@ -266,6 +282,7 @@ def test_a_killed_process_leaves_no_chromium(end: signal.Signals, tmp_path: Path
     wait_until(lambda: not any(is_running(process.pid) for process in started))
 
 
+@pytest.mark.nightly
 def test_a_crash_ends_its_episodes_and_the_next_one_starts_a_chromium(
     start: Callable[..., Expert], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +300,7 @@ def test_a_crash_ends_its_episodes_and_the_next_one_starts_a_chromium(
     chromium.end_all()
 
 
+@pytest.mark.nightly
 def test_an_action_that_takes_too_long_is_not_the_model_s_fault(start: Callable[..., Expert]) -> None:
     expert = start()
     expert.env._tab._timeout_s = 0.5
@@ -290,6 +308,7 @@ def test_an_action_that_takes_too_long_is_not_the_model_s_fault(start: Callable[
         expert.play("wait", time=1)
 
 
+@pytest.mark.nightly
 def test_equal_replies_have_equal_screenshots(start: Callable[..., Expert]) -> None:
     experts = [start("books", 1), start("books", 1)]
     replies = [act("left_click", coordinate=[380, 90]), act("scroll", pixels=-200), act("key", keys=["tab"])]
@@ -300,6 +319,7 @@ def test_equal_replies_have_equal_screenshots(start: Callable[..., Expert]) -> N
         assert first == second
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly
 def test_the_environment_follows_the_rules_of_training() -> None:
     row = {"site": "books", "seed": 1, "max_turns": 2, "prompt": user("Begin.")}
