@@ -36,7 +36,11 @@ EXECUTABLES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-s
 
 T = TypeVar("T")
 
-TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+TWO_FRAMES = """() => new Promise(done => {
+    requestAnimationFrame(() => requestAnimationFrame(done));
+    setTimeout(done, 1000);
+})"""
+"""Waits for two frames, or for a second if a busy machine draws none."""
 
 
 def find_executable(executable: str | None) -> str:
