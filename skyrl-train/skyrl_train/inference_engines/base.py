@@ -137,7 +137,7 @@ class EngineInfo:
     context_length: int  # maximum tokens of prompt and response together
     longest_sequence: int  # `context_length`, or less if the engine's cache is smaller
     weight_dtype: torch.dtype | None = None  # of the engine's weights (None: the dtype that the policy sends)
-    reads_images: bool = False
+    reads_images: bool = False  # requests may have images
 
 
 class InferenceEngine(Protocol):

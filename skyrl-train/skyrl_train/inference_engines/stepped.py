@@ -87,8 +87,6 @@ class EngineThread:
 class SteppedEngine(ABC, Generic[S]):
     """Base class of engines with everything in `InferenceEngine` except running the model."""
 
-    reads_images = False
-
     def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
         weight_dtype = getattr(torch, facts.dtype or "", None)  # None for "auto"
         self.info = EngineInfo(facts.context_length, facts.context_length, weight_dtype)
@@ -342,7 +340,7 @@ class SteppedEngine(ABC, Generic[S]):
     # -- requests
 
     def _admit(self, request: EngineRequest) -> S:
-        if request.images and not self.reads_images:
+        if request.images and not self.info.reads_images:
             raise EngineError(
                 "a request has images, which this engine does not read; use a vision-language model with "
                 "generator.backend=hf"

@@ -14,6 +14,7 @@ from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
 from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_in_chunks
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
 from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread, MemoryPart, SteppedEngine
+from skyrl_train.media.processing import has_vision
 from skyrl_train.models.logprobs import lm_head_logits, scaled_logits
 from skyrl_train.models.lora import trained_parameters
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
@@ -77,7 +78,7 @@ class EmbeddedEngine(SteppedEngine[S]):
             max(0, max_cache_bytes - self._bytes_per_row) // max(1, self._bytes_per_token) // self.unit * self.unit
         )
         longest_sequence = min(self.info.context_length, n_tokens)
-        self.info = EngineInfo(self.info.context_length, longest_sequence, reads_images=self.reads_images)
+        self.info = EngineInfo(self.info.context_length, longest_sequence, reads_images=has_vision(model.config))
         self._create_cache(n_tokens)
 
     @abstractmethod

@@ -68,7 +68,6 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
     def _probe(self) -> tuple[int, int]:
         assert not self._records_experts, "only the packed engine records experts"
         self._is_padded = True
-        self.reads_images = find_encoder(self._model) is not None
         try:
             self._keeps_turns = check_cache(self._model, self._bf16, is_padded=True)
         except EngineError as error:

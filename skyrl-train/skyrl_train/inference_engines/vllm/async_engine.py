@@ -7,6 +7,7 @@ import asyncio
 import math
 import os
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -84,7 +85,7 @@ class AsyncVLLMEngine(AsyncEngine):
         facts = read_facts(config, tokenizer.eos_token_id)
         super().__init__(facts, tokenizer, EngineThread(None, "vllm-engine"))
         self._images = load_images(config, tokenizer)
-        self.reads_images = self._images is not None
+        self.info = replace(self.info, reads_images=self._images is not None)
         self._eos_token_id, self._sampler = tokenizer.eos_token_id, sampler
         self._limits = NATIVE_LIMITS if sampler == "native" else None
         self._reading: asyncio.Task[None] | None = None
@@ -131,7 +132,7 @@ class AsyncVLLMEngine(AsyncEngine):
     async def _drop_caches(self) -> None:
         await self._wait_for_aborts()
         await self._ask(self._client.reset_prefix_cache_async(reset_running_requests=True))
-        if self.reads_images:
+        if self.info.reads_images:
             await self._ask(self._client.reset_encoder_cache_async())
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,7 +58,7 @@ class VLLMEngine(ScheduledEngine):
         self._client, config, facts = thread.run_blocking(_start_core, options, tokenizer.eos_token_id, sampler)
         super().__init__(facts, tokenizer, thread)
         self._images = load_images(config, tokenizer)
-        self.reads_images = self._images is not None
+        self.info = replace(self.info, reads_images=self._images is not None)
         self._sampler = sampler
         self._limits = NATIVE_LIMITS if sampler == "native" else None
         self._aborted: list[str] = []  # not yet removed from vLLM
@@ -89,7 +90,7 @@ class VLLMEngine(ScheduledEngine):
         """Drop all keys, values and features, and the aborted requests. The remaining requests are prefilled again."""
         await self._thread.run(self._client.abort_requests, self._take_aborted())
         await self._thread.run(partial(self._client.reset_prefix_cache, reset_running_requests=True))
-        if self.reads_images:
+        if self.info.reads_images:
             await self._thread.run(self._client.reset_encoder_cache)
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:

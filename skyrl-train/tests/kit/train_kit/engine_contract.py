@@ -529,6 +529,7 @@ class ImageContract:
     async def test_log_probs_after_images_equal_the_trainers(self, image_kit: EngineKit) -> None:
         """In groups, over two turns, beside text, and after an update of the image encoder."""
         engine, chat = image_kit.new(), ChatEncoder(image_kit.tokenizer)
+        assert engine.info.reads_images
         prompts = [
             ask(picture(0), "What is it? ", picture(1, 64, 32)),
             ask("Only text."),
