@@ -17,8 +17,8 @@ from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.entrypoints.tiny import tiny_qwen3
 
-TESTED_ELSEWHERE = {"openenv", "verifiers"}
-"""Environments covered by their own tests: one needs a server, the other a package."""
+TESTED_ELSEWHERE = {"browser", "openenv", "verifiers"}
+"""Environments covered by their own tests: they need a browser, a server and a package."""
 
 
 class Parrot:
