@@ -58,7 +58,7 @@ class ModelLoader:
         key = f"trainer.{'critic' if role == 'critic' else 'policy'}"
         optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps)
         lora = lora_spec(section.model, f"{key}.model.lora", self.cfg.seed)
-        trains_vision = not getattr(section.model, "freeze_vision", True)
+        trains_vision = isinstance(section, PolicyConfig) and not section.model.freeze_vision
         spec = replace(
             self._spec(role, load, section),
             optimizer=optimizer,

@@ -49,7 +49,7 @@ class ImageProcessor:
         """`token_id` is the token that features of an image replace."""
         self.token_id = token_id
         self.placeholder: str = processor.image_token
-        """What a chat template writes for an image."""
+        """Text that a chat template writes for an image."""
         self._reserved = {self.placeholder, processor.tokenizer.convert_ids_to_tokens(token_id)}
         self._processor = processor
         self._cache: OrderedDict[str, ProcessedImage] = OrderedDict()  # by digest, most recently used last

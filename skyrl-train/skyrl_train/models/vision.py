@@ -61,8 +61,9 @@ class ImageEncoder:
                 "Qwen2.5-VL, Qwen3-VL, Qwen3.5, Gemma 3, Gemma 4, Idefics 3 or SmolVLM"
             )
         self.type_argument = next((n for n in ("mm_token_type_ids", "token_type_ids") if n in parameters), None)
-        """Argument that says which tokens belong to images."""
+        """Name of the argument that marks the tokens of images, if the model has one."""
         self._has_grids = "image_grid_thw" in parameters
+        self._takes_tuple = self._has_grids or "image_position_ids" in parameters  # of features, else one tensor
         self._cache: OrderedDict[str, Features] = OrderedDict()  # by digest, most recently used last
         self._n_bytes = 0
 
@@ -169,7 +170,7 @@ class ImageEncoder:
         n_per_tile = getattr(self._model.base_model, "image_seq_len", None)
         if n_per_tile is not None:  # Idefics 3 and SmolVLM read tiles of equally many features
             embeddings = embeddings.view(-1, n_per_tile, embeddings.shape[-1])
-        elif self._has_grids or "image_position_ids" in inspect.signature(self._model.base_model.forward).parameters:
+        elif self._takes_tuple:
             embeddings = (embeddings,)
         joined = BaseModelOutputWithPooling(pooler_output=embeddings)
         if features[0].deep:

@@ -1,6 +1,6 @@
 """Make torchvision importable beside a CPU build of torch: `PYTHONPATH=tests/vision`.
 
-The registry has torchvision for CUDA only. Its compiled operators, such as `nms`, cannot load beside torch's CPU build,
+PyPI's wheel of torchvision is compiled for CUDA. Its operators, such as `nms`, cannot load beside torch's CPU build,
 and describing them to torch then fails. Image processors use none of them, so the descriptions are skipped.
 """
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
 import shutil
 import threading
@@ -34,6 +35,7 @@ LINGER_S = 30.0
 CLOSE_S = 10.0  # maximum time to close Chromium or a page
 EXECUTABLES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TWO_FRAMES = """() => new Promise(done => {
@@ -212,9 +214,11 @@ class Chromium:
     async def _stop_browser(self) -> None:
         playwright, self._playwright, self._browser = self._playwright, None, None
         if playwright is not None:
-            with suppress(Exception):
+            try:
                 async with asyncio.timeout(CLOSE_S):
                     await playwright.stop()  # closes the browser
+            except Exception as error:  # noqa: BLE001, its driver or Chromium has crashed, and raises anything
+                logger.debug("Playwright did not stop: %r", error)
 
     async def _stop(self) -> None:
         await self._stop_browser()

@@ -121,7 +121,7 @@ PICTURED = [([0], "Left", "Right"), ([1, 2], "Up and left", "Down"), ([3], "Here
 
 @pytest.mark.parametrize("max_rows", ["null", "2"])
 def test_dpo_learns_from_images(max_rows: str, vision_model_path: Path, tmp_path: Path) -> None:
-    """Margins are those of the models' own forward passes."""
+    """The margins equal those of the models' own forward passes."""
     write_pictures(tmp_path)
     pairs = [
         ([user([*[PLACE] * len(images), WHERE])], [tmp_path / f"{i}.png" for i in images], answers)

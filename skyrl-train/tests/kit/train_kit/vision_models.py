@@ -45,6 +45,16 @@ TEXT: dict[str, Any] = {
     "bos_token_id": None,
 }
 
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": 8,
+    "initializer_range": 0.2,
+}
+"""Sizes of the image encoders, except Qwen's."""
+
 
 def _tokenizer(image: str, tokens: list[str]) -> PreTrainedTokenizerBase:
     tokenizer = train_tokenizer([DEFAULT_TEXT])
@@ -67,15 +77,7 @@ def _idefics3(image_size: int = 32, **text: Any) -> tuple[Any, Any]:
     n_features = (image_size // 8 // 2) ** 2
     processor = transformers.Idefics3Processor(images, tokenizer, image_seq_len=n_features)
     config = transformers.Idefics3Config(
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": image_size,
-            "patch_size": 8,
-            "initializer_range": 0.2,
-        },
+        vision_config={**VISION, "image_size": image_size},
         text_config={"model_type": "llama", **_text(tokenizer, **text)},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
@@ -94,15 +96,7 @@ def _gemma3(**text: Any) -> tuple[Any, Any]:
     images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32}, do_pan_and_scan=False)
     processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
     config = transformers.Gemma3Config(
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": 32,
-            "patch_size": 8,
-            "initializer_range": 0.2,
-        },
+        vision_config={**VISION, "image_size": 32},
         text_config=_text(tokenizer, **{"sliding_window": 64} | text),
         mm_tokens_per_image=4,
         image_token_id=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
@@ -162,16 +156,11 @@ def _gemma4(**text: Any) -> tuple[Any, Any]:
     }
     config = transformers.Gemma4Config(
         vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
+            **VISION,
             "num_key_value_heads": 4,
             "head_dim": 8,
-            "patch_size": 8,
             "pooling_kernel_size": 2,
             "position_embedding_size": 64,
-            "initializer_range": 0.2,
         },
         text_config=_text(tokenizer, **sizes | text),
         audio_config=None,
