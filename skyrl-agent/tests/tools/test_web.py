@@ -62,7 +62,7 @@ REMOTE = ["search_engine", "youcom_search_engine"]
 def test_the_model_reads_that_the_local_server_refuses_its_query() -> None:
     for status in (400, 422):
         with serving_openai(lambda request, status=status: (status, {}), **SERVICES):
-            assert f"the server rejects the query with status {status}" in call("local_search")
+            assert f"the server rejected the query with status {status}" in call("local_search")
 
 
 def call(name: str) -> str:

@@ -34,14 +34,15 @@ def load_attribute(name: str) -> Any:
 
 
 def load_from_file(path: str, attribute: str) -> Any:
-    """Load an attribute of a Python file with any name. A file is loaded once per process.
+    """Load an attribute of a Python file, whose name need not be that of a module. A file runs once per process.
 
     Raises:
         InvalidSpec: the file does not exist, or has no such attribute.
+        Exception: whatever the file raises.
     """
     file = Path(os.path.expandvars(path)).expanduser().resolve()
     if not file.is_file():
-        raise error.InvalidSpec(f"the file {path!r} does not exist (looked for {file})")
+        raise error.InvalidSpec(f"{path!r} is not a file (looked for {file})")
     digest = hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()
     name = f"{file.stem.replace('-', '_')}_{digest}"
     if name not in sys.modules:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 N_ATTEMPTS = 10
 DELAY_SECONDS = 1.0  # after the first attempt. After attempt n, n times as long.
-RETRIED_STATUSES = (500, 502, 503, 504)
+RETRIED_STATUSES = (429, 500, 502, 503, 504)
 QUERY_STATUSES = (400, 413, 414, 422)
 POOL_SIZE = 256  # connections to one server
 MAX_QUERY_CHARS = 10_000  # far more than a search needs: longer queries would only keep the server busy
@@ -89,7 +89,7 @@ def pool_for(url: str) -> urllib3.PoolManager:
 def _send_request(
     pool: urllib3.PoolManager, url: str, body: dict[str, Any], timeout: float
 ) -> dict[str, Any] | SearchProblem:
-    """Make one attempt."""
+    """Send one request. Return the answer, or the problem with it."""
     try:
         response = pool.request("POST", url, json=body, timeout=timeout, headers={"Accept": "application/json"})
     except (urllib3.exceptions.TimeoutError, urllib3.exceptions.ProtocolError) as error:
@@ -100,7 +100,7 @@ def _send_request(
         return SearchProblem(f"the server answered with status {response.status}", is_transient=True)
     if response.status >= 400:
         is_refusal = response.status in QUERY_STATUSES
-        subject = "the server rejects the query with" if is_refusal else "the server answered with"
+        subject = "the server rejected the query with" if is_refusal else "the server answered with"
         return SearchProblem(f"{subject} status {response.status}: {response.data[:200]!r}", is_refusal=is_refusal)
     try:
         answer = json.loads(response.data)

@@ -21,7 +21,9 @@ def reply(status: str, body: str) -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
 
 
-@pytest.mark.parametrize("failure", [reply("503 Busy", ""), reply("500 Oops", ""), b"", b"HTTP/1.1 2"])
+@pytest.mark.parametrize(
+    "failure", [reply("503 Busy", ""), reply("429 Slow", ""), reply("500 Oops", ""), b"", b"HTTP/1.1 2"]
+)
 def test_failed_request_is_retried(failure: bytes) -> None:
     found = reply("200 OK", '{"result": [[{"contents": "found"}]]}')
     with run_scripted_server(failure, failure, found) as server:
@@ -53,7 +55,7 @@ def test_retries_are_limited_and_malformed_answers_are_not_retried(
 def test_model_reads_that_its_query_is_refused(status: int) -> None:
     with run_scripted_server(reply(f"{status} No", "")) as server:
         group = SearchToolGroup(f"{server.url}/retrieve", raise_failures=True)
-        assert f"the server rejects the query with status {status}" in group.search("x")
+        assert f"the server rejected the query with status {status}" in group.search("x")
         assert server.n_requests == 1
 
 

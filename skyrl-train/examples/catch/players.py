@@ -1,7 +1,4 @@
-"""Players that bound the results of training: an optimal player and a random player.
-
-A player receives the same messages as the model, and replies with text.
-"""
+"""Players to compare a model with: an optimal one and a random one."""
 
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +11,7 @@ from examples.catch.prompt import parse_state
 from skyrl_gym.envs.base_text_env import ConversationType
 
 Player = Callable[[ConversationType], str]
-"""A function from the messages so far to a reply."""
+"""A function from the latest messages (the prompt, then each observation) to a reply."""
 
 
 def optimal_player(messages: ConversationType) -> str:
@@ -66,19 +63,22 @@ def expected_random_catch_rate(rows: Iterable[Mapping[str, Any]]) -> float:
 
 
 def _random_catch_probability(row: Mapping[str, Any]) -> float:
-    """Propagate the distribution of the paddle's column [grid_w] instead of playing games."""
+    """Return the exact probability that the random player catches a row's ball.
+
+    It follows from the distribution of the paddle's column, one turn after another.
+    """
     start = _make_env(row).state
     n_rows_to_fall = start.grid_h - 1 - start.ball_y
     if n_rows_to_fall > start.turns_left:
         return 0.0
-    columns = [float(column == start.paddle_x) for column in range(start.grid_w)]
+    probabilities = [float(column == start.paddle_x) for column in range(start.grid_w)]
     for _ in range(n_rows_to_fall):
-        reached = [0.0] * start.grid_w
-        for column, probability in enumerate(columns):
+        after_move = [0.0] * start.grid_w
+        for column, probability in enumerate(probabilities):
             for action in MOVES:
-                reached[move_paddle(column, action, start.grid_w)] += probability / len(MOVES)
-        columns = reached
-    return columns[start.ball_x]
+                after_move[move_paddle(column, action, start.grid_w)] += probability / len(MOVES)
+        probabilities = after_move
+    return probabilities[start.ball_x]
 
 
 def _make_env(row: Mapping[str, Any]) -> CatchEnv:

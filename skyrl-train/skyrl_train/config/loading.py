@@ -208,24 +208,30 @@ def resolve(cfg: C, schema: Schema[C]) -> C:
 
 
 def _load(source: ConfigSource, rules: tuple[Rule, ...], schema: Schema[C], positions: Positions | None) -> C:
+    """Return a configuration after aliases, types, derived values and rules. Report all problems in one ConfigError.
+
+    `rules` has the schema's own rules, and maybe more.
+    """
     tree = _as_tree(source)
     problems = apply_aliases(tree, schema.aliases, schema.without_effect, schema.fields, positions)
     refused: dict[str, str] = {}
     try:
         cfg = schema.root.model_validate(tree)
     except ValidationError as error:
-        # The rejected keys get their defaults, so that the rules can report mistakes in all other keys together with
-        # them.
+        # Reset the rejected keys to their defaults, so that the rules can check the other keys.
         refused, paths = read_validation_error(error, tree, schema.fields)
         for *sections, name in paths:
             reduce(getitem, sections, tree).pop(name, None)  # two errors may reject the same value
         cfg = schema.root.model_validate(tree)
     cfg = resolve(cfg, schema)
-    if not refused.keys() <= schema.fields.keys():  # the intended keys have their defaults, so look nothing up yet
+    if not refused.keys() <= schema.fields.keys():
+        # An unknown key is probably misspelled, so the key that was meant still has its default. Further rules look up
+        # files and models, and would look up the wrong ones.
         rules = schema.rules
-    hidden = [key for name in refused for key in (name, *nearest_keys(name, schema.fields))]
-    follow = tuple(text for key in hidden for text in (f"{key}=", f"{key}."))
-    broken = [text for text in find_problems(cfg, rules) if not any(key in text for key in follow)]
+    # A problem that names a rejected key, or one that may have been meant, follows from its default.
+    reset = [key for name in refused for key in (name, *nearest_keys(name, schema.fields))]
+    mentions = tuple(text for key in reset for text in (f"{key}=", f"{key}."))
+    broken = [text for text in find_problems(cfg, rules) if not any(mention in text for mention in mentions)]
     raise_problems([*problems, *refused.values(), *broken])
     for sentence in find_problems(cfg, schema.warnings):
         logger.warning(sentence)

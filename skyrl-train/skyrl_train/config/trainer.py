@@ -17,8 +17,8 @@ class PlacementConfig(RunPlacementConfig):
     machine, and otherwise starts one. `auto` uses Ray only if a key below needs more than one process."""
 
     colocate_all: bool = True
-    """Train and generate on the same GPUs. `false` reserves separate GPUs for the policy, critic, reference and
-    engines."""
+    """Train and generate on the same GPUs. `false` reserves separate GPUs for the policy, the critic and each engine,
+    and for the reference as `colocate_policy_ref` says."""
 
     offload_idle: Annotated[bool | Literal["auto"], Allowed("auto, true or false")] = "auto"
     """With `colocate_all=true` and an engine that has its own copy of the weights, offload idle models and engines from

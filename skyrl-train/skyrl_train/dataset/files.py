@@ -1,7 +1,8 @@
 """Dataset rows from parquet, JSON and JSON-lines files, or by name from the Hugging Face Hub.
 
-Rows are read when they are used. JSON lines stay in their file, parquet is a table in memory, and Hub datasets are
-memory-mapped. Only `.json` files are parsed up front.
+Rows are read when they are used. Large JSON-lines files stay on disk, and so do parquet files with images, except for
+one row group. Other parquet files are tables in memory, and Hub datasets are memory-mapped. Only a list in a
+`.json` file is parsed up front.
 """
 
 from __future__ import annotations
@@ -172,9 +173,8 @@ class _ArrowSource(RowSource):
             try:
                 yield from rows.to_pylist(maps_as_pydicts="strict")
             except (KeyError, ValueError) as error:  # a map with equal keys, or bytes that are not UTF-8
-                raise DataError(
-                    f"cannot read {self.location(first)}, or one of the {n_rows} rows from there: {error}"
-                ) from error
+                last = self.location(first + n_rows - 1)
+                raise DataError(f"cannot read a row between {self.location(first)} and {last}: {error}") from error
 
     def read_column(self, name: str) -> Iterator[Any]:
         if name not in self._table.column_names:
@@ -184,7 +184,7 @@ class _ArrowSource(RowSource):
 
 
 class _ParquetSource(RowSource):
-    """A parquet file with images. Their groups of rows are read when they are used, and the last one is kept."""
+    """A parquet file with images. Row groups are read when they are used, and the last one is kept."""
 
     def __init__(self, name: str, path: Path) -> None:
         import pyarrow.parquet as pq

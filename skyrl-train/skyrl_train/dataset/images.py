@@ -7,8 +7,8 @@ memory:
     place_images     [{"type": "image", "image": "ball.png"}, {"type": "text", "text": "Where is the ball?"}]
     read_images      [{"type": "image", "image": <EncodedImage>}, {"type": "text", "text": "Where is the ball?"}]
 
-The first step runs on every row that is checked before training. The second one also decodes the images, and runs once
-the tokenizer is loaded, and when a row is drawn.
+`place_images` runs whenever a row is read, so also for the checks before training. `read_images` decodes the images. It
+runs after the tokenizer is loaded, when prompts are measured, and when a row is drawn.
 """
 
 from collections.abc import Callable, Iterator
@@ -88,19 +88,19 @@ def place_images(
 
 
 def read_images(messages: Messages, location: str, folder: Path | None) -> Messages:
-    """Return messages with their images read. Relative paths start at `folder`, or else at the working directory.
+    """Return messages with their images read. A relative path starts at `folder`, or at the working directory.
 
     Raise DataError if an image cannot be read or decoded, or is too large.
     """
     if not any(_image_parts(messages)):
         return messages
-    read = []
+    read_messages = []
     for index, message in enumerate(messages):
         try:
-            read.append({**message, "content": read_parts(message["content"], folder)})
+            read_messages.append({**message, "content": read_parts(message["content"], folder)})
         except InvalidAnswer as error:
             raise DataError(f"{location}: message {index}: {error}") from error
-    return read
+    return read_messages
 
 
 def _find_column(row: Row, location: str) -> tuple[str, list[Any]]:

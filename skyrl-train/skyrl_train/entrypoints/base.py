@@ -237,8 +237,8 @@ class Experiment(ABC):
         if torchrun is None:
             n_ranks = math.prod(placement.size("policy"))
             raise ConfigError(
-                f"trainer.placement.launcher=torchrun takes {n_ranks} processes, but torchrun has not started this "
-                "one; start your script with torchrun, or set trainer.placement.launcher=ray"
+                f"trainer.placement.launcher=torchrun needs {n_ranks} processes, but torchrun has not started this "
+                "one; run your script with torchrun, or set trainer.placement.launcher=ray"
             )
         torchrun.check(placement)
         assert self._compute is not None, "running() comes first"

@@ -2,8 +2,8 @@
 
     prompt → turn → observations → turn → …
 
-`TokenConversation`, the default, never re-tokenizes sampled text. For the other three classes, see
-`conversation_factory`.
+`TokenConversation`, the default, tokenizes sampled text again only if the history is replaced. For the other three
+classes, see `conversation_factory`.
 """
 
 from bisect import bisect_right

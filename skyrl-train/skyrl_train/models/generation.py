@@ -36,18 +36,19 @@ def save_generation_config(model: PreTrainedModel, folder: Path, eos_ids: Collec
 
 
 def add_eos_ids(folder: Path, eos_ids: Collection[int | None]) -> None:
-    """Add tokens to the EOS tokens in a model folder. None (a tokenizer without an EOS token) adds nothing.
+    """Add tokens to the EOS tokens in a folder's generation_config.json, which is created if it is missing.
 
-    Transformers and vLLM stop at the tokens in this file. A base model may list only `<|endoftext|>` and still be
-    trained to end its turns with the tokenizer's `<|im_end|>`. Without this, they would generate past every turn.
+    None (a tokenizer without an EOS token) adds nothing. Transformers stops only at the tokens in this file. A base
+    model may list only `<|endoftext|>` but be trained to end its turns with `<|im_end|>`, and would then generate past
+    the end of every turn.
     """
     file = folder / FILE
     if file.is_file():
         settings = json.loads(file.read_text(encoding="utf-8"))
     else:
         settings = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).to_diff_dict()
-    own = settings.get("eos_token_id")
-    own = own if isinstance(own, list) else [] if own is None else [own]
-    if missing := [token_id for token_id in eos_ids if token_id not in (None, *own)]:
-        settings["eos_token_id"] = [*own, *missing]
+    existing = settings.get("eos_token_id")
+    existing = existing if isinstance(existing, list) else [] if existing is None else [existing]
+    if missing := [token_id for token_id in eos_ids if token_id not in (None, *existing)]:
+        settings["eos_token_id"] = [*existing, *missing]
         file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -274,7 +274,7 @@ class ChatTemplate:
         if turn.startswith(header):
             reply = turn[len(header) :]
         else:
-            reply = self._reply_after_rewritten_prompt(past, message, tools, header)
+            reply = self._split_rewritten_reply(past, message, tools, header)
         for opening, closing in self._thought_tags.items():
             if thought and header.rstrip().endswith(closing):
                 raise DataError(
@@ -324,29 +324,33 @@ class ChatTemplate:
         text = self.render([*past, marked], tools, adds_header=False)
         return {part for part, mark in parts if mark not in text}
 
-    def _reply_after_rewritten_prompt(
+    def _split_rewritten_reply(
         self, past: Messages, message: Mapping[str, Any], tools: Sequence[Any] | None, header: str
     ) -> str:
-        """Return the reply if the finished turn does not start with `header`, the generation prompt."""
+        """Return the reply of a finished turn that does not start with `header`, the generation prompt.
+
+        Both texts are rendered with a mark at the end of the last past message, and compared from there: the turn
+        starts with the header, or with the header without its thought tag. Raise DataError if it starts with neither.
+        """
         *earlier, last = prepare_messages(past)
         content = last["content"] or ""
         is_text = isinstance(content, str)
         marked_content = content + LAST_MARK if is_text else [*content, {"type": "text", "text": LAST_MARK}]
         marked = [*earlier, {**last, "content": marked_content}]
-        _, found, end = self.render(marked, tools, adds_header=True).rpartition(LAST_MARK)
-        _, also_found, turn = self.render([*marked, message], tools, adds_header=False).rpartition(LAST_MARK)
-        bare_end = end
+        _, header_mark, header_end = self.render(marked, tools, adds_header=True).rpartition(LAST_MARK)
+        _, turn_mark, turn = self.render([*marked, message], tools, adds_header=False).rpartition(LAST_MARK)
+        bare_end = header_end
         for opening, closing in self._thought_tags.items():
             open_or_closed = rf"(?:{re.escape(opening)}\s*)?{re.escape(closing)}\s*\Z|{re.escape(opening)}\s*\Z"
             bare_end = re.sub(open_or_closed, "", bare_end)
-        if found and also_found:
-            for known in (end, bare_end):
-                if turn.startswith(known):
-                    return turn[len(known) :]
+        if header_mark and turn_mark:
+            for start in (header_end, bare_end):
+                if turn.startswith(start):
+                    return turn[len(start) :]
         raise DataError(
-            f"the chat template writes message {len(past)} in another place than after the header of the assistant's "
-            f"turn, {header[-40:]!r}, so the answer cannot be separated from the prompt; use a template whose "
-            "generation prompt is the beginning of a turn, remove the thought of the message, or change "
+            f"the chat template does not write message {len(past)} directly after the header of the assistant's turn, "
+            f"{header[-40:]!r}, so the answer cannot be separated from the prompt; use a template whose generation "
+            "prompt is the beginning of a turn, remove the message's thought, or change "
             "data.chat_template_kwargs"
         )
 

@@ -18,7 +18,7 @@ from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelPart, ModelSpec, Role, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.split import draws_fit, join, split
-from skyrl_train.workers.worker import NEEDED_PARTS, ModelFacts
+from skyrl_train.workers.worker import REQUIRED_PARTS, ModelFacts
 
 FINISH_TIMEOUT_S = 60.0
 """Seconds to wait for ranks that still gather weights after a failed weight sync."""
@@ -209,8 +209,8 @@ class WorkerGroup:
         Other models that share the devices leave them first, unless `beside_others`.
         """
         holding: AbstractAsyncContextManager[None] = nullcontext()
-        if self.hold_devices is not None and method in NEEDED_PARTS and not beside_others:
-            holding = self.hold_devices(self, NEEDED_PARTS[method])
+        if self.hold_devices is not None and method in REQUIRED_PARTS and not beside_others:
+            holding = self.hold_devices(self, REQUIRED_PARTS[method])
         async with holding, self._lock:
             if self._broken_by is not None:
                 raise WorkerError(

@@ -1,4 +1,4 @@
-"""One rank of one model: policy, critic or reference."""
+"""One rank of one model: policy, critic, reference or reward model."""
 
 from __future__ import annotations
 
@@ -45,15 +45,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 
-NEEDED_PARTS: dict[str, ModelPart] = {}
+REQUIRED_PARTS: dict[str, ModelPart] = {}
 """Part of the model that each method of `Worker` needs on the device. Methods without an entry need none."""
 
 
-def needing(part: ModelPart) -> Callable[[Callable[Concatenate[Worker, P], T]], Callable[Concatenate[Worker, P], T]]:
-    """Decorate a method of `Worker` to raise WorkerError while a part of the model is in host memory."""
+def requires(part: ModelPart) -> Callable[[Callable[Concatenate[Worker, P], T]], Callable[Concatenate[Worker, P], T]]:
+    """Declare the part of the model that a method of `Worker` needs on the device.
+
+    `WorkerGroup` moves it there before a call. The method raises WorkerError if it is still in host memory.
+    """
 
     def check(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate[Worker, P], T]:
-        NEEDED_PARTS[method.__name__] = part
+        REQUIRED_PARTS[method.__name__] = part
 
         @wraps(method)
         def checked(worker: Worker, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -167,7 +170,7 @@ class Worker:
             or default_max_tokens(model.config, torch.device(self._strategy.world.device)),
         )
 
-    @needing("weights")
+    @requires("weights")
     def score(self, shard: Shard, adapter: bool = True) -> dict[str, torch.Tensor]:
         """Score the shard's rows: (b, R) float32 on the CPU, 0 where the loss mask is 0.
 
@@ -185,7 +188,7 @@ class Worker:
                 columns[name][indices] = values.cpu()
         return columns
 
-    @needing("all")
+    @requires("all")
     def forward_backward(self, shard: Shard) -> Metrics:
         """Add the gradient of the shard's part of the loss to the parameters."""
         assert self._objective is not None, f"the {self._spec.role} has no objective"
@@ -194,7 +197,7 @@ class Worker:
             metrics = Metrics().merge(*self._strategy.run(self.module, shard, self._objective, settings))
         return metrics.merge(loads)
 
-    @needing("all")
+    @requires("all")
     def optim_step(self) -> Metrics:
         """Clip the accumulated gradients and apply them, or drop them all if their norm is NaN or infinite."""
         state, role = self._state, self._spec.role
@@ -223,12 +226,12 @@ class Worker:
         state.optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    @needing("weights")
+    @requires("weights")
     def is_finite(self) -> bool:
         """Return False if a weight is NaN or infinite."""
         return self._strategy.is_finite(self.module)
 
-    @needing("all")
+    @requires("all")
     def probe(self, shard: Shard) -> Metrics:
         """Return the mean log-prob or value of the shard's tokens, and its gradient norm. No parameter changes."""
         assert self._state.optimizer is not None
@@ -243,7 +246,7 @@ class Worker:
         self._state.optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    @needing("all")
+    @requires("all")
     def begin_save(self, folder: Path) -> None:
         """Copy weights, optimizer, schedule and this rank's random state to host memory, and write in the background.
 
@@ -289,7 +292,7 @@ class Worker:
             return OSError(f"the {self._spec.role} could not be written: {_root_cause(error)}")
         return None
 
-    @needing("all")
+    @requires("all")
     def load_state(self, folder: Path) -> None:
         """Load a checkpoint, saved by any number of ranks. The learning rate follows this worker's schedule.
 
@@ -328,7 +331,7 @@ class Worker:
                 *(self._spec.role, group["lr"], saved),
             )
 
-    @needing("weights")
+    @requires("weights")
     def export(self, folder: Path) -> OSError | None:
         """Write a plain Hugging Face folder, or the adapter in peft's format.
 
@@ -355,7 +358,7 @@ class Worker:
         """Return the tensors that `send_weights` sends, in order."""
         return self._strategy.tensor_specs(self.module, kind)
 
-    @needing("weights")
+    @requires("weights")
     def send_weights(self, plan: SyncPlan) -> Receipt:
         """Send the weights to the receivers of `plan`. Every rank must call this, because gathering is collective."""
         if plan.tracks_changes and self._sent is None:
@@ -364,7 +367,7 @@ class Worker:
         is_shared = plan.transport == "shared"  # the engine uses the model's own tensors, so they must not be rounded
         return send(plan, self._strategy.full_tensors(self.module, plan.kind, as_exported=not is_shared), sent_weights)
 
-    @needing("weights")
+    @requires("weights")
     def receive_weights(self, plan: SyncPlan) -> Receipt:
         """Load weights of a model of the same architecture, as receiver number `plan.rank` + this rank."""
         receiver = Receiver(replace(plan, rank=plan.rank + self._strategy.world.rank))

@@ -1,7 +1,9 @@
 """Chromium, shared by the episodes of a process and driven by Playwright in a separate thread.
 
 Chromium takes a second to start, so it keeps running for `LINGER_S` after the last episode. Every episode has its own
-browser context, with its own cookies and history.
+page, with its own history. Pages of equal size share a browser context, because a new one takes as long as the rest of
+a short episode. A context also holds cookies and stored data, but the sites set no cookies and their pages run no
+scripts.
 
 Chromium reaches only the server of the sites. It connects to that server whatever the address of a page is, and the
 server refuses all addresses except those of its sites.
@@ -29,7 +31,7 @@ from skyrl_gym.images import EncodedImage, read_image
 from skyrl_gym.tools.screen import Screen
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser, Page, Playwright, Request
+    from playwright.async_api import Browser, BrowserContext, Page, Playwright, Request
 
 LINGER_S = 30.0
 CLOSE_S = 10.0  # maximum time to close Chromium or a page
@@ -61,7 +63,7 @@ class Tab:
     """An episode's page. Its methods run in Chromium's event loop."""
 
     def __init__(self, page: Page, slots: asyncio.Semaphore, timeout_s: float) -> None:
-        """Own a page with its context. An action takes one of the `slots`, and at most `timeout_s` from then on."""
+        """Own a page. An action takes one of the `slots`, and at most `timeout_s` from then on."""
         self.page = page
         self._slots = slots
         self._timeout_s = timeout_s
@@ -98,7 +100,7 @@ class Tab:
             return read_image(await self.page.screenshot(type="png", animations="disabled", caret="hide"))
 
     async def close(self) -> None:
-        """Close the page and its context. Chromium may be gone."""
+        """Close the page. Chromium may be gone."""
         from playwright.async_api import Error
 
         with suppress(Error, TimeoutError):
@@ -154,6 +156,7 @@ class Chromium:
         self._server: SiteServer | None = None
         self._playwright: Playwright | None = None
         self._browser: Browser | None = None
+        self._contexts: dict[Screen, BrowserContext] = {}
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the event loop of the thread."""
@@ -186,7 +189,7 @@ class Chromium:
             self._loop.close()
 
     async def _new_page(self, screen: Screen) -> Page:
-        """Open a page in a new context. Start what is not running: the server, Playwright and Chromium."""
+        """Open a page. Start what is not running: the server, Playwright and Chromium."""
         from playwright.async_api import Error, async_playwright
 
         async with self._is_starting:
@@ -196,23 +199,27 @@ class Chromium:
             try:
                 self._playwright = self._playwright or await async_playwright().start()
                 if self._browser is None or not self._browser.is_connected():
+                    self._contexts.clear()
                     self._browser = await self._playwright.chromium.launch(
                         executable_path=self.executable,
                         handle_sigint=False,  # the first Ctrl-C lets the trainer finish its step
                         args=[f"--host-resolver-rules=MAP * {self._server.host}", "--no-proxy-server"],
                     )
-                return await self._browser.new_page(
-                    viewport={"width": screen.width, "height": screen.height},
-                    accept_downloads=False,
-                    locale="en-US",
-                    service_workers="block",
-                )
+                if screen not in self._contexts:
+                    self._contexts[screen] = await self._browser.new_context(
+                        viewport={"width": screen.width, "height": screen.height},
+                        accept_downloads=False,
+                        locale="en-US",
+                        service_workers="block",
+                    )
+                return await self._contexts[screen].new_page()
             except Error:  # Playwright does not report all crashes, so the next episode starts both again
                 await self._stop_browser()
                 raise
 
     async def _stop_browser(self) -> None:
         playwright, self._playwright, self._browser = self._playwright, None, None
+        self._contexts.clear()
         if playwright is not None:
             try:
                 async with asyncio.timeout(CLOSE_S):

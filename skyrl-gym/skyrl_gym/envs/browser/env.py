@@ -2,8 +2,8 @@
 
     environment.env_class=browser generator.max_turns=30
 
-A row names a site (`registration`, `books` or `shop`) and a seed. The verifier reads the site's state on the server, so
-text on the screen counts for nothing.
+A row names a site (`button`, `registration`, `books` or `shop`) and a seed. The verifier reads the site's state on the
+server, so text on the screen counts for nothing.
 """
 
 import asyncio

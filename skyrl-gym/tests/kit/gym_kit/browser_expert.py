@@ -11,6 +11,7 @@ from playwright.async_api import Page
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
 from skyrl_gym.envs.browser.env import BrowserEnv
 from skyrl_gym.envs.browser.sites.books import BooksSite
+from skyrl_gym.envs.browser.sites.button import ButtonSite
 from skyrl_gym.envs.browser.sites.registration import RegistrationSite
 from skyrl_gym.envs.browser.sites.shop import ShopSite
 
@@ -56,6 +57,8 @@ class Expert:
     def solve(self) -> BaseTextEnvStepOutput:
         """Play the episode to its end."""
         match self.env.site:
+            case ButtonSite():
+                self.click("button")
             case RegistrationSite(_expected=values):
                 for name in ("first_name", "last_name", "email"):
                     self.fill(name, values[name])

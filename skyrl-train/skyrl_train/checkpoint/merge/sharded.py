@@ -99,20 +99,20 @@ def merge_checkpoint(
     shapes = (rename(name, torch.empty(specs[name].shape, dtype=written[name], device="meta")) for name in names)
     files = [TensorSpec(name, tuple(one.shape), one.dtype) for named in shapes for name, one in named.items()]
     changed: list[str] = []
-    start = _open_start(folder, base)
+    base_model = _open_base(folder, base)
     with new_folder(target) as partial:
         copy_settings([settings], partial)
         edit_config(partial, architectures=[type(model).__name__])
-        tensors = read() if start is None else _compare_with_start(read(), start, files, dtype, changed)
+        tensors = read() if base_model is None else _compare_with_base(read(), base_model, files, dtype, changed)
         write_model(partial, files, tensors, dtype)
-        if start is not None and not (changed or allow_unchanged):
+        if base_model is not None and not (changed or allow_unchanged):
             raise CheckpointError(
-                f"{folder} has the same weights as {start.folder}, the model its run started from. Nothing was "
+                f"{folder} has the same weights as {base_model.folder}, the model its run started from. Nothing was "
                 "trained, or the changes are too small for the type. Use a later checkpoint, or --dtype=float32, or "
                 "--allow-unchanged for a copy."
             )
         gap = compare(partial, probe_sources, role)
-    return MergeReport(target, len(files), None if start is None else len(changed), gap)
+    return MergeReport(target, len(files), None if base_model is None else len(changed), gap)
 
 
 def _list_tensors(folder: Path) -> dict[str, TensorSpec]:
@@ -126,7 +126,7 @@ def _list_tensors(folder: Path) -> dict[str, TensorSpec]:
     }
 
 
-def _open_start(checkpoint: Path, base: str | None) -> OpenModel | None:
+def _open_base(checkpoint: Path, base: str | None) -> OpenModel | None:
     """Open the model that the checkpoint's run started from, or return None if it is unknown or not on this machine."""
     if base is not None:
         return open_model(base)
@@ -140,17 +140,18 @@ def _open_start(checkpoint: Path, base: str | None) -> OpenModel | None:
         return None
 
 
-def _compare_with_start(
-    tensors: NamedTensors, start: OpenModel, specs: Sequence[TensorSpec], dtype: DType, changed: list[str]
+def _compare_with_base(
+    tensors: NamedTensors, base: OpenModel, specs: Sequence[TensorSpec], dtype: DType, changed: list[str]
 ) -> NamedTensors:
-    """Yield the tensors of a trained model. Append the names with written values other than the start's to `changed`.
+    """Yield the tensors of a trained model, and append to `changed` the names of those that training changed.
 
-    If the start has no such head, its head counts as all zeros.
+    They are compared in the dtype in which they are written. A tensor that the base model lacks is the head of a critic
+    or a reward model, which starts at zero.
     """
-    names = {spec.name for spec in start.specs}
+    names = {spec.name for spec in base.specs}
     for spec, (name, tensor) in zip(specs, tensors, strict=True):
         written = output_dtype(spec, dtype)
-        before = start.read(name) if name in names else torch.zeros_like(tensor)
+        before = base.read(name) if name in names else torch.zeros_like(tensor)
         changed += [] if torch.equal(tensor.to(written), before.to(spec.dtype).to(written)) else [name]
         yield name, tensor
 

@@ -22,8 +22,8 @@ def launcher_starts_every_process(cfg: Any) -> Iterator[str]:
     for name, value in zip(("policy_num_nodes", "policy_num_gpus_per_node"), placement.size("policy"), strict=True):
         if value != 1:
             yield (
-                f"trainer.placement.{name}={value} takes several processes, but trainer.placement.launcher=inline "
-                f"starts only one; set trainer.placement.launcher=ray, or trainer.placement.{name}=1"
+                f"trainer.placement.{name}={value} needs several ranks, but trainer.placement.launcher=inline runs "
+                f"only one; set trainer.placement.launcher=ray, or trainer.placement.{name}=1"
             )
     if not placement.shares_devices:
         yield (

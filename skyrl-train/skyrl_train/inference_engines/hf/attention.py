@@ -120,7 +120,7 @@ PlanRuns = Callable[[Sequence[Row], torch.Tensor, KVMemory], Iterable[RowRun]]
 
 
 class PackedCache:
-    """The cache of one pass over N tokens of several sequences in one row.
+    """The cache of one pass over N tokens: several sequences, packed one after the other.
 
     A Hugging Face model calls `update` in every attention layer and passes the result to `packed_attention`.
     """
@@ -149,10 +149,11 @@ class PackedCache:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[_Stored, _Stored]:
-        """Store new keys and values (1, heads, N, d).
+        """Store new keys and values (1, heads, N, d). Return the layer's keys and values with the runs to compute.
 
-        If the pass narrows, the second call of the last layer has the last tokens only. They are already stored. Under
-        autocast, rotary embeddings return float32 keys, and they are stored in the dtype of the values.
+        If the pass narrows, the last layer calls this twice. The second call has only the last tokens of the sequences,
+        which are already stored, and gets the runs of those. Under autocast, rotary embeddings return float32 keys, and
+        they are stored in the dtype of the values.
         """
         keys = keys.to(values.dtype)
         pools = self._memory.layer(layer_idx, keys.transpose(1, 2), values.transpose(1, 2))

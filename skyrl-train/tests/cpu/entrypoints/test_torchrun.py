@@ -151,7 +151,7 @@ def test_a_dry_run_names_the_ranks_and_ends_them(overrides_of: Callable[..., lis
 
 def test_a_script_whose_ranks_torchrun_has_not_started_is_refused(overrides_of: Callable[..., list[str]]) -> None:
     placement = ["trainer.placement.launcher=torchrun", "trainer.placement.policy_num_gpus_per_node=2"]
-    with pytest.raises(ConfigError, match="takes 2 processes, but torchrun has not started this one"):
+    with pytest.raises(ConfigError, match="needs 2 processes, but torchrun has not started this one"):
         SFTExp(parse(overrides_of("sft", "out", *placement), SFT)).run()
 
 

@@ -12,7 +12,7 @@ from train_kit.workers import SingleRankGroup, complete, make_worker
 from transformers import PreTrainedModel
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.workers.worker import NEEDED_PARTS, Worker
+from skyrl_train.workers.worker import REQUIRED_PARTS, Worker
 
 LORA = {"model": {"lora": {"rank": 4}}}
 
@@ -73,7 +73,7 @@ def test_a_call_that_needs_a_part_in_host_memory_is_an_error(part: str, policy: 
     worker = make_worker(policy)
     worker.update(random_batch(0))
     complete(worker.group.move("cpu", part))  # type: ignore[arg-type]
-    for method, needed in NEEDED_PARTS.items():
+    for method, needed in REQUIRED_PARTS.items():
         function = getattr(worker.worker, method)
         if needed not in (part, "all"):
             continue
@@ -85,4 +85,4 @@ def test_a_call_that_needs_a_part_in_host_memory_is_an_error(part: str, policy: 
 def test_every_method_names_the_part_that_it_needs() -> None:
     untouched = {"close", "facts", "finish_save", "is_written", "move", "tensor_specs"}
     public = {name for name, value in vars(Worker).items() if inspect.isfunction(value) and not name.startswith("_")}
-    assert public - NEEDED_PARTS.keys() == untouched
+    assert public - REQUIRED_PARTS.keys() == untouched

@@ -9,7 +9,7 @@ from tx.tinker.types import UserError
 
 MAX_STOP_CHARACTERS = 64
 """Maximum length of a stop string."""
-CHARACTER_BYTES = 4
+MAX_CHARACTER_BYTES = 4
 """Maximum bytes of a UTF-8 character."""
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 """Decoding of bytes that are not a character."""
@@ -37,11 +37,11 @@ class StopStringMatcher:
 
         A string that the last token completes spans at most as many tokens as it has bytes: the 4 bytes of "stop" are
         in the last 4 tokens. One more token is decoded, since some tokenizers drop a leading space. If these tokens
-        begin inside a multi-byte character, some tokenizers cannot decode the text after it either. Then the tokens
-        before are decoded too, back to the start of the character.
+        begin inside a multi-byte character, some tokenizers cannot decode the text after it either. In that
+        case, the tokens before are decoded too, back to the start of the character.
         """
         n_bytes = max(len(string.encode()) for string in strings)
-        for n_more in range(1, 1 + CHARACTER_BYTES):
+        for n_more in range(1, 1 + MAX_CHARACTER_BYTES):
             text = self._tokenizer.decode(list(tokens[-n_bytes - n_more :]), skip_special_tokens=False)
             if any(string in text for string in strings):
                 return True

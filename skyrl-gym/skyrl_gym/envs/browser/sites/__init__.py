@@ -4,10 +4,16 @@ from random import Random
 
 from skyrl_gym.envs.browser.sites.base import Site
 from skyrl_gym.envs.browser.sites.books import BooksSite
+from skyrl_gym.envs.browser.sites.button import ButtonSite
 from skyrl_gym.envs.browser.sites.registration import RegistrationSite
 from skyrl_gym.envs.browser.sites.shop import ShopSite
 
-SITES: dict[str, type[Site]] = {"registration": RegistrationSite, "books": BooksSite, "shop": ShopSite}
+SITES: dict[str, type[Site]] = {
+    "button": ButtonSite,
+    "registration": RegistrationSite,
+    "books": BooksSite,
+    "shop": ShopSite,
+}
 
 
 def make_site(name: str, seed: int) -> Site:

@@ -13,7 +13,7 @@ def test_rows_name_a_site_and_a_seed(prepare: Any) -> None:
     rows = [row for split in splits.values() for row in split]
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 960, "validation": 240}
     assert Counter(row.data_source for row in rows) == dict.fromkeys(
-        ("browser_registration", "browser_books", "browser_shop"), 400
+        ("browser_button", "browser_registration", "browser_books", "browser_shop"), 300
     )
     for row in rows:
         info = row.env_extras["extra_info"]
@@ -34,4 +34,4 @@ def test_sites_and_the_number_of_tasks_can_be_chosen(prepare: Any) -> None:
 def test_an_unknown_site_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--output_dir", str(tmp_path), "--sites", "bank"])
-    assert "site='bank' is unknown; use one of registration, books, shop" in capsys.readouterr().err
+    assert "site='bank' is unknown; use one of button, registration, books, shop" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from tx.tinker.backends import requests
 from tx.tinker.backends.torch.weights import Weights
 from tx.tinker.types import TopLogprobs
 
-SEED_DISTANCE = 0x9E3779B97F4A7C15  # distance between the seeds of two requests, whose samples have consecutive seeds
+SEED_DISTANCE = 0x9E3779B97F4A7C15  # between requests, whose samples have consecutive seeds
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +30,8 @@ class TorchRequestState(requests.RequestState[Weights]):
         """Cache tokens that a sample needs, without the last token, since it is never read."""
         return -(-(len(self.spec.prompt) + self.spec.params.max_tokens - 1) // UNIT) * UNIT
 
-    def sequence(self, number: int, start: int) -> CachedSequence:
-        """Create a sample's sequence. Its region begins at `start`."""
+    def create_sequence(self, index: int, start: int) -> CachedSequence:
+        """Create the sequence of a sample. The region at `start` has its prefilled prompt, if any is prefilled."""
         params, prompt = self.spec.params, list(self.spec.prompt)
         sampling = SamplingParams(
             max_new_tokens=params.max_tokens,
@@ -40,7 +40,7 @@ class TorchRequestState(requests.RequestState[Weights]):
             top_p=params.top_p,
             n_top_logprobs=self.spec.n_top_sampled,
         )
-        request = EngineRequest(prompt, sampling, self.seed * SEED_DISTANCE + number)
+        request = EngineRequest(prompt, sampling, self.seed * SEED_DISTANCE + index)
         sequence = CachedSequence(request, len(prompt) + params.max_tokens)
         sequence.region = Region(start, self.capacity, sequence.token_ids, None, self.n_prefilled)
         return sequence

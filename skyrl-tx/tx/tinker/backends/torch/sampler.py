@@ -100,7 +100,7 @@ class TorchSampler:
         lane = group.free
         assert lane is not None
         lane.number = request.n_begun
-        lane.sequence, lane.request = request.sequence(lane.number, start), request
+        lane.sequence, lane.request = request.create_sequence(lane.number, start), request
         request.n_begun += 1
         if not request.n_left:
             self._free_spare(request)
@@ -134,7 +134,7 @@ class TorchSampler:
 
     def _read(self, request: TorchRequestState, region: int) -> None:
         spec, model = request.spec, request.weights.model
-        sequence = request.sequence(0, region)
+        sequence = request.create_sequence(0, region)
         assert sequence.region is not None
         needs_logprobs = request.needs_logprobs
         targets = torch.tensor(sequence.token_ids, device=model.device)[1:]
