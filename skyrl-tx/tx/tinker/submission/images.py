@@ -4,7 +4,7 @@ from tx.tinker.backends.factory import count_pixels
 from tx.tinker.config import TxConfig
 from tx.tinker.types import ImageInput, UserError
 
-MAX_PIXELS, MAX_TOKENS = 1 << 30, 1 << 24
+MAX_PIXELS, MAX_TOKENS = 1 << 28, 1 << 24
 """Maximum of all images of a request, since a few bytes may hold many pixels or expect many tokens."""
 
 

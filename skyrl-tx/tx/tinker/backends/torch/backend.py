@@ -24,7 +24,7 @@ from tx.tinker.backends.stop_strings import StopStringMatcher
 from tx.tinker.backends.torch import folders
 from tx.tinker.backends.torch.adam import TorchOptimizer, adam_step, moments_of, new_optimizer
 from tx.tinker.backends.torch.experts import replace_experts
-from tx.tinker.backends.torch.images import load_processor, process_image
+from tx.tinker.backends.torch.images import check_apart, load_processor, process_image
 from tx.tinker.backends.torch.sampler import TorchSampler
 from tx.tinker.backends.torch.training import Gradients, add, micro_batch, micro_batches
 from tx.tinker.backends.torch.weights import Weights, new_weights
@@ -100,6 +100,8 @@ class TorchBackend:
 
     def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
         model = self._models[pass_.model_id]
+        for datum in pass_.data:
+            check_apart(self._base.model, datum.images)
         whole = fill_defaults(pass_)
         accumulator = PassAccumulator(whole.data, add)
         for number, indices in enumerate(micro_batches(whole.data, self._config.micro_batch_tokens)):
@@ -165,6 +167,7 @@ class TorchBackend:
 
     def sample(self, request: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
         self._stop_strings.check(request.params.stop_strings)
+        check_apart(self._base.model, request.images)
         return self._sampler.add(request, weights, done)
 
     def step(self) -> bool:

@@ -1,6 +1,7 @@
 """Images of a vision-language model: their tokens, and prompts that contain them."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel
@@ -47,6 +48,19 @@ def process_image(processor: ImageProcessor, image: ImageInput) -> tuple[list[in
             f"the model's processor makes {len(tokens)} tokens of it; count from its first to its last placeholder"
         )
     return tokens, decoded
+
+
+def check_apart(model: PreTrainedModel, images: Sequence[PlacedImage]) -> None:
+    """Check that there is text between images, if the model's positions depend on it (M-RoPE).
+
+    Raises:
+        UserError: two images touch.
+    """
+    touching = [second.start for first, second in pairwise(images) if first.end == second.start]
+    if touching and hasattr(model.base_model, "get_rope_index"):
+        raise UserError(
+            f"two images touch at token {touching[0]}; send the text tokens around each image, e.g. <|vision_start|>"
+        )
 
 
 def spans_of(images: Sequence[PlacedImage]) -> list[ImageSpan]:
