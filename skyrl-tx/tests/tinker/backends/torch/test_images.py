@@ -183,7 +183,7 @@ def test_invalid_images(image: ImageInput, words: str, tmp_path: Path) -> None:
 
 
 def test_a_text_model_reads_no_images(shallow_model: Path) -> None:
-    with pytest.raises(UserError, match="org/tiny reads only text; .* serve a vision-language model"):
+    with pytest.raises(UserError, match=r"org/tiny reads only text; .* serve a vision-language model"):
         load("torch", shallow_model).read_image(shown(0))
 
 
@@ -191,7 +191,7 @@ def test_a_text_model_reads_no_images(shallow_model: Path) -> None:
 def test_images_that_touch_are_refused_if_positions_need_text_between_them(tmp_path: Path) -> None:
     backend = load_vision(tmp_path, "qwen3_vl")
     tokens, images = placed(backend, text(5), shown(0), shown(1), text(6))
-    with pytest.raises(UserError, match="two images touch at token 5; .*<|vision_start|>"):
+    with pytest.raises(UserError, match="two images touch at token 5; send the text tokens around"):
         run_pass(backend, "m", [scored(tokens, images)])
     with pytest.raises(UserError, match="two images touch"):
         sample(backend, (replace(sample_request(tokens), images=images), backend.base_weights()))

@@ -92,8 +92,8 @@ def read_with_images(
     )
     end = sequence.region.start + n_tokens
     for index, layer in enumerate(output.past_key_values.layers):
-        new = [states[0].transpose(0, 1) for states in (layer.keys, layer.values)]  # (n or window, heads, d)
-        for pool, states in zip(memory.layer(index, *new), new, strict=True):
-            pool[end - len(states) : end] = states
+        new = [tensor[0].transpose(0, 1) for tensor in (layer.keys, layer.values)]  # (n or window, heads, d)
+        for pool, added in zip(memory.layer(index, *new), new, strict=True):
+            pool[end - len(added) : end] = added
     states: torch.Tensor = output.last_hidden_state[0]
     return states, 0 if positions is None else int(positions.max()) + 1 - n_tokens

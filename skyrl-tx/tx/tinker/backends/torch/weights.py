@@ -126,7 +126,7 @@ def covered_matrices(model: PreTrainedModel, lora: AdapterConfig) -> list[Covere
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[CoveredMatrix]:
-    """Yield all matrices that an adapter can cover. A head tied to the embeddings is excluded, as are image encoders."""
+    """Yield all matrices that an adapter can cover: not a head tied to the embeddings, and not an image encoder."""
     experts = replace_experts(model)
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     language_model = f"{language_model_name(model)}." if has_vision(model.config) else ""
