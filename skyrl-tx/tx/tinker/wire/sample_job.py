@@ -65,6 +65,8 @@ class SampleJob(BaseModel):
         Raises:
             UserError: an image cannot be read.
         """
+        if not self.images:
+            return self.prompt, ()
         parts: list[Part] = []
         start = 0
         for image in self.images:
