@@ -216,7 +216,7 @@ test-verifiers: $(VERIFIERS)/.ready ## test environments written for verifiers v
 test-vision: $(VISION)/.ready ## test all families of vision-language models, with torchvision (separate environment)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=skyrl-train/tests/vision \
 	  $(VISION)/bin/python -m pytest -q $(addprefix skyrl-train/tests/cpu/,models/test_vision.py \
-	  inference_engines/hf/test_images.py runs/test_images.py) $(ARGS)
+	  inference_engines/hf/test_images.py runs/test_images.py) skyrl-tx/tests/tinker/backends/torch/test_images.py $(ARGS)
 
 .PHONY: test-vllm
 test-vllm: .venv/.dev $(VLLM)/.ready ## test the vLLM engine on the CPU build of vLLM (separate environment)
@@ -327,6 +327,7 @@ ENVIRONMENTS := $(OURS) $(VISION) $(FLEET) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT
 $(DIFFERENTIAL)/.ready: REQUIREMENTS := $(DIFFERENTIAL_REQUIREMENTS)
 $(DIFFERENTIAL)/.ready: $(DIFFERENTIAL_REQUIREMENTS)
 $(VISION)/.ready: REQUIREMENTS := $(VISION_REQUIREMENTS)
+$(VISION)/.ready: PACKAGES := -e skyrl-tx psutil tinker
 $(VISION)/.ready: $(VISION_REQUIREMENTS)
 $(VLLM)/.ready: REQUIREMENTS := $(VLLM_REQUIREMENTS)
 $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
@@ -335,7 +336,7 @@ $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
 $(DIFFERENTIAL)/.ready $(VISION)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes a minute or more)"
 	@$(call install,$*) -c constraints.txt -e skyrl-agent -e skyrl-gym -e 'skyrl-train[endpoint,ray,wandb]' \
-	  hypothesis pytest pytest-asyncio pytest-timeout requests
+	  hypothesis pytest pytest-asyncio pytest-timeout requests $(PACKAGES)
 	@$(call install,$*) --no-deps -r $(REQUIREMENTS)
 	@touch $@
 

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train_kit.vision_models import draw
 from tx_kit.engines import serving_with_engine
 from tx_kit.models import new_tokenizer, save_chat_model
 
@@ -14,6 +15,7 @@ from tx.tinker.server.metrics import ServerMetrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "guides" / "tinker.md").read_text("utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_every_backend_setting_is_documented_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +55,7 @@ def test_the_compatibility_table_is_the_measured_one() -> None:
 def test_the_example_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model"
     save_chat_model("qwen3", model)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, _ = EXAMPLES
     backend = new_backend("torch", model, {}, str(model))
     with serving_with_engine(tmp_path / "state", backend, base_model=str(model)) as server:
         code = code.replace("http://127.0.0.1:8000", server.url).replace("Qwen/Qwen3-0.6B", str(model))
@@ -65,3 +67,11 @@ def test_the_example_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(losses) == 20
     assert losses[-1] < losses[0]
     assert sampled == repr(new_tokenizer().decode(written["result"].sequences[0].tokens))
+
+
+def test_the_example_with_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "board.png").write_bytes(draw("white"))
+    monkeypatch.chdir(tmp_path)
+    written: dict[str, Any] = {"tokenizer": new_tokenizer()}
+    exec(compile(EXAMPLES[1], "docs/guides/tinker.md", "exec"), written)
+    assert [chunk.length for chunk in written["prompt"].chunks][1] == 16

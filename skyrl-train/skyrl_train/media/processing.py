@@ -35,6 +35,7 @@ class ProcessedImage:
     inputs: Mapping[str, torch.Tensor]  # arguments of the model, e.g. "pixel_values" and "image_grid_thw"
     text: str  # replaces the template's placeholder
     n_tokens: int  # placeholder tokens in the text
+    token_ids: torch.Tensor  # (n,) of the text, from its first to its last placeholder
 
     @property
     def n_bytes(self) -> int:
@@ -68,12 +69,15 @@ class ImageProcessor:
         try:
             output = self._processor(images=[image.open()], text=[self.placeholder], **options)
             (replacement,) = output["text_replacement_offsets"][0]
+            token_ids = output["input_ids"][0]
+            places = (token_ids == self.token_id).nonzero()[:, 0].tolist()
+            filled = token_ids[places[0] : places[-1] + 1].clone()
         except (TypeError, ValueError, IndexError, KeyError, RuntimeError) as error:
             raise DataError(f"the model's processor rejects {image!r}: {error}; scale the image") from error
         text_inputs = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
         inputs = {name: tensor for name, tensor in output.items() if name not in text_inputs}
-        n_tokens = int((output["input_ids"] == self.token_id).sum())
-        processed = self._cache[image.digest] = ProcessedImage(inputs, str(replacement["replacement"]), n_tokens)
+        text = str(replacement["replacement"])
+        processed = self._cache[image.digest] = ProcessedImage(inputs, text, len(places), filled)
         self._n_bytes += processed.n_bytes
         while self._n_bytes > CACHED_BYTES and len(self._cache) > 1:
             self._n_bytes -= self._cache.popitem(last=False)[1].n_bytes
@@ -109,7 +113,7 @@ class ImageProcessor:
         return re.sub(placeholder, lambda _: self.process(next(texts)).text, text)
 
     def find_spans(self, token_ids: Sequence[int], images: Sequence[EncodedImage]) -> list[ImageSpan]:
-        """Return where the images are in the tokens of an expanded text."""
+        """Return where the images are in the tokens of an expanded text: from the first to the last placeholder."""
         positions = [position for position, token in enumerate(token_ids) if token == self.token_id]
         spans, n_before = [], 0
         for image in images:

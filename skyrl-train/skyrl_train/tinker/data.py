@@ -9,6 +9,7 @@ import torch
 
 from skyrl_train.algorithms.advantages.by_group import grpo
 from skyrl_train.errors import EngineError
+from skyrl_train.tinker.inputs import model_input
 from skyrl_train.types import Segment, Trajectory
 
 
@@ -59,7 +60,7 @@ def _datum(segment: Segment, advantage: float) -> tinker.Datum:
     zeros = [0.0] * (segment.n_prompt - 1)
     advantages = [*zeros, *(advantage * mask for mask in segment.loss_mask)]
     return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(segment.token_ids[:-1]),
+        model_input=model_input(segment.token_ids[:-1], segment.images),
         loss_fn_inputs={
             "target_tokens": tinker.TensorData(data=segment.token_ids[1:], dtype="int64"),
             "logprobs": tinker.TensorData(data=[*zeros, *segment.logprobs], dtype="float32"),

@@ -7,6 +7,7 @@ import tinker
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult
+from skyrl_train.tinker.inputs import model_input
 from skyrl_train.types import StopReason, WeightSpan
 
 SEED_MASK = 2**31 - 1
@@ -15,8 +16,8 @@ SEED_MASK = 2**31 - 1
 class TinkerEngine:
     """The part of `InferenceEngine` that a generator calls, on a Tinker sampling client. Each step loads a new one."""
 
-    def __init__(self, context_length: int) -> None:
-        self.info = EngineInfo(context_length, context_length)
+    def __init__(self, context_length: int, *, reads_images: bool = False) -> None:
+        self.info = EngineInfo(context_length, context_length, reads_images=reads_images)
         self._client: tinker.SamplingClient | None = None
         self._version = 0
 
@@ -35,11 +36,11 @@ class TinkerEngine:
         sampling = request.sampling
         if sampling.penalizes or sampling.min_p or sampling.stop_token_ids or sampling.min_new_tokens:
             raise EngineError(f"Tinker samples without penalties, min_p, min_tokens and stop tokens; got {sampling}")
-        if request.images:
-            raise EngineError("a request has images, but Tinker samples from text here; remove the images")
+        if request.images and not self.info.reads_images:
+            raise EngineError("a request has images, but the model reads only text; use a vision-language model")
         assert self._client is not None
         response = await self._client.sample(
-            tinker.ModelInput.from_ints(request.prompt_ids),
+            model_input(request.prompt_ids, request.images),
             1,
             tinker.SamplingParams(
                 max_tokens=sampling.max_new_tokens,

@@ -138,5 +138,5 @@ def fill_defaults(pass_: Pass) -> Pass:
     for datum in pass_.data:
         inputs = loss.select_inputs(datum)
         inputs.setdefault("weights", np.ones(inputs["target_tokens"].shape, np.float32))
-        data.append(Datum(datum.tokens, inputs))
+        data.append(replace(datum, inputs=inputs))
     return replace(pass_, data=data, settings={**loss.settings, **pass_.settings})

@@ -1,7 +1,8 @@
 """Types shared by the server, the engine and the backends. The wire formats are in `wire/`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -28,11 +29,34 @@ def error_text(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageInput:
+    """An image in a client's input. It takes the tokens from its first to its last placeholder."""
+
+    content: bytes
+    format: str  # png or jpeg
+    expected_tokens: int | None  # number of its tokens that the client expects
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image whose placeholders are among the tokens from `start` to `end` of a sequence."""
+
+    start: int
+    end: int
+    image: Any  # in a backend-specific type
+
+
+ReadImage = Callable[[ImageInput], tuple[Sequence[int], Any]]
+"""Returns the tokens and the backend-specific form of an image. Raises `UserError` if the image cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
 class Datum:
     """A training sequence: position i is read and predicts `inputs["target_tokens"][i]`."""
 
     tokens: np.ndarray  # (N,) int32
     inputs: Mapping[str, np.ndarray]  # each (N,), or (N, K) for K targets per position
+    images: Sequence[PlacedImage] = ()  # in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +115,7 @@ class SampleRequest:
     n_top_prompt: int = 0
     n_top_sampled: int = 0
     owner: str = ""  # samples are scheduled fairly among owners
+    images: Sequence[PlacedImage] = ()  # of the prompt, in order
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from skyrl_train.inference_engines.hf.scheduler import Row
 from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow
 from skyrl_train.models.prefix_sharing import causal_mask, use_attention
 from skyrl_train.models.routing import Routers
+from skyrl_train.models.vision import find_encoder
 
 NAME = "skyrl_packed"
 MASK_SIZE = 1 << 24  # maximum elements of a mask: 64 MiB in float32
@@ -135,7 +136,10 @@ class PackedCache:
         n_before, n_new, starts = np.array([(row.n_before, row.n_new, row.start) for row in rows]).T
         ends = n_new.cumsum()
         position_ids = np.arange(ends[-1]) + np.repeat(n_before - (ends - n_new), n_new)
-        self.position_ids = torch.from_numpy(position_ids).to(device)  # (N,)
+        self.position_ids = torch.from_numpy(position_ids).to(device)  # (N,) in the sequence
+        self.rotary_ids = self.position_ids  # (N,) for rotary embeddings
+        if any(offsets := [row.sequence.position_offset for row in rows]):
+            self.rotary_ids = self.position_ids + torch.from_numpy(np.repeat(offsets, n_new)).to(device)
         target = position_ids + np.repeat(starts, n_new)
         self._target = torch.from_numpy(target).to(device)  # (N,) indices into the pool
         self._runs = list(plan_runs(rows, self.position_ids, memory))
@@ -349,6 +353,8 @@ def hidden_states(
     """
     new_ids = [row.sequence.token_ids[row.n_before :][: row.n_new] for row in rows]
     input_ids = torch.tensor(list(chain.from_iterable(new_ids)), device=model.device)  # (N,)
+    if (encoder := find_encoder(model)) is not None:
+        input_ids = encoder.as_text(input_ids)
     records = memory.expert_shape is not None  # the experts of all tokens, in every layer
     narrows = not records and last_only and len(rows) <= MAX_SHARE * len(input_ids) and is_narrow(model)
     cache = PackedCache(memory, rows, model.device, plan_runs, narrows=narrows)
@@ -356,7 +362,7 @@ def hidden_states(
     with use_attention(model, NAME), recording:
         output = model.base_model(
             input_ids=input_ids[None],
-            position_ids=cache.position_ids[None],
+            position_ids=cache.rotary_ids[None],
             past_key_values=cache,
             use_cache=True,
             **({"selected_tokens": cache.last_tokens} if narrows else {}),

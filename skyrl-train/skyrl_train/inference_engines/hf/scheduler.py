@@ -15,6 +15,7 @@ class CachedSequence(DrawnSequence):
     """A sequence with the region that stores its keys and values."""
 
     region: Region | None = None  # None while the sequence waits
+    position_offset: int = 0  # position of the next token, minus their number. Images of M-RoPE make it negative
     _keys: list[int] = field(default_factory=list)
     _prompt_keys: list[int] | None = None
 

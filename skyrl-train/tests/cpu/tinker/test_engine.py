@@ -14,5 +14,5 @@ async def test_settings_that_tinker_lacks_are_refused() -> None:
         with pytest.raises(EngineError, match="Tinker samples without"):
             await engine.generate([EngineRequest([1], SamplingParams(4, **settings), seed=0)])
     images = (ImageSpan(0, 1, EncodedImage(b"", "", 1, 1)),)
-    with pytest.raises(EngineError, match="a request has images, but Tinker samples from text"):
+    with pytest.raises(EngineError, match="a request has images, but the model reads only text"):
         await engine.generate([EngineRequest([1], SamplingParams(4), seed=0, images=images)])

@@ -1,12 +1,15 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
-from train_kit.datasets import write_prompts
+from train_kit.datasets import write_jsonl, write_prompts
 from train_kit.runs import Run
 from train_kit.tinker import serving_tinker
+from train_kit.vision_models import ask, picture
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.images import to_openai
 from skyrl_train.compat.skyrl.generator import GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl_train.dataset.rows import LocatedRow
 from skyrl_train.errors import DataError
@@ -15,6 +18,10 @@ from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, S
 from skyrl_train.tinker.options import TinkerOptions
 from skyrl_train.tinker.run import TinkerRun
 from skyrl_train.types import Trajectory
+from tx.tinker.db_models import Kind
+from tx.tinker.wire import tinker_pb2 as pb
+
+ENV = "train_kit.vision_models:PictureEnv"
 
 
 class OddGenerator(GeneratorInterface):
@@ -97,3 +104,48 @@ def test_a_run_refuses_rows_before_it_connects(tiny_model_path: Path, tmp_path: 
         OddRun(options).run()
     with pytest.raises(DataError, match="other"):  # no such environment
         TinkerRun(options).run()
+
+
+def test_a_run_with_images(vision_model_path: Path, tmp_path: Path) -> None:
+    """Rows, observations and replies: the server scores sampled tokens as it has sampled them."""
+    data = tmp_path / "rows.jsonl"
+    write_jsonl(
+        data,
+        [
+            {"prompt": to_openai(ask(picture(i), "Look.")), "env_class": ENV, "extra_info": {"seed": i}}
+            for i in range(2)
+        ],
+    )
+    options = TinkerOptions(
+        train_data=str(data),
+        model_name=str(vision_model_path),
+        batch_size=2,
+        n_samples_per_prompt=3,
+        max_turns=3,
+        max_input_length=400,
+        max_generate_length=6,
+        max_sequence_length=410,
+        max_steps=2,
+        learning_rate=1e-2,
+        output_dir=str(tmp_path),
+        logger="jsonl",
+    )
+    run = TinkerRun(options)
+    with serving_tinker(tmp_path / "state", vision_model_path) as server:
+        run.run()
+        passes = server.rows(Kind.FORWARD_BACKWARD)
+    steps = [row["step"] for row in Run(run.run_folder.path).metrics if "reward/avg_raw_reward" in row]
+    assert steps == [1, 2]
+    assert len(passes) == 2
+    for request in passes:
+        assert request.result is not None
+        message = pb.ForwardBackwardRequest.FromString(request.payload)
+        outputs = pb.ForwardBackwardOutput.FromString(request.result).loss_fn_outputs[0]
+        scored = np.frombuffer(outputs.fields["logprobs"].data, "<f4")
+        sampled, advantages = (
+            np.concatenate([np.frombuffer(datum.loss_fn_inputs[name].dense, "<f4") for datum in message.data])
+            for name in ("logprobs", "advantages")
+        )
+        np.testing.assert_allclose(scored[advantages != 0], sampled[advantages != 0], atol=2e-5)
+        n_images = [sum(chunk.HasField("image") for chunk in datum.model_input) for datum in message.data]
+        assert set(n_images) == {4}  # in the row, and before each of the three replies

@@ -19,7 +19,10 @@ from tx.tinker.engine.loop import Engine
 def serving_tinker(folder: Path, model: Path) -> Iterator[Running]:
     """Run a server and its engine, which trains `model` with PyTorch, in threads; point the SDK's variables at it."""
     end = threading.Event()
-    with serving(folder, engine=False, base_model=str(model)) as running, pytest.MonkeyPatch.context() as environment:
+    with (
+        serving(folder, engine=False, base_model=str(model), backend="torch") as running,
+        pytest.MonkeyPatch.context() as environment,
+    ):
         environment.setenv("TINKER_BASE_URL", running.url)
         environment.setenv("TINKER_API_KEY", API_KEY)
         engine = Engine(

@@ -27,6 +27,7 @@ from tx.tinker.submission.training import Submission
 from tx.tinker.wire import codec
 from tx.tinker.wire import requests as wire
 from tx.tinker.wire import tinker_pb2 as pb
+from tx_kit.fake_engine import no_images
 from tx_kit.rows import change_row, read_row
 from tx_kit.servers import BASE_MODEL, Running, config_for, serving
 
@@ -161,7 +162,7 @@ class Desk:
         }
         fields = {"data": [datum] * n_data, "loss_fn": "cross_entropy"}
         message = codec.message_from_json(model_id, None, fields, is_forward_only=is_forward_only)
-        pass_, payload = codec.pass_of(message), message.SerializeToString()
+        pass_, payload = codec.pass_of(message, no_images), message.SerializeToString()
         return self.submit(lambda to: submission.forward_backward(to, pass_, None, payload))
 
     def score(self, model_id: str, tokens: Sequence[int] = (1, 2, 3)) -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 from sqlmodel import Session, col, select
@@ -20,7 +21,7 @@ from tx.tinker.db_models import (
 )
 from tx.tinker.store.checkpoint_files import TinkerPath, checkpoint_folder
 from tx.tinker.store.queries import expiry
-from tx.tinker.types import Datum, PassResult, Sample, SampleResult
+from tx.tinker.types import Datum, ImageInput, PassResult, Sample, SampleResult, UserError
 from tx.tinker.wire import codec, responses
 from tx.tinker.wire import requests as wire
 from tx.tinker.wire.sample_job import SampleJob
@@ -41,6 +42,11 @@ KINDS = {
 }
 
 
+def no_images(image: ImageInput) -> NoReturn:
+    """Refuse an image, as a backend for text does."""
+    raise UserError("no images here")
+
+
 def answer_pending(db: Session, config: TxConfig, failure: tuple[str, str] | None) -> int:
     """Answer pending requests, or let them fail with an error and its category; return how many."""
     waiting = select(TxRequest).where(TxRequest.status == RequestStatus.PENDING).order_by(col(TxRequest.request_id))
@@ -54,7 +60,7 @@ def answer_pending(db: Session, config: TxConfig, failure: tuple[str, str] | Non
             request.status = RequestStatus.DONE
             request.is_result_protobuf = request.kind in (Kind.FORWARD_BACKWARD, Kind.SAMPLE)
             if request.kind is Kind.FORWARD_BACKWARD:
-                pass_ = codec.pass_of(codec.message_from_bytes(request.payload))
+                pass_ = codec.pass_of(codec.message_from_bytes(request.payload), no_images)
                 request.result = codec.forward_backward_bytes(pass_result(pass_.data))
             elif request.kind is Kind.SAMPLE:
                 job = SampleJob.model_validate_json(request.payload)

@@ -79,7 +79,7 @@ if hasattr(types, "DimuonParams"):  # older ones do not send it, or have their o
         ),
         "no such loss": ("loss_fn='mean'", lambda user: user.train("mean")),
         "a weight that is no number": ("is nan", lambda user: user.forward(datum_of([5], [6], weights=[np.nan]))),
-        "an image": ("chunk of kind image", lambda user: user.forward(image())),
+        "an image": ("reads no images", lambda user: user.forward(image())),
     }
 if "prompt_logprobs_last_n" in inspect.signature(tinker.SamplingClient.sample).parameters:
     MISTAKES["some log-probs of a prompt"] = (

@@ -45,7 +45,8 @@ def test_stops(server: Running, service: tinker.ServiceClient) -> None:
     for stop, tokens, strings in ((None, None, []), ([], [], []), ([7], [7], []), ("x", None, ["x"])):
         sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1, stop=stop)).result()
         assert (last_job(server).stop_tokens, last_job(server).stop_strings) == (tokens, strings)
-    request = last_job(server).model_copy(update={"stop_strings": []}).request(owner="", eos_ids=[2], max_context=64)
+    job = last_job(server).model_copy(update={"stop_strings": []})
+    request = job.request([5, 6, 7], [], owner="", eos_ids=[2], max_context=64)
     assert request.params.stop_tokens == (2,)
 
 

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 from typing import cast
 
 import numpy as np
-from tx_kit.fake_engine import STATE
+from tx_kit.fake_engine import STATE, no_images
 from tx_kit.rows import request_row
 
 from tx.tinker.backends.base import Backend
@@ -21,12 +21,16 @@ DATUM = {
 class Careless:
     """Returns log-probs that no message can contain."""
 
+    read_image = staticmethod(no_images)
+
     def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
         yield PassResult(0.0, ["?"], ["?"])  # type: ignore[list-item]
 
 
 class Slow:
     """Needs three slices per pass, and records whose each was."""
+
+    read_image = staticmethod(no_images)
 
     def __init__(self) -> None:
         self.computed = ""

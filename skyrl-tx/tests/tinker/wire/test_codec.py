@@ -14,6 +14,7 @@ from tinker import types as sdk
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 from tinker.types.forward_backward_request import ForwardBackwardRequest
+from tx_kit.fake_engine import no_images
 
 from tx.tinker.types import PassResult, Sample, SampleResult, TopLogprobs, UserError
 from tx.tinker.wire import codec
@@ -53,7 +54,7 @@ def encoded(datums: list[sdk.Datum], config: dict[str, float | str] | None = Non
 @given(st.lists(data(), max_size=3), st.dictionaries(st.sampled_from(["a", "b"]), st.floats(-9, 9)))
 def test_passes_of_the_client_are_decoded(datums: list[sdk.Datum], config: dict[str, float | str]) -> None:
     message = codec.message_from_bytes(encoded(datums, config))
-    pass_ = codec.pass_of(message)
+    pass_ = codec.pass_of(message, no_images)
     assert (pass_.model_id, message.seq_id, pass_.loss_fn, pass_.is_forward_only) == ("s:train:0", 3, "ppo", False)
     assert pass_.settings == config
     for ours, theirs in zip(pass_.data, datums, strict=True):
@@ -64,7 +65,7 @@ def test_passes_of_the_client_are_decoded(datums: list[sdk.Datum], config: dict[
 
 def test_inputs_are_cast_for_backends() -> None:
     datum = datum_of([1, 2], target_tokens=np.array([1, 2]), weights=np.array([0, 1]))
-    inputs = codec.pass_of(codec.message_from_bytes(encoded([datum]))).data[0].inputs
+    inputs = codec.pass_of(codec.message_from_bytes(encoded([datum])), no_images).data[0].inputs
     assert (inputs["target_tokens"].dtype, inputs["weights"].dtype) == (np.int32, np.float32)
 
 
@@ -75,7 +76,7 @@ def test_sparse_targets_of_the_client_are_decoded(n_columns: int) -> None:
     message = codec.message_from_bytes(encoded([datum_of([1] * 5, target_tokens=dense, weights=dense.float())]))
     is_sparse = message.data[0].loss_fn_inputs["target_tokens"].WhichOneof("layout") == "sparse_csr"
     assert is_sparse == (n_columns == 40)
-    np.testing.assert_array_equal(codec.pass_of(message).data[0].inputs["target_tokens"], dense.numpy())
+    np.testing.assert_array_equal(codec.pass_of(message, no_images).data[0].inputs["target_tokens"], dense.numpy())
 
 
 @given(st.lists(data(), min_size=1, max_size=3))
@@ -91,8 +92,8 @@ def test_json_of_older_clients_is_equivalent(datums: list[sdk.Datum]) -> None:
         for datum in datums
     ]
     body = json.loads(json.dumps({"data": as_json, "loss_fn": "ppo", "loss_fn_config": {"beta": 0.5}}))
-    ours = codec.pass_of(codec.message_from_json("s:train:0", 3, body, is_forward_only=True))
-    theirs = codec.pass_of(codec.message_from_bytes(encoded(datums, {"beta": 0.5})))
+    ours = codec.pass_of(codec.message_from_json("s:train:0", 3, body, is_forward_only=True), no_images)
+    theirs = codec.pass_of(codec.message_from_bytes(encoded(datums, {"beta": 0.5})), no_images)
     assert ours.is_forward_only
     assert ours.settings == theirs.settings
     for one, other in zip(ours.data, theirs.data, strict=True):
@@ -170,26 +171,26 @@ def test_damaged_bytes_are_a_message_or_a_user_error(seed: int, n_changes: int) 
     for place in rng.integers(0, len(body), n_changes):
         body[place] = rng.integers(256)
     with contextlib.suppress(UserError):  # no other error may be raised
-        codec.pass_of(codec.message_from_bytes(bytes(body)))
+        codec.pass_of(codec.message_from_bytes(bytes(body)), no_images)
 
 
 @pytest.mark.parametrize(
     ("chunk", "words"),
     [
-        (pb.Chunk(image=pb.Image(data=b"x", format="png")), "image"),
+        (pb.Chunk(image=pb.Image(data=b"x", format="png")), r"data\[0\].model_input: no images here"),
         (pb.Chunk(dmel=pb.Dmel(dmel=b"x")), "dmel"),
         (pb.Chunk(), "None"),
         (pb.Chunk(encoded_text=pb.EncodedText(tokens=b"12345")), "5 bytes"),
     ],
 )
-def test_chunks_other_than_tokens(chunk: pb.Chunk, words: str) -> None:
+def test_invalid_chunks(chunk: pb.Chunk, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        codec.pass_of(pb.ForwardBackwardRequest(data=[pb.Datum(model_input=[chunk])]))
+        codec.pass_of(pb.ForwardBackwardRequest(data=[pb.Datum(model_input=[chunk])]), no_images)
 
 
 def test_text_settings() -> None:
     with pytest.raises(UserError, match=r"loss_fn_config\['kl_coeff'\]='high'"):
-        codec.pass_of(codec.message_from_bytes(encoded([], {"kl_coeff": "high"})))
+        codec.pass_of(codec.message_from_bytes(encoded([], {"kl_coeff": "high"})), no_images)
 
 
 @pytest.mark.parametrize(
@@ -198,4 +199,4 @@ def test_text_settings() -> None:
 def test_invalid_targets(values: np.ndarray, words: str) -> None:
     datum = datum_of([1], target_tokens=sdk.TensorData.from_numpy(values))
     with pytest.raises(UserError, match=words):
-        codec.pass_of(codec.message_from_bytes(encoded([datum])))
+        codec.pass_of(codec.message_from_bytes(encoded([datum])), no_images)

@@ -3,7 +3,7 @@ import pytest
 
 from tx.tinker.types import UserError
 from tx.tinker.wire import tinker_pb2 as pb
-from tx.tinker.wire.tensors import check_sparse, chunk_tokens, dense_array, tensor_from_json
+from tx.tinker.wire.tensors import check_sparse, dense_array, tensor_from_json
 
 
 def packed(*values: int) -> bytes:
@@ -62,16 +62,3 @@ def test_sparse_json() -> None:
     fields = {"data": [5.0], "dtype": "float32", "shape": [2, 2]}
     sparse = {"sparse_crow_indices": [0, 0, 1], "sparse_col_indices": [1]}
     assert dense_array(tensor_from_json({**fields, **sparse}, "t"), "t").tolist() == [[0, 0], [0, 5]]
-
-
-@pytest.mark.parametrize(
-    ("chunk", "words"),
-    [
-        ({"type": "image_asset_pointer", "location": "x"}, "image_asset_pointer"),
-        ({"data": "x"}, "kind image"),
-        ({"tokens": [1, 1 << 40]}, "which is not a token"),
-    ],
-)
-def test_chunks_in_json(chunk: dict[str, object], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        chunk_tokens(chunk, "prompt")

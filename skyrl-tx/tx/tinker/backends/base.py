@@ -1,12 +1,12 @@
 """The backend protocol. A backend owns the base model, the models under training, and the samplers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tx.models.config import AdapterConfig
-from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest, SampleResult
+from tx.tinker.types import AdamParams, ImageInput, Pass, PassResult, SampleRequest, SampleResult
 
 Done = Callable[[SampleResult | Exception], None]
 
@@ -31,8 +31,18 @@ Save = Callable[[Path], None]
 """Writes into an empty folder."""
 
 
+NO_IMAGES = "the JAX backend reads no images; start the server with --backend torch and a vision-language model"
+
+
 class Sampler(Protocol):
     """Samples from weights. Called from one thread."""
+
+    def read_image(self, image: ImageInput) -> tuple[Sequence[int], Any]:
+        """Return an image's tokens, from its first to its last placeholder, and its form for passes and requests.
+
+        Raises:
+            UserError: the model reads only text, or the image cannot be read, or has other than its expected tokens.
+        """
 
     def load_weights(self, folder: Path) -> Weights:
         """Load the weights in a folder written by `Backend.capture`."""

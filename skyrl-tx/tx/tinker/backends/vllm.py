@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import numpy as np
@@ -25,7 +25,7 @@ import numpy as np
 from tx.models import peft
 from tx.tinker.backends.base import Done
 from tx.tinker.store.checkpoint_files import write_folder
-from tx.tinker.types import Sample, SampleRequest, SampleResult, TinkerError, TopLogprobs, UserError
+from tx.tinker.types import ImageInput, Sample, SampleRequest, SampleResult, TinkerError, TopLogprobs, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +146,9 @@ class VllmSampler:
             asyncio.run_coroutine_threadsafe(unload(), self._loop)
 
     # -- samples
+
+    def read_image(self, image: ImageInput) -> NoReturn:
+        raise UserError("samples come from an external server, which gets text only; leave the images out")
 
     def sample(self, request: SampleRequest, weights: VllmWeights | None, done: Done) -> Callable[[], None]:
         pending = _PendingSample(done, asyncio.run_coroutine_threadsafe(self._ask(request, weights), self._loop))

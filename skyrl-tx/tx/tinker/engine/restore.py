@@ -190,7 +190,7 @@ class RestorePoints:
             body = OptimStepRequest.model_validate_json(request.payload)
             self._backend.optim_step(request.model_id, body.adam())
             return
-        pass_ = codec.pass_of(codec.message_from_bytes(request.payload))
+        pass_ = codec.pass_of(codec.message_from_bytes(request.payload), self._backend.read_image)
         if not pass_.is_forward_only:
             for _ in self._backend.compute(pass_):
                 pass

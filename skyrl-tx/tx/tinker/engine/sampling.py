@@ -67,8 +67,11 @@ class Sampling:
             if job.weights.base_model != limits.base_model:
                 theirs, ours = job.weights.base_model, limits.base_model
                 raise UserError(f"the weights belong to base model {theirs}, but this server has {ours}")
-            check_job(job, limits)  # again: the server may have accepted it before it knew the model's limits
-            sample_request = job.request(owner=request.owner, eos_ids=limits.eos_ids, max_context=limits.max_context)
+            prompt, images = job.read_prompt(self._sampler.read_image)
+            check_job(job, prompt, limits)  # again: the server may have accepted it before it knew the model's limits
+            sample_request = job.request(
+                prompt, images, owner=request.owner, eos_ids=limits.eos_ids, max_context=limits.max_context
+            )
             cancel = self._sampler.sample(sample_request, self._samplers.find(job.weights), done)
         except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)
             self._outcomes.append(failed_outcome(request, error))

@@ -39,7 +39,11 @@ async def asample(call: Caller, body: wire.AsampleRequest) -> Response:
     request_id = await call.submit(lambda to: sample_submission.accept_sample(to, request), is_durable=False)
     metrics = call.service.metrics
     metrics.accepted.labels(Kind.SAMPLE).inc()
-    metrics.tokens.labels("prompt").inc(sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks))
+    metrics.tokens.labels("prompt").inc(sum(map(_n_tokens, body.prompt.chunks)))
     call.add_notes(session=body.sampling_session_id, request=request_id)
     names = [f"{request_id}-{number}" for number in range(body.num_samples)]
     return reply(responses.SamplePromise(request_id=str(request_id), sample_sequence_ids=names))
+
+
+def _n_tokens(chunk: wire.Chunk) -> int:
+    return len(chunk.tokens or ()) + (chunk.expected_tokens or 0)

@@ -12,6 +12,7 @@ from tx.tinker.server.replies import PROTOBUF, reply
 from tx.tinker.server.service import Call, Caller
 from tx.tinker.store import queries
 from tx.tinker.submission import training as submission
+from tx.tinker.submission.images import SubmittedImages
 from tx.tinker.submission.training import Submission
 from tx.tinker.submission.validation import check_pass
 from tx.tinker.types import Pass, UserError
@@ -104,7 +105,8 @@ async def _pass(call: Call, request: Request, *, is_forward_only: bool) -> Respo
     read: Callable[[bytes], ForwardBackwardMessage]
     read = codec.message_from_bytes if kind == PROTOBUF else partial(_from_json, is_forward_only)
     state = await call.service.read(call.service.engine_state)
-    head, pass_ = await call.service.compute(partial(_read_pass, read, body, is_forward_only, state))
+    images = SubmittedImages(call.service.config)
+    head, pass_ = await call.service.compute(partial(_read_pass, read, body, is_forward_only, state, images))
 
     def accept(to: Submission) -> int:
         if isinstance(pass_, UserError):
@@ -129,7 +131,11 @@ def _from_json(is_forward_only: bool, body: bytes) -> ForwardBackwardMessage:
 
 
 def _read_pass(
-    read: Callable[[bytes], ForwardBackwardMessage], body: bytes, is_forward_only: bool, state: EngineState | None
+    read: Callable[[bytes], ForwardBackwardMessage],
+    body: bytes,
+    is_forward_only: bool,
+    state: EngineState | None,
+    read_image: SubmittedImages,
 ) -> tuple[submission.PassHead, Pass | UserError]:
     """Parse a pass. Return its head, and either the pass or the error in its data."""
     try:
@@ -145,8 +151,9 @@ def _read_pass(
     payload = ForwardBackwardMessage(**{name: getattr(message, name) for name in names}).SerializeToString()
     head = submission.PassHead(message.model_id, message.seq_id or None, payload, original)
     try:
-        pass_ = codec.pass_of(message)
-        check_pass(pass_, state)
+        pass_ = codec.pass_of(message, read_image)
+        if read_image.are_counted:
+            check_pass(pass_, state)
     except UserError as error:
         return head, error
     return head, pass_

@@ -1,16 +1,19 @@
 """Accept sampling sessions (with immutable weights) and sample requests."""
 
+from dataclasses import asdict
+
 from tx.tinker.backends.stop_strings import MAX_STOP_CHARACTERS
 from tx.tinker.db_models import EngineState, Kind, SamplingSession, TxRequest
 from tx.tinker.losses import LOSSES
 from tx.tinker.refusal import refuse
 from tx.tinker.store import queries
+from tx.tinker.submission.images import SubmittedImages
 from tx.tinker.submission.training import Submission, check_sampled_path
 from tx.tinker.submission.validation import check_base_model, check_job
-from tx.tinker.types import MAX_STOP_TOKENS, MAX_TOP, UserError
+from tx.tinker.types import MAX_STOP_TOKENS, MAX_TOP, ImageInput, UserError
+from tx.tinker.wire.chunks import chunk_from_json, part_of
 from tx.tinker.wire.requests import AsampleRequest, CreateSamplingSessionRequest, SamplingSettings
-from tx.tinker.wire.sample_job import SampleJob, SampleWeights
-from tx.tinker.wire.tensors import chunk_tokens
+from tx.tinker.wire.sample_job import PromptImage, SampleJob, SampleWeights
 
 
 def create_sampling_session(to: Submission, body: CreateSamplingSessionRequest) -> str:
@@ -62,7 +65,8 @@ def sample_request(to: Submission, body: AsampleRequest) -> TxRequest:
         )
     if weights.model_path is not None and queries.earlier_request(to.db, request) is None:
         check_sampled_path(to, weights.model_path)
-    request.payload = _sample_job(body, weights, to.engine_state).model_dump_json().encode()
+    read_image = SubmittedImages(to.config)
+    request.payload = _sample_job(body, weights, to.engine_state, read_image).model_dump_json().encode()
     return request
 
 
@@ -76,17 +80,27 @@ def accept_sample(to: Submission, request: TxRequest) -> int:
     return to.add(request, check)
 
 
-def _sample_job(body: AsampleRequest, weights: SampleWeights, state: EngineState | None) -> SampleJob:
+def _sample_job(
+    body: AsampleRequest, weights: SampleWeights, state: EngineState | None, read_image: SubmittedImages
+) -> SampleJob:
     """Return a request's job. `state` is None until an engine has reported."""
     _refuse_unsupported(body)
-    prompt = [token for chunk in body.prompt.chunks for token in chunk_tokens(chunk.model_dump(), "prompt")]
-    if not prompt:
+    prompt: list[int] = []
+    images: list[PromptImage] = []
+    for chunk in body.prompt.chunks:
+        part = part_of(chunk_from_json(chunk.model_dump(), "prompt"), "prompt")
+        if isinstance(part, ImageInput):
+            images.append(PromptImage(n_before=len(prompt), **asdict(part)))
+        else:
+            prompt += part.tolist()
+    if not prompt and not images:
         raise UserError("prompt is empty; pass at least one token")
     params = body.sampling_params
     tokens, strings = _stops(params)
     job = SampleJob(
         weights=weights,
         prompt=prompt,
+        images=images,
         n_samples=body.num_samples,
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -99,8 +113,9 @@ def _sample_job(body: AsampleRequest, weights: SampleWeights, state: EngineState
         n_top_prompt=body.topk_prompt_logprobs,
         n_top_sampled=body.topk_sample_logprobs,
     )
-    if state is not None:
-        check_job(job, state)
+    tokens, _ = job.read_prompt(read_image)
+    if state is not None and read_image.are_counted:
+        check_job(job, tokens, state)
     return job
 
 

@@ -4,6 +4,7 @@ The base model's limits are known once the engine is up. Before that, the engine
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,7 @@ def _check_datum(datum: Datum, name: str, loss_name: str, loss: Loss) -> None:
         if key not in IGNORED_INPUTS and key not in loss.inputs:
             known = ", ".join(loss.inputs)
             raise UserError(f"{name}.loss_fn_inputs has {key!r}, which no loss uses; {loss_name} uses {known}")
-    used = Datum(datum.tokens, loss.select_inputs(datum))
+    used = replace(datum, inputs=loss.select_inputs(datum))
     _check_shapes(used, name, loss_name)
     _check_finite(used, name)
 
@@ -120,11 +121,11 @@ def check_tokens(tokens: np.ndarray | Sequence[int], name: str, state: EngineSta
         raise UserError(f"{name} has token {ids[wrong][0]}; the vocabulary is 0 to {state.vocab_size - 1}")
 
 
-def check_job(job: SampleJob, state: EngineState) -> None:
-    """Check that a job fits the model."""
-    check_tokens(job.prompt, "prompt", state)
+def check_job(job: SampleJob, prompt: Sequence[int], state: EngineState) -> None:
+    """Check that a job fits the model. `prompt` includes the tokens of images."""
+    check_tokens(prompt, "prompt", state)
     check_tokens(job.stop_tokens or [], "stop", state)
-    n_prompt = len(job.prompt)
+    n_prompt = len(prompt)
     n_needed = n_prompt + (job.max_tokens or 1) - 1  # the last token is sampled but never read
     if n_needed > state.max_context:
         maximum = max(0, state.max_context - n_prompt + 1)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from tx.tinker.types import Datum, Pass, PassResult, SampleResult, TopLogprobs, UserError
+from tx.tinker.types import Datum, Pass, PassResult, ReadImage, SampleResult, TopLogprobs, UserError
 from tx.tinker.wire import tinker_pb2 as pb
-from tx.tinker.wire.tensors import INT32_RANGE, check_sparse, chunk_tokens, dense_array, json_array, tensor_from_json
+from tx.tinker.wire.chunks import chunk_from_json, join_parts, part_of
+from tx.tinker.wire.tensors import INT32_RANGE, check_sparse, dense_array, json_array, tensor_from_json
 
 OUTPUT_TYPE = "scalar"
 LOSS_SUM = "loss:sum"
@@ -52,18 +53,17 @@ def message_from_json(
     for number, datum in enumerate(fields["data"]):
         added = message.data.add()
         for chunk in datum["model_input"]["chunks"]:
-            tokens = np.asarray(chunk_tokens(chunk, f"data[{number}].model_input"), dtype="<i4")
-            added.model_input.add().encoded_text.tokens = tokens.tobytes()
+            added.model_input.append(chunk_from_json(chunk, f"data[{number}].model_input"))
         for name, tensor in datum["loss_fn_inputs"].items():
             added.loss_fn_inputs[name].CopyFrom(tensor_from_json(tensor, f"data[{number}].loss_fn_inputs[{name!r}]"))
     return message
 
 
-def pass_of(message: pb.ForwardBackwardRequest) -> Pass:
+def pass_of(message: pb.ForwardBackwardRequest, read_image: ReadImage) -> Pass:
     """Convert a message to a pass.
 
     Raises:
-        UserError: a chunk is not text, or a tensor is inconsistent, or the tensors are too large.
+        UserError: a chunk or an image is invalid, or a tensor is inconsistent, or the tensors are too large.
     """
     check_sparse(tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
     settings = dict(message.loss_fn_config)
@@ -71,25 +71,18 @@ def pass_of(message: pb.ForwardBackwardRequest) -> Pass:
         if value.WhichOneof("value") != "number":
             raise UserError(f"loss_fn_config[{name!r}]={value.text!r} must be a number")
         settings[name] = value.number
-    data = [_datum(datum, f"data[{number}]") for number, datum in enumerate(message.data)]
+    data = [_datum(datum, read_image, f"data[{number}]") for number, datum in enumerate(message.data)]
     return Pass(message.model_id, data, message.loss_fn, settings, is_forward_only=message.forward_only)
 
 
-def _datum(message: pb.Datum, name: str) -> Datum:
-    tokens = [np.zeros(0, np.int32)]
-    for chunk in message.model_input:
-        kind, packed = chunk.WhichOneof("chunk"), chunk.encoded_text.tokens
-        if kind != "encoded_text":
-            fix = "this server supports encoded_text only, so send tokens"
-            raise UserError(f"{name}.model_input holds a chunk of kind {kind}; {fix}")
-        if len(packed) % 4:
-            raise UserError(f"{name}.model_input has {len(packed)} bytes of tokens; each token takes 4 bytes")
-        tokens.append(np.frombuffer(packed, "<i4"))
+def _datum(message: pb.Datum, read_image: ReadImage, name: str) -> Datum:
+    where = f"{name}.model_input"
+    tokens, images = join_parts((part_of(chunk, where) for chunk in message.model_input), read_image, where)
     inputs = {
         key: _loss_input(key, dense_array(tensor, f"{name}.loss_fn_inputs[{key!r}]"), name)
         for key, tensor in message.loss_fn_inputs.items()
     }
-    return Datum(np.concatenate(tokens), inputs)
+    return Datum(tokens, inputs, images)
 
 
 def _loss_input(key: str, values: np.ndarray, name: str) -> np.ndarray:

@@ -208,10 +208,13 @@ class Chunk(RequestBody):
 
     type: Text | None = None
     tokens: list[Token] | None = None
+    data: str | None = None  # an image, in base64
+    format: Text | None = None
+    expected_tokens: Token | None = None
 
 
 class ModelInput(RequestBody):
-    """A sequence: the tokens of all chunks, concatenated."""
+    """A sequence: the tokens of all chunks, concatenated. An image is a chunk with `data`."""
 
     chunks: list[Chunk]
 

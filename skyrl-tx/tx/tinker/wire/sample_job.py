@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from tx.tinker.types import SampleRequest, SamplingParams
+from tx.tinker.types import ImageInput, PlacedImage, ReadImage, SampleRequest, SamplingParams
+from tx.tinker.wire.chunks import Part, join_parts
 
 
 class SampleWeights(BaseModel):
@@ -18,6 +20,22 @@ class SampleWeights(BaseModel):
     """Id of the sampling session that holds the snapshot."""
 
 
+class PromptImage(BaseModel):
+    """An image after the first `n_before` text tokens of a prompt."""
+
+    model_config = ConfigDict(frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
+
+    n_before: int
+    content: bytes
+    format: str
+    expected_tokens: int | None
+
+    @property
+    def input(self) -> ImageInput:
+        """The image for the backend."""
+        return ImageInput(self.content, self.format, self.expected_tokens)
+
+
 class SampleJob(BaseModel):
     """A validated sample request, except for limits that only the engine knows."""
 
@@ -25,6 +43,8 @@ class SampleJob(BaseModel):
 
     weights: SampleWeights
     prompt: list[int]
+    """Text tokens."""
+    images: list[PromptImage] = []
     n_samples: int
     max_tokens: int | None
     """None samples until the context is full."""
@@ -39,11 +59,36 @@ class SampleJob(BaseModel):
     n_top_prompt: int
     n_top_sampled: int
 
-    def request(self, *, owner: str, eos_ids: Sequence[int], max_context: int) -> SampleRequest:
-        """Return the request for the backend."""
-        n_remaining = max_context - len(self.prompt) + 1  # the last sampled token is never read
+    def read_prompt(self, read_image: ReadImage) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """Return the tokens of the prompt, and where the images are among them.
+
+        Raises:
+            UserError: an image cannot be read.
+        """
+        if not self.images:
+            return self.prompt, ()
+        parts: list[Part] = []
+        start = 0
+        for image in self.images:
+            parts += [np.array(self.prompt[start : image.n_before], np.int32), image.input]
+            start = image.n_before
+        tokens, images = join_parts([*parts, np.array(self.prompt[start:], np.int32)], read_image, "prompt")
+        return tokens.tolist(), images
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        images: Sequence[PlacedImage],
+        *,
+        owner: str,
+        eos_ids: Sequence[int],
+        max_context: int,
+    ) -> SampleRequest:
+        """Return the request for the backend, with a prompt that `read_prompt` has returned."""
+        n_remaining = max_context - len(prompt) + 1  # the last sampled token is never read
         return SampleRequest(
-            prompt=self.prompt,
+            prompt=prompt,
+            images=images,
             params=SamplingParams(
                 max_tokens=n_remaining if self.max_tokens is None else self.max_tokens,
                 temperature=self.temperature,

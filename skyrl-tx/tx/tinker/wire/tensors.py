@@ -112,20 +112,3 @@ def _parse_numbers(values: Sequence[float], dtype: str, name: str) -> np.ndarray
 def json_array(values: np.ndarray) -> dict[str, Any]:
     """Encode a float32 array for older clients."""
     return {"data": values.reshape(-1).tolist(), "dtype": "float32", "shape": list(values.shape)}
-
-
-def chunk_tokens(chunk: Mapping[str, Any], name: str) -> list[int]:
-    """Return a JSON chunk's tokens. Older clients omit its `type`.
-
-    Raises:
-        UserError: the chunk is not text or has no tokens, or a token is not an int32.
-    """
-    tokens: list[int] | None = chunk.get("tokens")
-    kind = chunk.get("type") or ("image" if tokens is None else "encoded_text")
-    if kind != "encoded_text":
-        raise UserError(f"{name} holds a chunk of kind {kind}; this server supports encoded_text only, so send tokens")
-    if tokens is None:
-        raise UserError(f"{name} has a chunk without tokens; pass a list, which may be empty")
-    if tokens and not (INT32_RANGE[0] <= min(tokens) and max(tokens) <= INT32_RANGE[1]):
-        raise UserError(f"{name} has {max(tokens, key=abs)}, which is not a token")
-    return tokens

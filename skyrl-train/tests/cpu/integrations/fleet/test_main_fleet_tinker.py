@@ -6,9 +6,12 @@ from train_kit.fleet.tasks import write_dataset
 from train_kit.http import Request
 from train_kit.runs import Run
 from train_kit.tinker import serving_tinker
+from train_kit.vision_models import save_vision_model
 
 from integrations.fleet.entrypoints.main_fleet_tinker import FleetTinkerOptions, main
 from skyrl_train.tinker.options import parse_options
+from tx.tinker.db_models import Kind
+from tx.tinker.wire import tinker_pb2 as pb
 
 
 def test_the_options_are_those_of_fleet() -> None:
@@ -72,3 +75,25 @@ def test_a_run_on_a_tinker_server_trains_and_resumes(
     alerts = [request.body["text"] for request in slack_requests]
     assert {text.partition(":")[0] for text in alerts} >= {f"fleet_tinker, step {step}" for step in (1, 2, 3)}
     assert "environment/fleet_task/tool_error_rate is 0%" in alerts[-1]
+
+
+def test_a_run_on_a_tinker_server_shows_screenshots(tmp_path: Path, openenv: Any) -> None:
+    tasks = write_dataset(tmp_path, {"amazon": (0, 6)}, "computer_use")
+    model = save_vision_model(tmp_path / "model", "idefics3", max_position_embeddings=8192)
+    options: dict[str, Any] = {
+        "train_data": tmp_path / "data/train.parquet",
+        "tasks_file": tasks,
+        "model_name": model,
+        "batch_size": 2,
+        "max_steps": 1,
+        "max_turns": 2,
+        "max_generate_length": 8,
+        "max_input_length": 6000,
+        "output_dir": tmp_path,
+        "logger": "jsonl",
+    }
+    with serving_tinker(tmp_path / "state", model) as server:
+        main([f"--{name}={value}" for name, value in options.items()])
+        (request,) = server.rows(Kind.FORWARD_BACKWARD)
+    message = pb.ForwardBackwardRequest.FromString(request.payload)
+    assert all(any(chunk.HasField("image") for chunk in datum.model_input) for datum in message.data)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from tx.models.config import AdapterConfig, ModelConfig, read_config
 from tx.models.decoder import Params
 from tx.models.lora import Adapter, covered_names, new_adapter
 from tx.models.sharding import mesh_of, place_rows, place_weight, replicate
-from tx.tinker.backends.base import BaseModel, Done, Save
+from tx.tinker.backends.base import NO_IMAGES, BaseModel, Done, Save
 from tx.tinker.backends.config import JaxConfig
 from tx.tinker.backends.folder import (
     OPTIMIZER,
@@ -46,7 +47,7 @@ from tx.tinker.backends.jax.training import (
 from tx.tinker.backends.models import Models, PassAccumulator, check_covers_any, check_grad_norm
 from tx.tinker.backends.stop_strings import StopStringMatcher
 from tx.tinker.losses import fill_defaults
-from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest
+from tx.tinker.types import AdamParams, ImageInput, Pass, PassResult, SampleRequest, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,9 @@ class JaxBackend:
         }
 
     # -- training
+
+    def read_image(self, image: ImageInput) -> NoReturn:
+        raise UserError(NO_IMAGES)
 
     def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
         model = self._models[pass_.model_id]

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from skyrl_gym.images import EncodedImage
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf.support import check_supported
 from skyrl_train.inference_engines.sequence import all_eos_ids
@@ -23,11 +24,12 @@ from tx.tinker.backends.stop_strings import StopStringMatcher
 from tx.tinker.backends.torch import folders
 from tx.tinker.backends.torch.adam import TorchOptimizer, adam_step, moments_of, new_optimizer
 from tx.tinker.backends.torch.experts import replace_experts
+from tx.tinker.backends.torch.images import check_apart, load_processor, process_image
 from tx.tinker.backends.torch.sampler import TorchSampler
 from tx.tinker.backends.torch.training import Gradients, add, micro_batch, micro_batches
 from tx.tinker.backends.torch.weights import Weights, new_weights
 from tx.tinker.losses import fill_defaults
-from tx.tinker.types import AdamParams, Pass, PassResult, SampleRequest
+from tx.tinker.types import AdamParams, ImageInput, Pass, PassResult, SampleRequest, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class TorchBackend:
     def __init__(self, folder: Path, name: str, config: TorchConfig) -> None:
         self._config = config
         self._base = Weights(_load(folder, config))
+        self._processor = load_processor(self._base.model)
         self._models: Models[TorchModel] = Models()
         self._stop_strings = StopStringMatcher(folder)
         model = self._base.model
@@ -65,7 +68,7 @@ class TorchBackend:
             vocab_size=int(shape.vocab_size),
             max_context=min(int(shape.max_position_embeddings), self._sampler.max_length),
             eos_ids=tuple(sorted(eos_ids)),
-            can_train_all=True,
+            can_train_all=self._processor is None,  # the image encoder stays as it is
         )
 
     @property
@@ -86,10 +89,19 @@ class TorchBackend:
     def models(self) -> Mapping[str, AdapterConfig]:
         return {model_id: model.lora for model_id, model in self._models.items()}
 
+    # -- images
+
+    def read_image(self, image: ImageInput) -> tuple[list[int], EncodedImage]:
+        if self._processor is None:
+            raise UserError(f"{self.base_model.name} reads only text; send tokens, or serve a vision-language model")
+        return process_image(self._processor, image)
+
     # -- training
 
     def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
         model = self._models[pass_.model_id]
+        for datum in pass_.data:
+            check_apart(self._base.model, datum.images)
         whole = fill_defaults(pass_)
         accumulator = PassAccumulator(whole.data, add)
         for number, indices in enumerate(micro_batches(whole.data, self._config.micro_batch_tokens)):
@@ -155,6 +167,7 @@ class TorchBackend:
 
     def sample(self, request: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
         self._stop_strings.check(request.params.stop_strings)
+        check_apart(self._base.model, request.images)
         return self._sampler.add(request, weights, done)
 
     def step(self) -> bool:

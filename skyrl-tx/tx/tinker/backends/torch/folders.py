@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from skyrl_train.media.processing import has_vision
 from tx.models import peft
 from tx.models.config import AdapterConfig
 from tx.tinker.backends.base import Save
@@ -39,7 +40,8 @@ def capture_weights(weights: Weights, lora: AdapterConfig, base_model: str) -> S
         if weights.adapter is not None:
             chosen = covered_matrices(weights.model, lora)
             expert_ranks = {matrix.name: matrix.rank(lora) for matrix in chosen if matrix.n_experts}
-            modules = list(dict.fromkeys(matrix.name for matrix in chosen))
+            is_exact = has_vision(weights.model.config)  # image encoders have matrices of the same names
+            modules = list(dict.fromkeys(m.path if is_exact and not m.n_experts else m.name for m in chosen))
             peft.write_config(folder, lora, base_model, modules, expert_ranks)
         save_file(named, folder / _file(lora), metadata={"format": "pt"})
         save_settings(folder, lora)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf.kv_memory import UNIT
@@ -24,6 +25,16 @@ class TorchRequestState(requests.RequestState[Weights]):
     """Offsets of its samples' cache regions. Each region begins with the prefilled prompt."""
     spare: list[int] = field(default_factory=list)
     """Regions of finished samples, to be reused by samples that have not started."""
+    position_offset: int = 0
+    """Position of the first sampled token, minus the length of the prompt."""
+    last_state: torch.Tensor | None = None
+    """Hidden state (1, H) after a prompt that ends with an image. A lane reads only text."""
+
+    @property
+    def n_prefilled(self) -> int:
+        """Number of prefilled prompt tokens: all but the last, or all if the prompt ends with an image."""
+        images, n_prompt = self.spec.images, len(self.spec.prompt)
+        return n_prompt if images and images[-1].end == n_prompt else n_prompt - 1
 
     @property
     def capacity(self) -> int:
@@ -41,7 +52,7 @@ class TorchRequestState(requests.RequestState[Weights]):
             n_top_logprobs=self.spec.n_top_sampled,
         )
         request = EngineRequest(prompt, sampling, self.seed * SEED_DISTANCE + index)
-        sequence = CachedSequence(request, len(prompt) + params.max_tokens)
+        sequence = CachedSequence(request, len(prompt) + params.max_tokens, position_offset=self.position_offset)
         sequence.region = Region(start, self.capacity, sequence.token_ids, None, self.n_prefilled)
         return sequence
 

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 from skyrl_train.inference_engines.hf.attention import hidden_states
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy, Extents, KVMemory
 from skyrl_train.inference_engines.hf.region_table import Region
-from skyrl_train.inference_engines.hf.scheduler import Row
+from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row
 from skyrl_train.inference_engines.sampling import SampledToken, choose_tokens
 from skyrl_train.models.logprobs import CHUNK_LOGITS, lm_head_logits
 from tx.tinker.backends.requests import TurnQueue
 from tx.tinker.backends.torch.groups import TorchGroup, TorchLane, TorchRequestState, idle_sequence, top_of
+from tx.tinker.backends.torch.images import read_with_images
 from tx.tinker.backends.torch.isolated import join_equal_lengths, padded_length
 from tx.tinker.backends.torch.weights import Weights
 from tx.tinker.types import Sample, SampleRequest, SampleResult
@@ -104,6 +105,12 @@ class TorchSampler:
         request.n_begun += 1
         if not request.n_left:
             self._free_spare(request)
+        if request.last_state is not None:
+            assert lane.sequence.region is not None
+            lane.sequence.region.n_cached -= 1  # `_take` counts the last token of the prompt
+            with request.weights.applied():
+                logits = lm_head_logits(request.weights.model, request.last_state)
+            self._take(lane, request, choose_tokens(logits, [lane.draw])[0])
         return True
 
     def _new_region(self, request: TorchRequestState) -> int | None:
@@ -135,19 +142,31 @@ class TorchSampler:
     def _read(self, request: TorchRequestState, region: int) -> None:
         spec, model = request.spec, request.weights.model
         sequence = request.create_sequence(0, region)
-        assert sequence.region is not None
         needs_logprobs = request.needs_logprobs
         targets = torch.tensor(sequence.token_ids, device=model.device)[1:]
         found: list[tuple[np.ndarray, ...]] = []
+        n_read = 0
         with request.weights.applied():
-            for start in range(0, request.n_prefilled, PROMPT_CHUNK):
-                end = min(start + PROMPT_CHUNK, request.n_prefilled)
-                sequence.region.n_cached = start
-                states = hidden_states(model, self._memory, [Row(sequence, end - start)])  # (n, H)
+            for states in self._prefill(request, sequence):
+                chosen = targets[n_read : n_read + len(states)]
+                n_read += len(states)
                 if needs_logprobs:
-                    found += _score_prompt(model, states, targets[start:end], spec.n_top_prompt)
+                    found += _score_prompt(model, states[: len(chosen)], chosen, spec.n_top_prompt)
         if needs_logprobs:
             request.record_prompt(found)
+
+    def _prefill(self, request: TorchRequestState, sequence: CachedSequence) -> Iterator[torch.Tensor]:
+        """Read the prompt, in chunks unless it has images. Yield the hidden states (n, H) of each chunk."""
+        model, n_tokens = request.weights.model, request.n_prefilled
+        if images := request.spec.images:
+            states, request.position_offset = read_with_images(model, self._memory, sequence, images, n_tokens)
+            request.last_state = states[-1:] if n_tokens == len(request.spec.prompt) else None
+            yield states
+            return
+        assert sequence.region is not None
+        for start in range(0, n_tokens, PROMPT_CHUNK):
+            sequence.region.n_cached = start
+            yield hidden_states(model, self._memory, [Row(sequence, min(PROMPT_CHUNK, n_tokens - start))])
 
     # -- sample
 

@@ -12,8 +12,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from skyrl_train.media.spans import Spans
 from skyrl_train.models.loading import checkpointed_layers
 from skyrl_train.models.logprobs import CHUNK_LOGITS, hidden_states, lm_head_logits
+from tx.tinker.backends.torch.images import spans_of
 from tx.tinker.backends.torch.weights import Weights
 from tx.tinker.losses import token_losses
 from tx.tinker.types import Datum, Pass
@@ -58,7 +60,8 @@ def micro_batch(
     tokens, mask, inputs = _pad(data, weights.model.device)
     loss_inputs = {name: tensor for name, tensor in inputs.items() if name != "target_tokens"}
     with torch.set_grad_enabled(not pass_.is_forward_only), weights.applied(), checkpointed_layers(weights.model):
-        lp = target_logprobs(weights.model, tokens, mask, inputs["target_tokens"])
+        images = [spans_of(datum.images) for datum in data]
+        lp = target_logprobs(weights.model, tokens, mask, inputs["target_tokens"], images)
         losses = token_losses(pass_.loss_fn, XP, lp, loss_inputs, pass_.settings)
         gradients = None
         if not pass_.is_forward_only:
@@ -83,11 +86,15 @@ def _pad(data: Sequence[Datum], device: torch.device) -> tuple[torch.Tensor, tor
 
 
 def target_logprobs(
-    model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, targets: torch.Tensor
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    targets: torch.Tensor,
+    images: Sequence[Spans] | None = None,
 ) -> torch.Tensor:
     """Return log-probs of targets (B, L) or (B, L, K) given the tokens (B, L) up to their position, 0 outside the mask.
 
-    Masked targets may be any number.
+    Masked targets may be any number. `images` has the images of each row.
     """
 
     def score(hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -95,7 +102,7 @@ def target_logprobs(
         within = chosen.clamp(0, logits.shape[-1] - 1)
         return logits.gather(-1, within) - logits.logsumexp(dim=-1, keepdim=True)
 
-    hidden = hidden_states(model, tokens, mask)[mask]  # (N, D)
+    hidden = hidden_states(model, tokens, mask, images)[mask]  # (N, D)
     flat_targets = targets[mask].long().reshape(len(hidden), -1)  # (N, K)
     chunk = max(1, CHUNK_LOGITS // model.get_output_embeddings().weight.shape[0])
     if len(hidden) <= chunk:

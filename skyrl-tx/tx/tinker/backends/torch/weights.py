@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from skyrl_train.media.processing import has_vision
+from skyrl_train.models.vision import language_model_name
 from tx.models.config import AdapterConfig
 from tx.tinker.backends.models import check_covers_any
 from tx.tinker.backends.torch.experts import MATRICES, TorchFactors, replace_experts
@@ -124,10 +126,13 @@ def covered_matrices(model: PreTrainedModel, lora: AdapterConfig) -> list[Covere
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[CoveredMatrix]:
-    """Yield all matrices that an adapter can cover. A head tied to the embeddings is excluded."""
+    """Yield all matrices that an adapter can cover: not a head tied to the embeddings, and not an image encoder."""
     experts = replace_experts(model)
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    language_model = f"{language_model_name(model)}." if has_vision(model.config) else ""
     for path, module in model.named_modules():
+        if module is not head and not path.startswith(language_model):
+            continue
         if path in experts:
             n_experts, n_hidden, n_middle = module.down_proj.shape
             for name in MATRICES:
