@@ -12,7 +12,7 @@ model may also sample a placeholder. It is in no span, so it stays an ordinary t
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
 
 from skyrl_gym.images import EncodedImage
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.media.spans import ImageSpan
+from skyrl_train.media.spans import ImageSpan, Spans
 
 CACHED_BYTES = 2**28
 """Memory for processed images. The samples of a group and the turns of an episode show the same images."""
@@ -34,6 +34,7 @@ class ProcessedImage:
 
     inputs: Mapping[str, torch.Tensor]  # arguments of the model, e.g. "pixel_values" and "image_grid_thw"
     text: str  # replaces the template's placeholder
+    token_ids: tuple[int, ...]  # of the text
     n_tokens: int  # placeholder tokens in the text
 
     @property
@@ -72,8 +73,10 @@ class ImageProcessor:
             raise DataError(f"the model's processor rejects {image!r}: {error}; scale the image") from error
         text_inputs = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
         inputs = {name: tensor for name, tensor in output.items() if name not in text_inputs}
-        n_tokens = int((output["input_ids"] == self.token_id).sum())
-        processed = self._cache[image.digest] = ProcessedImage(inputs, str(replacement["replacement"]), n_tokens)
+        token_ids = tuple(output["input_ids"][0].tolist())
+        processed = self._cache[image.digest] = ProcessedImage(
+            inputs, str(replacement["replacement"]), token_ids, token_ids.count(self.token_id)
+        )
         self._n_bytes += processed.n_bytes
         while self._n_bytes > CACHED_BYTES and len(self._cache) > 1:
             self._n_bytes -= self._cache.popitem(last=False)[1].n_bytes
@@ -107,6 +110,34 @@ class ImageProcessor:
             )
         texts = iter(images)
         return re.sub(placeholder, lambda _: self.process(next(texts)).text, text)
+
+    def collapse(self, token_ids: Sequence[int], spans: Spans) -> list[int]:
+        """Undo `expand` for tokens: replace the tokens of each image by the template's placeholder.
+
+        A token beside an image may also contain text of the conversation. Gemma 3 puts two newlines before an image, so
+        "user\\n" and an image share the token "\\n\\n\\n". Collapsed, the first newline remains.
+        """
+        collapsed = list(token_ids)
+        placeholder = self._encode(self.placeholder)
+        for span in reversed(spans):  # the positions of earlier images stay valid
+            own = self.process(span.image).token_ids
+            start = span.start - own.index(self.token_id)
+            end = start + len(own)
+            before = self._cut(collapsed[start], own[0], str.removesuffix)
+            after = self._cut(collapsed[end - 1], own[-1], str.removeprefix)
+            collapsed[start:end] = before + placeholder + after
+        return collapsed
+
+    def _encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return token_ids
+
+    def _cut(self, token_id: int, own_id: int, remove: Callable[[str, str], str]) -> list[int]:
+        """Return the tokens that remain of a token's text without the text of an image's own token."""
+        if token_id == own_id:
+            return []
+        text, own = self._processor.tokenizer.batch_decode([[token_id], [own_id]])
+        return self._encode(remove(text, own))
 
     def find_spans(self, token_ids: Sequence[int], images: Sequence[EncodedImage]) -> list[ImageSpan]:
         """Return where the images are in the tokens of an expanded text."""
