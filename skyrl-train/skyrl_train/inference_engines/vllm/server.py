@@ -87,9 +87,7 @@ class VLLMServerEngine(HTTPEngine):
         self._last_tokens: dict[str, list[SampledToken]] = {}  # of finished responses that still lack their usage
         self._images = load_image_processor(tokenizer.name_or_path)
         self.info = replace(self.info, reads_images=self._images is not None)
-        self._unconfirmed: dict[
-            str, list[int]
-        ] = {}  # tokens of new requests with images, until the server returns them
+        self._unconfirmed: dict[str, list[int]] = {}  # prompts with images that the server has not returned yet
 
     def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:
         sampling = sequence.sampling

@@ -90,9 +90,11 @@ class WorkerExtension:
     def _read_placeholders_as_text(self) -> None:
         """Make a vision-language model read placeholders that no image fills, such as sampled ones, as text."""
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
-        if not config.is_multimodal_model or "embed_input_ids" in vars(model):  # an earlier client has called this
+        placeholder_id = getattr(config.hf_config, "image_token_id", None)
+        is_done = "embed_input_ids" in vars(model)  # for an earlier client
+        if placeholder_id is None or not config.is_multimodal_model or is_done:
             return
-        embed, placeholder_id = model.embed_input_ids, config.hf_config.image_token_id
+        embed = model.embed_input_ids
 
         def embed_input_ids(
             input_ids: torch.Tensor, multimodal_embeddings: Any = None, *, is_multimodal: torch.Tensor | None = None
