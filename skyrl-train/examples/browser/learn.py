@@ -4,7 +4,8 @@
 
 The page of the site `button` has one button, in a different place in each task. A warm start on screenshots teaches a
 random model to say where it sees the button, and then to click anywhere. GRPO rewards the press, which the site's
-server reports, so the model learns to click at what it sees. The tasks of the validation are new. Exit status 1 means that the model did not learn.
+server reports, so the model learns to click at what it sees. The tasks of the validation are new. Exit status 1 means
+that the model did not learn.
 """
 
 import asyncio

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError, EngineLostError
+from skyrl_train.errors import EngineError, EngineLostError, SkyRLError
 from skyrl_train.inference_engines.scheduled import AsyncEngine, Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread
@@ -61,26 +61,30 @@ class HTTPEngine(AsyncEngine):
             self._watching = asyncio.create_task(self._watch())
 
     async def _read(self, request_id: str, sequence: ActiveSequence) -> None:
-        """Stream one response and put its tokens into the queue."""
+        """Stream one response, and report how it ended."""
         problem = f"the server at {self._url} ended a response early"
         try:
-            timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)  # `_watch` notices a server that hangs
-            body = self._body(request_id, sequence)
-            async with self._http.stream("POST", self.GENERATE, json=body, timeout=timeout) as response:
-                if response.is_error:
-                    await response.aread()
-                    raise EngineError(f"the server at {self._url} rejected a request: {describe_response(response)}")
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        self._outputs.put_nowait(self._read_event(request_id, sequence, json.loads(line[6:])))
+            await self._stream(request_id, sequence)
         except httpx.HTTPError as error:
             self._outputs.put_nowait(EngineLostError(f"the server at {self._url} broke off a response: {error!r}"))
             return
-        except (EngineError, KeyError, ValueError) as error:
-            problem = str(error) if isinstance(error, EngineError) else f"{self._url} sent an unknown event: {error!r}"
+        except (SkyRLError, KeyError, ValueError) as error:
+            problem = str(error) if isinstance(error, SkyRLError) else f"{self._url} sent an unknown event: {error!r}"
         finally:
             self._streams.pop(request_id, None)
         self._outputs.put_nowait(Output(request_id, [], is_over=True, error=problem))
+
+    async def _stream(self, request_id: str, sequence: ActiveSequence) -> None:
+        """Stream one response and put its tokens into the queue."""
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)  # `_watch` notices a server that hangs
+        body = self._body(request_id, sequence)
+        async with self._http.stream("POST", self.GENERATE, json=body, timeout=timeout) as response:
+            if response.is_error:
+                await response.aread()
+                raise EngineError(f"the server at {self._url} rejected a request: {describe_response(response)}")
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    self._outputs.put_nowait(self._read_event(request_id, sequence, json.loads(line[6:])))
 
     async def _watch(self) -> None:
         """Fail the waiting requests if the server is no longer healthy."""

@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -86,6 +86,11 @@ class EngineThread:
 
 class SteppedEngine(ABC, Generic[S]):
     """Base class of engines with everything in `InferenceEngine` except running the model."""
+
+    _image_fault: ClassVar[str] = (
+        "this engine does not read; use a vision-language model with generator.backend=hf or vllm"
+    )
+    """Ending of the error for a request with images, if the engine reads none."""
 
     def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
         weight_dtype = getattr(torch, facts.dtype or "", None)  # None for "auto"
@@ -341,10 +346,7 @@ class SteppedEngine(ABC, Generic[S]):
 
     def _admit(self, request: EngineRequest) -> S:
         if request.images and not self.info.reads_images:
-            raise EngineError(
-                "a request has images, which this engine does not read; use a vision-language model with "
-                "generator.backend=hf"
-            )
+            raise EngineError(f"a request has images, which {self._image_fault}")
         n_prompt = len(request.prompt_ids)
         if not 0 < n_prompt < self.info.context_length:
             raise EngineError(

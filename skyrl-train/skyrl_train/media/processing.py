@@ -12,7 +12,7 @@ model may also sample a placeholder. It is in no span, so it stays an ordinary t
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
 
 from skyrl_gym.images import EncodedImage
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.media.spans import ImageSpan
+from skyrl_train.media.spans import ImageSpan, Spans
 
 CACHED_BYTES = 2**28
 """Memory for processed images. The samples of a group and the turns of an episode show the same images."""
@@ -34,8 +34,9 @@ class ProcessedImage:
 
     inputs: Mapping[str, torch.Tensor]  # arguments of the model, e.g. "pixel_values" and "image_grid_thw"
     text: str  # replaces the template's placeholder
+    token_ids: tuple[int, ...]  # of the text
+    filled: tuple[int, ...]  # those from the first to the last placeholder
     n_tokens: int  # placeholder tokens in the text
-    token_ids: torch.Tensor  # (n,) of the text, from its first to its last placeholder
 
     @property
     def n_bytes(self) -> int:
@@ -69,15 +70,15 @@ class ImageProcessor:
         try:
             output = self._processor(images=[image.open()], text=[self.placeholder], **options)
             (replacement,) = output["text_replacement_offsets"][0]
-            token_ids = output["input_ids"][0]
-            places = (token_ids == self.token_id).nonzero()[:, 0].tolist()
-            filled = token_ids[places[0] : places[-1] + 1].clone()
+            token_ids = tuple(output["input_ids"][0].tolist())
+            places = [position for position, token in enumerate(token_ids) if token == self.token_id]
+            filled = token_ids[places[0] : places[-1] + 1]
         except (TypeError, ValueError, IndexError, KeyError, RuntimeError) as error:
             raise DataError(f"the model's processor rejects {image!r}: {error}; scale the image") from error
         text_inputs = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
         inputs = {name: tensor for name, tensor in output.items() if name not in text_inputs}
         text = str(replacement["replacement"])
-        processed = self._cache[image.digest] = ProcessedImage(inputs, text, len(places), filled)
+        processed = self._cache[image.digest] = ProcessedImage(inputs, text, token_ids, filled, len(places))
         self._n_bytes += processed.n_bytes
         while self._n_bytes > CACHED_BYTES and len(self._cache) > 1:
             self._n_bytes -= self._cache.popitem(last=False)[1].n_bytes
@@ -112,6 +113,34 @@ class ImageProcessor:
         texts = iter(images)
         return re.sub(placeholder, lambda _: self.process(next(texts)).text, text)
 
+    def collapse(self, token_ids: Sequence[int], spans: Spans) -> list[int]:
+        """Undo `expand` for tokens: replace the tokens of each image by the template's placeholder.
+
+        A token beside an image may also contain text of the conversation. Gemma 3 puts two newlines before an image, so
+        "user\\n" and an image share the token "\\n\\n\\n". Collapsed, the first newline remains.
+        """
+        collapsed = list(token_ids)
+        placeholder = self._encode(self.placeholder)
+        for span in reversed(spans):  # the positions of earlier images stay valid
+            own = self.process(span.image).token_ids
+            start = span.start - own.index(self.token_id)
+            end = start + len(own)
+            before = self._cut(collapsed[start], own[0], str.removesuffix)
+            after = self._cut(collapsed[end - 1], own[-1], str.removeprefix)
+            collapsed[start:end] = before + placeholder + after
+        return collapsed
+
+    def _encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return token_ids
+
+    def _cut(self, token_id: int, own_id: int, remove: Callable[[str, str], str]) -> list[int]:
+        """Return the tokens that remain of a token's text without the text of an image's own token."""
+        if token_id == own_id:
+            return []
+        text, own = self._processor.tokenizer.batch_decode([[token_id], [own_id]])
+        return self._encode(remove(text, own))
+
     def find_spans(self, token_ids: Sequence[int], images: Sequence[EncodedImage]) -> list[ImageSpan]:
         """Return where the images are in the tokens of an expanded text: from the first to the last placeholder."""
         positions = [position for position, token in enumerate(token_ids) if token == self.token_id]
@@ -125,6 +154,14 @@ class ImageProcessor:
         return spans
 
 
+def reads_images(path: str) -> bool:
+    """Return True if the model at `path` reads images. Its image processor, which may need packages, is not loaded."""
+    try:
+        return has_vision(AutoConfig.from_pretrained(path))
+    except (OSError, ValueError):  # loading the model reports it
+        return False
+
+
 @lru_cache(maxsize=8)
 def load_image_processor(path: str) -> ImageProcessor | None:
     """Return the image processor of the model at `path`, or None for a text model. It is shared within a process.
@@ -132,14 +169,11 @@ def load_image_processor(path: str) -> ImageProcessor | None:
     Raises:
         ConfigError: the processor of a vision-language model cannot be loaded, e.g. because a package is missing.
     """
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError):  # loading the model reports it
-        return None
-    if not has_vision(config):
+    if not reads_images(path):
         return None
     try:
-        return ImageProcessor(AutoProcessor.from_pretrained(path), int(config.image_token_id))
+        token_id = int(AutoConfig.from_pretrained(path).image_token_id)
+        return ImageProcessor(AutoProcessor.from_pretrained(path), token_id)
     except Exception as error:
         raise ConfigError(
             f"cannot load the image processor of {path}: {error}; a vision-language model needs its "

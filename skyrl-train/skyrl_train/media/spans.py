@@ -24,3 +24,12 @@ class ImageSpan:
 
 Spans = Sequence[ImageSpan]
 """The images of a row, in order."""
+
+
+def hide_placeholders(token_ids: Sequence[int], spans: Spans, placeholder_id: int) -> list[int]:
+    """Return the tokens as the trainer reads them: a placeholder outside of images is `TEXT_FOR_PLACEHOLDER`."""
+    filled = {i for span in spans for i in range(span.start, span.end)}
+    return [
+        TEXT_FOR_PLACEHOLDER if token == placeholder_id and i not in filled else token
+        for i, token in enumerate(token_ids)
+    ]

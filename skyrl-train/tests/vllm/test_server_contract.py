@@ -3,12 +3,7 @@
 import asyncio
 import copy
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +11,17 @@ import pytest
 import pytest_asyncio
 from train_kit.engine_contract import EngineContract
 from train_kit.engines import EngineKit, assert_agrees
+from train_kit.vllm_server import OURS, Server
 from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.entrypoints import main_base
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.http import call_server
-from skyrl_train.inference_engines.sglang.engine import list_arguments
 from skyrl_train.inference_engines.vllm.server import VLLMServerEngine
-from skyrl_train.inference_engines.vllm.wire import EXTENSION
 from skyrl_train.weight_sync.base import Transport
-from skyrl_train.weight_sync.sync import free_port
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
-
-START_TIMEOUT_S = 200
-OURS = {
-    "worker_extension_cls": EXTENSION,
-    "no_async_scheduling": True,
-    "max_logprobs": -1,
-    "enable_prompt_tokens_details": True,
-    "enable_scale_out": True,
-}
-
-
-class Server:
-    """`vllm serve`."""
-
-    def __init__(self, options: dict[str, Any], **environment: str) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--port={port}", "--host=127.0.0.1"]
-        self.process = subprocess.Popen([*command, *list_arguments(options)], env=os.environ | environment)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with suppress(EngineError):
-                call_server(self.url, "GET", "/health")
-                return
-            time.sleep(0.5)
-        self.close()
-        raise AssertionError("vLLM's server did not start")
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
 
 
 @pytest.fixture(scope="module")

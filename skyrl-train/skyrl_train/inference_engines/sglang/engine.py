@@ -49,11 +49,20 @@ class SGLangEngine(HTTPEngine):
     with `--enable-deterministic-inference`. Log-probs are the model's at the request's temperature. SGLang cannot
     report them under penalties or for a truncated distribution, so such requests are rejected.
 
+    Requests with images are rejected, because SGLang 0.5.23 could sample from wrong inputs without an error:
+
+    - It keeps features of images when weights change: `/flush_cache` does not clear `mm_schedule.embedding_cache`.
+    - If `BaseMultimodalProcessor` cannot expand the placeholders in our tokens, it decodes and tokenizes them again.
+
     The server reserves the last tokens of the context, so `info.context_length` is a few tokens below the model's.
     """
 
     GENERATE = "/generate"
     _limits = SamplingLimits("SGLang", "use generator.backend=vllm")
+    _image_fault = (
+        "SGLang 0.5.23 may tokenize again, and whose features it keeps when weights change; use "
+        "generator.backend=hf or vllm"
+    )
     HEALTH = "/server_info"  # SGLang's /health generates a token, even while the model's memory is released
 
     def __init__(

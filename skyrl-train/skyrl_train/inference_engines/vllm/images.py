@@ -13,7 +13,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from skyrl_gym.images import EncodedImage
 from skyrl_train.media.processing import load_image_processor
-from skyrl_train.media.spans import TEXT_FOR_PLACEHOLDER, ImageSpan
+from skyrl_train.media.spans import ImageSpan, hide_placeholders
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,16 +37,8 @@ class RequestImages:
         self._cache: OrderedDict[str, Any] = OrderedDict()  # by digest, most recently used last
 
     def tokens(self, sequence: ActiveSequence) -> list[int]:
-        """Return the tokens of a sequence as the trainer reads them: a placeholder outside of images is other text.
-
-        vLLM reads a placeholder that it has just sampled as it is. Trained models do not sample any.
-        """
-        token_ids = list(sequence.token_ids)
-        filled = {i for span in sequence.request.images for i in range(span.start, span.end)}
-        for position, token in enumerate(token_ids):
-            if token == self._token_id and position not in filled:
-                token_ids[position] = TEXT_FOR_PLACEHOLDER
-        return token_ids
+        """Return the tokens of a sequence as the trainer reads them: a placeholder outside of images is other text."""
+        return hide_placeholders(sequence.token_ids, sequence.request.images, self._token_id)
 
     def features(self, sequence: ActiveSequence) -> list[MultiModalFeatureSpec]:
         """Return the images of a request, in order, with their places in the prompt."""

@@ -3,14 +3,26 @@
 Two commands start such a server, with our worker extension and open control endpoints: `START_COMMAND` for our sampler,
 `NATIVE_COMMAND` for vLLM's own sampler and asynchronous scheduling. Anyone who can reach these endpoints controls the
 server, so keep its port inside a trusted network.
+
+The server expands the placeholder of an image itself. So a request has one placeholder for each image, and the server
+returns the tokens that it reads:
+
+    ours                <|vision_start|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>Where is the ball?
+    request             <|vision_start|><|image_pad|><|vision_end|>Where is the ball?
+    the server reads    <|vision_start|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>Where is the ball?
+
+If they are not ours, the request fails. This happens if the server's image processor has other settings.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.images import EncodedImage, read_image
 from skyrl_train.config.generator import Sampler
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
@@ -31,6 +43,8 @@ from skyrl_train.inference_engines.vllm.wire import (
     encode_request,
     unpack,
 )
+from skyrl_train.media.processing import load_image_processor
+from skyrl_train.media.spans import hide_placeholders
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 NATIVE_COMMAND = (
@@ -42,6 +56,8 @@ START_COMMAND = (
     f"--max-logprobs=-1 --enable-prompt-tokens-details --worker-extension-cls {EXTENSION}"
 )
 MAX_DROP_S = 30.0
+MAX_RETRIES = 2
+MAX_IMAGES = 64  # encoded for the requests of their groups and episodes
 
 
 class VLLMServerEngine(HTTPEngine):
@@ -69,6 +85,9 @@ class VLLMServerEngine(HTTPEngine):
         self._sampler: Sampler = results[0]["sampler"]
         self._limits = NATIVE_LIMITS if self._sampler == "native" else None
         self._last_tokens: dict[str, list[SampledToken]] = {}  # of finished responses that still lack their usage
+        self._images = load_image_processor(tokenizer.name_or_path)
+        self.info = replace(self.info, reads_images=self._images is not None)
+        self._unconfirmed: dict[str, list[int]] = {}  # prompts with images that the server has not returned yet
 
     def _body(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:
         sampling = sequence.sampling
@@ -84,11 +103,42 @@ class VLLMServerEngine(HTTPEngine):
             n_top = sampling.n_top_logprobs and sampling.n_top_logprobs + 1  # the server counts the sampled token, too
             params |= {"logprobs": n_top, "temperature": sampling.temperature}
         return {
-            "token_ids": sequence.token_ids,
             "sampling_params": params,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._prompt(request_id, sequence),
         }
+
+    def _prompt(self, request_id: str, sequence: ActiveSequence) -> dict[str, Any]:
+        """Return the fields of a request with its tokens and images."""
+        if self._images is None:
+            return {"token_ids": sequence.token_ids}
+        spans = sequence.request.images
+        token_ids = hide_placeholders(sequence.token_ids, spans, self._images.token_id)
+        if not spans:
+            return {"token_ids": token_ids}
+        self._unconfirmed[request_id] = token_ids
+        return {
+            "token_ids": self._images.collapse(token_ids, spans),
+            "content_parts": [
+                {"type": "image_url", "url": _data_url(span.image), "uuid": span.image.digest} for span in spans
+            ],
+            "return_token_ids": True,
+        }
+
+    async def _stream(self, request_id: str, sequence: ActiveSequence) -> None:
+        """Stream one response. Send a request with images again if the server fails before it returns tokens.
+
+        vLLM's front end does not send an image to its core if it believes that the core has the image. This is wrong
+        after an aborted request. The core then answers with an error, and gets the image with the next request.
+        """
+        for _ in range(MAX_RETRIES):
+            try:
+                return await super()._stream(request_id, sequence)
+            except EngineError:
+                if request_id not in self._unconfirmed:
+                    raise
+        return await super()._stream(request_id, sequence)
 
     def _read_event(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
         if "error" in event:
@@ -96,6 +146,12 @@ class VLLMServerEngine(HTTPEngine):
         if not event["choices"]:  # the usage, after the last tokens
             details = event["usage"].get("prompt_tokens_details") or {}
             return Output(request_id, self._last_tokens.pop(request_id, []), details.get("cached_tokens"))
+        expected = self._unconfirmed.pop(request_id, None)
+        if expected is not None and event.get("prompt_token_ids") != expected:
+            raise EngineError(
+                f"the vLLM server at {self._url} reads other tokens than ours for a prompt with images; start it with "
+                "the policy's own image processor, and without --mm-processor-kwargs"
+            )
         (choice,) = event["choices"]
         tokens = []
         for position in (choice["logprobs"] or {}).get("content") or []:
@@ -115,6 +171,7 @@ class VLLMServerEngine(HTTPEngine):
         super()._abort(request_ids)
         for request_id in request_ids:
             self._last_tokens.pop(request_id, None)
+            self._unconfirmed.pop(request_id, None)
 
     async def _load_weights(self, plan: SyncPlan) -> Receipt:
         if plan.transport == "shared":
@@ -126,7 +183,7 @@ class VLLMServerEngine(HTTPEngine):
         return decode_receipts(answer["results"])
 
     async def _drop_caches(self) -> None:
-        """Drop the KV cache. The server returns an error until it has noticed that the requests were aborted."""
+        """Drop keys, values and features. The server returns an error until it has noticed aborted requests."""
         try:
             async with asyncio.timeout(MAX_DROP_S):
                 while not (await self._request("POST", "/reset_prefix_cache"))["success"]:
@@ -136,6 +193,8 @@ class VLLMServerEngine(HTTPEngine):
                 f"cannot drop the cache of the server at {self._url}, because it still runs requests after "
                 f"{MAX_DROP_S:g} s; use it for one run at a time"
             ) from error
+        if self.info.reads_images:
+            await self._request("POST", "/reset_encoder_cache")
 
     async def _release_memory(self) -> None:
         await self._drop_caches()
@@ -145,6 +204,12 @@ class VLLMServerEngine(HTTPEngine):
     async def _restore_memory(self, part: MemoryPart) -> None:
         if self._facts.can_sleep:
             await self._request("POST", "/wake_up", params={"tags": part})
+
+
+@lru_cache(maxsize=MAX_IMAGES)
+def _data_url(image: EncodedImage) -> str:
+    """Return a data URL with the pixels that the trainer reads. vLLM decodes some transparent images differently."""
+    return read_image(image.open()).data_url
 
 
 def _with_sampled(columns: list[tuple[int, float]], request: EngineRequest) -> list[tuple[int, float]]:

@@ -30,6 +30,7 @@ from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.inference_engines.stepped import EngineFacts
 from skyrl_train.inference_engines.vllm.sampler import PositionSampler
 from skyrl_train.inference_engines.vllm.wire import NATIVE_LOGPROBS, decode_plan
+from skyrl_train.media.spans import TEXT_FOR_PLACEHOLDER
 from skyrl_train.weight_sync import MirroredReceiver, WeightMirror
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class WorkerExtension:
             )
         if owner_pid is not None:
             threading.Thread(target=_end_with, args=(owner_pid,), daemon=True).start()
+        self._read_placeholders_as_text()
         runner.sampler = PositionSampler(runner, frozenset(facts.eos_ids)) if sampler == "seeded" else native
         return {"facts": facts._asdict(), "sampler": sampler}
 
@@ -84,6 +86,27 @@ class WorkerExtension:
         if not isinstance(self.model_runner, GPUModelRunner):  # the CPU runner is a subclass
             return "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"
         return None
+
+    def _read_placeholders_as_text(self) -> None:
+        """Make a vision-language model read placeholders that no image fills, such as sampled ones, as text."""
+        model, config = self.model_runner.get_model(), self.vllm_config.model_config
+        placeholder_id = getattr(config.hf_config, "image_token_id", None)
+        is_done = "embed_input_ids" in vars(model)  # for an earlier client
+        if placeholder_id is None or not config.is_multimodal_model or is_done:
+            return
+        embed = model.embed_input_ids
+
+        def embed_input_ids(
+            input_ids: torch.Tensor, multimodal_embeddings: Any = None, *, is_multimodal: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            is_text = input_ids == placeholder_id
+            if is_multimodal is not None:
+                is_text &= ~is_multimodal.to(input_ids.device)
+            input_ids = input_ids.masked_fill(is_text, TEXT_FOR_PLACEHOLDER)
+            embeddings: torch.Tensor = embed(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
+            return embeddings
+
+        model.embed_input_ids = embed_input_ids
 
     @cached_property
     def _native_sampler(self) -> Any:

@@ -31,6 +31,38 @@ def test_only_placeholders_of_images_are_filled(family: str, tmp_path: Path) -> 
     assert token_ids.count(processor.token_id) == sum(filled)
 
 
+@each_family
+def test_collapsed_tokens_have_one_placeholder_per_image(family: str, tmp_path: Path) -> None:
+    """They are the tokens of the template's text, also if images follow each other."""
+    tokenizer = load_tokenizer(str(save_vision_model(tmp_path, family)))
+    chat, processor = ChatEncoder(tokenizer), load_image_processor(str(tmp_path))
+    assert processor is not None
+    messages = ask("What is ", picture(0), picture(1, 64, 32), "? ", picture(0))
+    token_ids = chat.prompt_ids(messages)
+    spans = [span.shift(2) for span in chat.find_spans(token_ids, messages)]
+    template = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = tokenizer(template, add_special_tokens=False)["input_ids"]
+    assert processor.collapse([5, 6, *token_ids, 7], spans) == [5, 6, *expected, 7]
+    assert processor.collapse([5, 6], []) == [5, 6]
+
+
+def test_newlines_beside_images_are_collapsed(tmp_path: Path) -> None:
+    """Gemma's vocabulary has tokens for several newlines, and its processor puts two around an image."""
+    folder = save_vision_model(tmp_path, "gemma3")
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.add_tokens(["\n" * n for n in (4, 3, 2)])
+    tokenizer.save_pretrained(folder)
+    chat, processor = ChatEncoder(tokenizer), load_image_processor(str(folder))
+    assert processor is not None
+    messages = ask(picture(0), picture(1), "\nWhat?")
+    token_ids = chat.prompt_ids(messages)
+    vocabulary = tokenizer.get_vocab()
+    assert [token_ids.count(vocabulary["\n" * n]) for n in (2, 3, 4)] == [0, 2, 1]
+    template = f"<|im_start|>user\n{2 * processor.placeholder}\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    expected = tokenizer(template, add_special_tokens=False)["input_ids"]
+    assert processor.collapse(token_ids, chat.find_spans(token_ids, messages)) == expected
+
+
 def test_equal_texts_with_different_images_are_not_confused(tmp_path: Path) -> None:
     chat = ChatEncoder(load_tokenizer(str(save_vision_model(tmp_path, "gemma3"))))
     for seed in (0, 1, 0):

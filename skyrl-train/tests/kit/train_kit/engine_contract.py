@@ -9,7 +9,7 @@ import asyncio
 import copy
 import threading
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from string import ascii_lowercase
 from typing import Any, ClassVar
@@ -522,10 +522,6 @@ class InProcessContract(EngineContract):
 class ImageContract:
     """Images: subclass it with a fixture `image_kit` of a vision-language model."""
 
-    def check(self, kit: EngineKit, request: EngineRequest, result: EngineResult) -> None:
-        """Assert that the log-probs equal the trainer's."""
-        assert_agrees(kit, request, result)
-
     async def test_log_probs_after_images_equal_the_trainers(self, image_kit: EngineKit) -> None:
         """In groups, over two turns, beside text, and after an update of the image encoder."""
         engine, chat = image_kit.new(), ChatEncoder(image_kit.tokenizer)
@@ -546,7 +542,7 @@ class ImageContract:
             for _ in range(2):
                 results = await engine.generate(requests)
                 for request, result in zip(requests, results, strict=True):
-                    self.check(image_kit, request, result)
+                    assert_agrees(image_kit, request, result)
                 requests = [
                     self._next_turn(chat, request, result, ask("And this? ", picture(10 + i)))
                     for i, (request, result) in enumerate(zip(requests, results, strict=True))
@@ -574,3 +570,43 @@ class ImageContract:
             (result,) = await engine.generate([EngineRequest(ids, SamplingParams(1, temperature=0.0), 0, "s", images)])
             found.append(result.logprobs)
         assert found[0] != pytest.approx(found[1], abs=10 * image_kit.tolerance)
+
+    async def test_a_placeholder_outside_of_images_is_text(self, image_kit: EngineKit) -> None:
+        """A model may sample it in any turn, before and after images."""
+        engine, chat = image_kit.new(), ChatEncoder(image_kit.tokenizer)
+        placeholder = image_kit.model.config.image_token_id
+        prompt = ask(picture(0), "What is it? ", picture(1, 64, 32))
+        ids = chat.prompt_ids(prompt)
+        before, after = [5, placeholder, placeholder, 7], [placeholder, 8]
+        images = tuple(span.shift(len(before)) for span in chat.find_spans(ids, prompt))
+        requests = [
+            EngineRequest([*before, *ids, *after], SamplingParams(5, ignore_eos=True), 0, images=images),
+            EngineRequest([*before, *after], SamplingParams(5, ignore_eos=True), 1),
+        ]
+        for request, result in zip(requests, await engine.generate(requests), strict=True):
+            assert_agrees(image_kit, request, result)
+
+    async def test_cancelled_requests_do_not_change_others(self, image_kit: EngineKit) -> None:
+        engine, chat = image_kit.new(), ChatEncoder(image_kit.tokenizer)
+        requests = []
+        for seed in range(12):  # four different images
+            prompt = ask(picture(20 + seed % 4), "What is it?")
+            ids = chat.prompt_ids(prompt)
+            images = tuple(chat.find_spans(ids, prompt))
+            requests.append(EngineRequest(ids, SamplingParams(30, ignore_eos=True), seed, images=images))
+        for version in (1, 2):
+            tasks = [start(engine, request, "generate") for request in requests]
+            for i, task in enumerate(tasks):
+                if i % 3:
+                    await asyncio.sleep(0.01 * i)  # before, while and after it is processed
+                    task.cancel()
+            for i, (request, task) in enumerate(zip(requests, tasks, strict=True)):
+                if i % 3:
+                    with suppress(asyncio.CancelledError):  # or it had ended
+                        await task
+                else:
+                    assert_agrees(image_kit, request, await task)
+            image_kit.add_noise(scale=0.05, seed=version)
+            await image_kit.sync(engine, version)
+        for request, result in zip(requests, await engine.generate(requests), strict=True):
+            assert_agrees(image_kit, request, result)

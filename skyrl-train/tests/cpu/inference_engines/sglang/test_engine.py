@@ -3,6 +3,7 @@ import copy
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,9 +18,11 @@ from train_kit.processes import wait_until
 from train_kit.runs import read_lines
 from train_kit.sglang_cpu import N_RESERVED_TOKENS
 from train_kit.sglang_server import SGLangServer
+from train_kit.vision_models import picture
 from train_kit.weight_sync import AdapterSource, TensorSource, add_random_adapter, change_adapter
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skyrl_gym.images import read_image
 from skyrl_train.config import load_config
 from skyrl_train.entrypoints import engine as entrypoint
 from skyrl_train.entrypoints.main_base import main
@@ -28,6 +31,7 @@ from skyrl_train.inference_engines import http
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.inference_engines.sglang.engine import SGLangEngine
+from skyrl_train.media.spans import ImageSpan
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 
 StartServer = Callable[..., SGLangServer]
@@ -77,6 +81,14 @@ class TestSGLangContract(OwnLogprobsContract):
     @pytest.mark.nightly  # the stand-in samples as the embedded engine does
     async def test_tokens_follow_the_distribution_of_the_model(self, engine_kit: EngineKit) -> None:
         await super().test_tokens_follow_the_distribution_of_the_model(engine_kit)
+
+
+async def test_images_are_refused(engine_kit: EngineKit) -> None:
+    engine = engine_kit.new()
+    assert not engine.info.reads_images
+    request = replace(engine_kit.request(5), images=(ImageSpan(0, 1, read_image(picture(0))),))
+    with pytest.raises(EngineError, match=r"has images, which SGLang 0\.5\.23 may tokenize again.*backend=hf or vllm"):
+        await engine.generate([request])
 
 
 @pytest.mark.parametrize("is_incremental", [False, True])

@@ -39,7 +39,7 @@ def process_image(processor: ImageProcessor, image: ImageInput) -> tuple[list[in
     """
     decoded = decode_image(image)
     try:
-        tokens: list[int] = processor.process(decoded).token_ids.tolist()
+        tokens = list(processor.process(decoded).filled)
     except DataError as error:
         raise UserError(str(error)) from error
     if image.expected_tokens not in (None, len(tokens)):
