@@ -31,7 +31,7 @@ def fuse_operations(model: PreTrainedModel) -> None:
     inputs. The rotary function belongs to a module of transformers, so all models of the architecture get the new one.
     """
     norms: dict[tuple[type, int], bool] = {}  # by class and number of parameters: some norms of Gemma 4 have no weight
-    last_norm = getattr(model.base_model, "norm", None)
+    last_norm = getattr(model.base_model.get_decoder(), "norm", None)  # of the language model, if there are several
     for module in model.modules():
         cls = type(module)
         if cls.__name__.endswith("RMSNorm"):

@@ -48,7 +48,9 @@ def test_rewards_are_those_of_transformers(
     rows.append([*rows[0], tiny_tokenizer.eos_token_id])
     rows.append([*rows[0], *[tiny_tokenizer.pad_token_id] * 2])  # a policy may sample the pad token
     expected = [transformers_reward(reward_model_path, row) for row in rows]
-    assert RewardModel(cfg, tiny_tokenizer).score(rows) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert RewardModel(cfg, tiny_tokenizer).score(list(map(Segment.start, rows))) == pytest.approx(
+        expected, rel=1e-5, abs=1e-5
+    )
     assert expected[5] == pytest.approx(expected[0], abs=1e-5) != expected[4]
 
 
@@ -115,7 +117,7 @@ def test_a_reward_model_that_was_trained_as_an_adapter(
     rows = [[5, 6, 7, tiny_tokenizer.eos_token_id], [9, 8, 7, 6, 5]]
     expected = [transformers_reward(merged[1], row) for row in rows]
     for path in (adapter, *merged):
-        scores = RewardModel(RewardModelConfig(path=str(path)), tiny_tokenizer).score(rows)
+        scores = RewardModel(RewardModelConfig(path=str(path)), tiny_tokenizer).score(list(map(Segment.start, rows)))
         assert scores == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert abs(train(*rollouts_run(tmp_path, tiny_model_path, adapter)).metrics[-1]["reward/avg_raw_reward"]) > 1e-2
 
