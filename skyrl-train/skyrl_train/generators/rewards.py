@@ -53,8 +53,8 @@ class RewardSample:
     """A valid trajectory, as passed to reward functions."""
 
     trajectory: Trajectory
-    prompt: str  # with special tokens
-    response: str  # of the last segment, with special tokens
+    prompt: str  # with special tokens, and one placeholder per image
+    response: str  # of the last segment, likewise
 
 
 RewardFunction = Callable[[Sequence[RewardSample]], Sequence[Reward | None] | Awaitable[Sequence[Reward | None]]]
@@ -195,10 +195,7 @@ class RewardFunctions:
         self, name: str, function: RewardFunction, trajectories: Sequence[Trajectory], lock: asyncio.Lock
     ) -> Sequence[Reward | None]:
         """Return one reward per trajectory. If the function fails, all are unknown."""
-        samples = [
-            RewardSample(t, self._chat.decode_all(t.prompt_ids), self._chat.decode_all(t.response_ids))
-            for t in trajectories
-        ]
+        samples = [self._sample(t) for t in trajectories]
         try:
             with errors_as_exceptions():
                 result: Any
@@ -211,6 +208,17 @@ class RewardFunctions:
         except Exception:  # the boundary of a user's function
             logger.warning("Reward function %s failed on %d samples", name, len(samples), exc_info=True)
             return [None] * len(samples)
+
+    def _sample(self, trajectory: Trajectory) -> RewardSample:
+        """Decode the last segment, with the first of the placeholder tokens of each image."""
+        segment = trajectory.segments[-1]
+        left_out = {i for span in segment.images for i in range(span.start + 1, span.end)}
+
+        def decode(start: int, end: int) -> str:
+            return self._chat.decode_all([segment.token_ids[i] for i in range(start, end) if i not in left_out])
+
+        n_prompt, n_tokens = segment.n_prompt, len(segment.token_ids)
+        return RewardSample(trajectory, decode(0, n_prompt), decode(n_prompt, n_tokens))
 
 
 class RewardModel:
