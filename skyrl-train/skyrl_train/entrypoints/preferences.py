@@ -37,6 +37,7 @@ class RewardExp(SupervisedExp):
         pad_token_id = self.tokenizer.pad_token_id
 
         def read(rows: Sequence[TokenRow]) -> tuple[Segment, ...]:
+            """Return the last row of an answer."""
             return (build_rewarded_segment(rows[-1].token_ids, pad_token_id, rows[-1].images),)
 
         return read
