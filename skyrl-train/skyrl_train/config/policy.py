@@ -221,6 +221,10 @@ class CriticModelConfig(Section):
     lora: LoraConfig = LoraConfig()
     """LoRA adapter, trained together with the value head instead of the weights."""
 
+    freeze_vision: bool = True
+    """Train only the language model and the value head of a vision-language critic, not its image encoder. With LoRA,
+    only the language model gets an adapter. No effect on text models."""
+
 
 class CriticOptimizerConfig(OptimizerConfig):
     lr: LearningRate = 5e-6

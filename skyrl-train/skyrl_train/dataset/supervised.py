@@ -155,7 +155,9 @@ def build_segments(rows: Sequence[TokenRow]) -> tuple[Segment, ...]:
     return tuple(row.segment() for row in rows)
 
 
-def build_rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -> Segment:
+def build_rewarded_segment(
+    token_ids: Sequence[int], pad_token_id: int | None, images: Sequence[ImageSpan] = ()
+) -> Segment:
     """Return a segment on which a value head reads the last non-pad token, as sequence-classification models do.
 
     Values are read one position before a trained token, so append a copy of the last token and train only on the copy:
@@ -164,7 +166,7 @@ def build_rewarded_segment(token_ids: Sequence[int], pad_token_id: int | None) -
     end = len(token_ids)
     while end > 1 and token_ids[end - 1] == pad_token_id:
         end -= 1
-    return Segment([*token_ids[:end], token_ids[end - 1]], end, [1], [0.0])
+    return Segment([*token_ids[:end], token_ids[end - 1]], end, [1], [0.0], images=list(images))
 
 
 class SupervisedDataset:

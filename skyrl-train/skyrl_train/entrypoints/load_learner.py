@@ -25,7 +25,7 @@ from skyrl_train.config.supervised import DPOTrainerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.learner import Learner
-from skyrl_train.media.processing import save_tokenizer
+from skyrl_train.media.processing import check_same_images, save_tokenizer
 from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, REF_PATH, check_same_vocabulary, check_vocabulary_size
 from skyrl_train.types.specs import ModelSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
@@ -58,12 +58,11 @@ class ModelLoader:
         key = f"trainer.{'critic' if role == 'critic' else 'policy'}"
         optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps)
         lora = lora_spec(section.model, f"{key}.model.lora", self.cfg.seed)
-        trains_vision = isinstance(section, PolicyConfig) and not section.model.freeze_vision
         spec = replace(
             self._spec(role, load, section),
             optimizer=optimizer,
             lora=lora,
-            trains_vision=trains_vision,
+            trains_vision=not section.model.freeze_vision,
             replays_experts=replays_experts,
         )
         return await self.launcher.load(spec, objective)
@@ -83,13 +82,18 @@ class ModelLoader:
             return policy
         path, model = trainer.ref.model.path, trainer.policy.model
         if path != model.path:
-            check_same_vocabulary(path, REF_PATH, self.tokenizer)
+            self.check_same_tokens(path, REF_PATH)
         has_adapter = trainer.ref.shares_adapter_with(model)
         lora = lora_spec(model, "trainer.policy.model.lora", trainer.seed) if has_adapter else None
         spec = self._spec("ref", partial(load, path, REF_PATH), trainer.ref)
         ref = await self.launcher.load(replace(spec, lora=lora), None)
         check_vocabulary_size(ref.facts.n_embeddings, REF_PATH, path, policy.facts.n_embeddings)
         return ref
+
+    def check_same_tokens(self, path: str, key: str) -> None:
+        """Raise ConfigError if the model at `path`, the value of `key`, has other tokens than the policy."""
+        check_same_vocabulary(path, key, self.tokenizer)
+        check_same_images(path, key, self.tokenizer.name_or_path)
 
     def _spec(self, role: Role, load: Callable[[], PreTrainedModel], sharding: ShardedModelConfig) -> ModelSpec:
         save, eos_ids = partial(save_tokenizer, self.tokenizer), [self.tokenizer.eos_token_id, *self.stop_token_ids]
@@ -112,6 +116,8 @@ async def load_learner(
     cfg, stop_token_ids = root.trainer, root.generator.sampling_params.stop_token_ids
     n_prompts = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
     loader = ModelLoader(cfg, launcher, tokenizer, cfg.algorithm.temperature, stop_token_ids)
+    if (critic_path := cfg.critic.model.path) is not None:
+        loader.check_same_tokens(critic_path, CRITIC_PATH)
     policy = await loader.load_trained(
         "policy",
         partial(get_model, cfg.policy.model.path, POLICY_PATH),
@@ -121,11 +127,11 @@ async def load_learner(
         replays_experts=cfg.algorithm.router_replay,
     )
     critic, ref, reference_sync = None, None, None
-    if (path := cfg.critic.model.path) is not None:
-        check_same_vocabulary(path, CRITIC_PATH, tokenizer)
+    if critic_path is not None:
         objective, n_steps = ValueObjective(cfg.algorithm.value_clip), n_prompts // cfg.critic_mini_batch_size
-        critic = await loader.load_trained("critic", partial(get_value_model, path), objective, cfg.critic, n_steps)
-        check_vocabulary_size(critic.facts.n_embeddings, CRITIC_PATH, path, policy.facts.n_embeddings)
+        load = partial(get_value_model, critic_path)
+        critic = await loader.load_trained("critic", load, objective, cfg.critic, n_steps)
+        check_vocabulary_size(critic.facts.n_embeddings, CRITIC_PATH, critic_path, policy.facts.n_embeddings)
     if reads_reference(cfg.algorithm):
         ref = await loader.load_reference(cfg, get_model, policy)
         if cfg.update_ref_every_epoch:

@@ -1,12 +1,15 @@
 """Training on pairs of answers: direct preference optimization (DPO) and reward models."""
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.objectives import PreferenceObjective, RewardObjective, SupervisedObjective
 from skyrl_train.config.supervised import DPO, REWARD
-from skyrl_train.dataset.supervised import SegmentReader, build_rewarded_segment
+from skyrl_train.dataset.supervised import SegmentReader, TokenRow, build_rewarded_segment
 from skyrl_train.entrypoints.sft import SupervisedExp
 from skyrl_train.models.loading import load_model
+from skyrl_train.types import Segment
 
 
 class DPOExp(SupervisedExp):
@@ -32,7 +35,12 @@ class RewardExp(SupervisedExp):
 
     def get_segment_reader(self) -> SegmentReader:
         pad_token_id = self.tokenizer.pad_token_id
-        return lambda rows: (build_rewarded_segment(rows[-1].token_ids, pad_token_id),)  # of an answer's last row
+
+        def read(rows: Sequence[TokenRow]) -> tuple[Segment, ...]:
+            """Return the last row of an answer."""
+            return (build_rewarded_segment(rows[-1].token_ids, pad_token_id, rows[-1].images),)
+
+        return read
 
     def get_objective(self) -> SupervisedObjective:
         return RewardObjective()

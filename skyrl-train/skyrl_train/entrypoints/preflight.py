@@ -198,6 +198,10 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
         return False
     parts = [(cfg.data.train_data, cfg.data.max_checked_rows)] if trains else []
     parts += [(cfg.data.val_data, None)] if not trains or cfg.trainer.eval_interval > 0 else []
+    read_by = [cfg.trainer.policy.model.path]  # models that read the rows
+    if trains:
+        read_by += [path] if (path := cfg.trainer.critic.model.path) is not None else []
+        read_by += [cfg.trainer.ref.model.path] if reads_reference(cfg.trainer.algorithm) else []
     is_local, is_complete, checked = True, True, []
     n_rows: list[int | None] = []  # of each part; None if some rows are on the Hub
     for sources, max_rows in parts:
@@ -205,7 +209,7 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
         rows = JoinedRows(files)
         n_rows.append(len(rows) if files == sources else None)
         sample = rows.sample(max_rows)
-        checked.append(read_prompt_rows(rows, sample, partial(_find_text_model, cfg.trainer.policy.model.path)))
+        checked.append(read_prompt_rows(rows, sample, partial(_find_text_model, *read_by)))
         is_local = is_local and files == sources
         is_complete = is_complete and len(sample) == len(rows)
     prompts = (
@@ -305,10 +309,10 @@ def _read_model_config(path: str) -> dict[str, Any]:
     return config if file.is_file() and isinstance(config := _parse_json(file), dict) else {}
 
 
-def _find_text_model(path: str) -> str | None:
-    """Return the path if the model there reads only text, or None if it reads images or is not on this machine."""
-    model = _read_model_config(path)
-    return path if model and model.get("vision_config") is None else None
+def _find_text_model(*paths: str) -> str | None:
+    """Return the first path of a model that reads only text, or None if all read images or are not on this machine."""
+    models = {path: _read_model_config(path) for path in paths}
+    return next((path for path, model in models.items() if model and model.get("vision_config") is None), None)
 
 
 def _parse_json(file: Path) -> Any:

@@ -14,6 +14,7 @@ Neither has a time limit: a function that may hang must set its own, as `judge` 
 import asyncio
 import inspect
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +35,10 @@ from skyrl_train.distributed import SingleStrategy
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.env_pool import call_contained, errors_as_exceptions
+from skyrl_train.media.processing import check_same_images, find_text_model
 from skyrl_train.models.loading import check_same_vocabulary, default_device, load_model
 from skyrl_train.models.lora import adapter_role, read_config
-from skyrl_train.types import DrawnPrompt, Trajectory
+from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 from skyrl_train.types.specs import LoraSpec, ModelSpec, World
 from skyrl_train.workers.split import join, split
 from skyrl_train.workers.worker import Worker
@@ -51,8 +53,8 @@ class RewardSample:
     """A valid trajectory, as passed to reward functions."""
 
     trajectory: Trajectory
-    prompt: str  # with special tokens
-    response: str  # of the last segment, with special tokens
+    prompt: str  # with special tokens, and one placeholder per image
+    response: str  # of the last segment, likewise
 
 
 RewardFunction = Callable[[Sequence[RewardSample]], Sequence[Reward | None] | Awaitable[Sequence[Reward | None]]]
@@ -193,10 +195,7 @@ class RewardFunctions:
         self, name: str, function: RewardFunction, trajectories: Sequence[Trajectory], lock: asyncio.Lock
     ) -> Sequence[Reward | None]:
         """Return one reward per trajectory. If the function fails, all are unknown."""
-        samples = [
-            RewardSample(t, self._chat.decode_all(t.prompt_ids), self._chat.decode_all(t.response_ids))
-            for t in trajectories
-        ]
+        samples = [self._sample(t) for t in trajectories]
         try:
             with errors_as_exceptions():
                 result: Any
@@ -209,6 +208,17 @@ class RewardFunctions:
         except Exception:  # the boundary of a user's function
             logger.warning("Reward function %s failed on %d samples", name, len(samples), exc_info=True)
             return [None] * len(samples)
+
+    def _sample(self, trajectory: Trajectory) -> RewardSample:
+        """Decode the last segment, with the first of the placeholder tokens of each image."""
+        segment = trajectory.segments[-1]
+        left_out = {i for span in segment.images for i in range(span.start + 1, span.end)}
+
+        def decode(start: int, end: int) -> str:
+            return self._chat.decode_all([segment.token_ids[i] for i in range(start, end) if i not in left_out])
+
+        n_prompt, n_tokens = segment.n_prompt, len(segment.token_ids)
+        return RewardSample(trajectory, decode(0, n_prompt), decode(n_prompt, n_tokens))
 
 
 class RewardModel:
@@ -223,9 +233,13 @@ class RewardModel:
         assert cfg.path is not None, f"{MODEL_KEY} is not set"
         check_same_vocabulary(cfg.path, MODEL_KEY, tokenizer)
         device, lora = default_device(), _find_adapter(cfg.path)
+        path, policy_path = cfg.path if lora is None else lora.base_path, tokenizer.name_or_path
+        check_same_images(path, MODEL_KEY, policy_path)
+        if find_text_model(path) is not None and find_text_model(policy_path) is None:
+            raise ConfigError(f"{MODEL_KEY}={path} reads only text, but the policy reads images; use a model that does")
         load = partial(
             load_model,
-            cfg.path if lora is None else lora.base_path,
+            path,
             "reward",
             dtype=getattr(torch, cfg.dtype),
             device=device,
@@ -237,24 +251,24 @@ class RewardModel:
         )
         self._worker = Worker(spec, SingleStrategy(World(device=str(device))))
         self._max_tokens = cfg.max_tokens_per_batch
-        config = self._worker.module.hf_model.config
+        config = self._worker.module.hf_model.config.get_text_config()
         self._pad_token_id: int | None = config.pad_token_id
         self._context_length: int | None = getattr(config, "max_position_embeddings", None)
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[float | None]:
         """Return the reward of each sample, or None for samples longer than the model's context."""
-        token_ids = [sample.trajectory.segments[-1].token_ids for sample in samples]
-        fits = [i for i, ids in enumerate(token_ids) if len(ids) <= (self._context_length or len(ids))]
+        rows = [sample.trajectory.segments[-1] for sample in samples]
+        fits = [i for i, row in enumerate(rows) if len(row.token_ids) <= (self._context_length or math.inf)]
         rewards: list[float | None] = [None] * len(samples)
         if fits:
-            scores = self.score([token_ids[i] for i in fits])
+            scores = self.score([rows[i] for i in fits])
             for i, score in zip(fits, scores, strict=True):
                 rewards[i] = score
         return rewards
 
-    def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Return one reward per row of tokens."""
-        segments = [build_rewarded_segment(row, self._pad_token_id) for row in rows]
+    def score(self, rows: Sequence[Segment]) -> list[float]:
+        """Return one reward per row."""
+        segments = [build_rewarded_segment(row.token_ids, self._pad_token_id, row.images) for row in rows]
         batch = build_supervised_batch([DrawnPrompt(i, ((s,),), i) for i, s in enumerate(segments)], pad_token_id=0)
         shards, order = split(batch, 1, self._max_tokens, shares_prefixes=self._worker.module.shares_prefixes)
         values = join(order, [self._worker.score(shard) for shard in shards], len(batch))["values"]  # (B, 1)

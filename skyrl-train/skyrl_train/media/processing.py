@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoProcessor, PreTrainedTokenizerBase
 
-from skyrl_gym.images import EncodedImage
+from skyrl_gym.images import EncodedImage, read_image
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.media.spans import ImageSpan, Spans
 
@@ -187,6 +188,29 @@ def find_text_model(path: str) -> str | None:
     Raises as `load_image_processor` does.
     """
     return None if load_image_processor(path) else path or "this model"
+
+
+PROBED_SIZES = ((64, 48), (1600, 1200))
+"""Sizes of images whose tokens are compared. Limits of pixels differ between settings of the same processor."""
+
+
+def check_same_images(path: str, key: str, policy_path: str) -> None:
+    """Raise ConfigError if the model at `path` has other tokens for an image than the policy.
+
+    `key` is the configuration key of `path`. If one of the models reads only text, there is nothing to compare.
+    """
+    policy, other = load_image_processor(policy_path), load_image_processor(path)
+    if policy is None or other is None or policy is other:
+        return
+    for width, height in PROBED_SIZES:
+        image = read_image(np.zeros((height, width, 3), np.uint8))
+        ours, theirs = policy.process(image), other.process(image)
+        if (ours.text, policy.token_id) != (theirs.text, other.token_id):
+            raise ConfigError(
+                f"{key}={path} reads an image of {width} x {height} pixels as {theirs.n_tokens} tokens "
+                f"{other.placeholder}, but the policy reads it as {ours.n_tokens} tokens {policy.placeholder}; use a "
+                "model of the policy's family with the policy's image processor"
+            )
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str) -> None:

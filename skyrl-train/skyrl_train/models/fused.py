@@ -31,7 +31,8 @@ def fuse_operations(model: PreTrainedModel) -> None:
     inputs. The rotary function belongs to a module of transformers, so all models of the architecture get the new one.
     """
     norms: dict[tuple[type, int], bool] = {}  # by class and number of parameters: some norms of Gemma 4 have no weight
-    last_norm = getattr(model.base_model, "norm", None)
+    body: Any = model.base_model
+    last_norm = getattr(body.get_decoder(), "norm", None)  # of the language model, in a vision-language model
     for module in model.modules():
         cls = type(module)
         if cls.__name__.endswith("RMSNorm"):

@@ -31,6 +31,7 @@ from skyrl_train.models.deferred import create_without_weights
 from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.last_layer import narrow_last_layer
 from skyrl_train.models.logprobs import scaled_logits
+from skyrl_train.models.vision_heads import register_head
 from skyrl_train.models.weight_files import suggest_folder
 from skyrl_train.types.specs import Role
 
@@ -54,14 +55,12 @@ AUTO_CLASSES: Mapping[Role, Any] = {
 
 
 def model_class(role: Role, config: PretrainedConfig) -> Any:
-    """Return the class that loads a model in a role. ConfigError for a critic or reward model that reads images."""
+    """Return the class that loads a model in a role. ConfigError if a model that reads images cannot have its head."""
     if not has_vision(config):
         return AUTO_CLASSES[role]
     if role in ("critic", "reward"):
-        raise ConfigError(
-            f"a {config.model_type} reads images, and cannot be a {role} here; use a text model, or an advantage "
-            "estimator without a critic, e.g. trainer.algorithm.advantage_estimator=grpo"
-        )
+        register_head(role, config)
+        return AUTO_CLASSES[role]
     return AutoModelForImageTextToText
 
 
@@ -212,7 +211,7 @@ def load_model(
     if not (has_head or is_deferred):
         check_head(model, source)
     if pad_token_id is not None:
-        model.config.pad_token_id = pad_token_id
+        model.config.pad_token_id = model.config.get_text_config().pad_token_id = pad_token_id
     return model
 
 

@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from skyrl_train.errors import ConfigError
 from skyrl_train.media.spans import Spans
 from skyrl_train.models.linear_head import linear_head_scores, multiply, operand_dtype
 from skyrl_train.models.prefix_sharing import PrefixTree, remove_padding, tree_hidden_states
@@ -128,11 +129,16 @@ def align_left(sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.T
 def hidden_states(
     model: PreTrainedModel, sequences: torch.Tensor, attention_mask: torch.Tensor, images: Sequence[Spans] | None = None
 ) -> torch.Tensor:
-    """Return final hidden states (B, L', H) of rows whose tokens are moved to the left, L' the longest row."""
+    """Return final hidden states (B, L', H) of rows whose tokens are moved to the left, L' the longest row.
+
+    Raise ConfigError if rows have images and the model reads only text.
+    """
     compact = align_left(sequences, attention_mask)
     if (encoder := find_encoder(model)) is not None:
         arguments = encoder.arguments(compact, images or [[]] * len(compact))
         return model.base_model(**arguments, use_cache=False).last_hidden_state
+    if any(images or ()):
+        raise ConfigError(f"rows have images, but {model.name_or_path} reads only text; use a vision-language model")
     return model.base_model(input_ids=compact, use_cache=False).last_hidden_state
 
 

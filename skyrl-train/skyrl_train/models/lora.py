@@ -228,7 +228,7 @@ def read_changes(path: str, base: str) -> tuple[Changes, dict[str, list[str]], l
     """Read the changes that an adapter makes to the model at `base`.
 
     Returns:
-        The changes by tensor name, the names in files of each frozen parameter, and the names of buffers in files.
+        The changes by name in files, the names in files of each frozen parameter, and the names in files of buffers.
         Files may have more tensors, such as a copy of a tied head.
 
     Raises:
@@ -257,8 +257,9 @@ def read_changes(path: str, base: str) -> tuple[Changes, dict[str, list[str]], l
     own = dict(merged_names(model))
     changes |= {name: TrainedHead(tensors[FILE_PREFIX + name]) for name, p in own.items() if p.requires_grad}
     frozen = {name: parameter for name, parameter in own.items() if not parameter.requires_grad}
-    files = {name: list(revert_weight_conversion(model, {name: frozen[name]})) for name in frozen}
-    return changes, files, list(revert_weight_conversion(model, merged_buffers(model)))
+    files = {name: list(revert_weight_conversion(model, {name: own[name]})) for name in own}
+    changes = {files[name][0] if len(files[name]) == 1 else name: change for name, change in changes.items()}
+    return changes, {name: files[name] for name in frozen}, list(revert_weight_conversion(model, merged_buffers(model)))
 
 
 def _factors(layer: Any) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:

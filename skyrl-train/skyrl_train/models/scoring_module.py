@@ -90,7 +90,9 @@ class ScoringModule(Scorer):
             Routers.of(self.model).replay(None)  # clear the previous micro-batch's experts
         if self.scores_type is ValueScores:
             # A token's value is the value of the state before it, i.e. of its prefix without the token itself.
-            hidden, mask = hidden_before(self.model, *tokens, shares_prefixes, self._sequence_group)  # (N, H)
+            hidden, mask = hidden_before(
+                self.model, *tokens, shares_prefixes, self._sequence_group, images=rows.images
+            )  # (N, H)
             head = cast(torch.nn.Linear, self.model.score)
             with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for values
                 bias = None if head.bias is None else head.bias.float()

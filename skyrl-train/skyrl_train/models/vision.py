@@ -193,7 +193,8 @@ def find_encoder(model: PreTrainedModel) -> ImageEncoder | None:
 
 def freeze_vision(model: PreTrainedModel) -> None:
     """Exclude everything but the language model and its head from training."""
-    trained = {id(p) for part in (_language_model(model), model.get_output_embeddings()) for p in part.parameters()}
+    head = getattr(model, "score", None) or model.get_output_embeddings()
+    trained = {id(p) for part in (_language_model(model), head) for p in part.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in trained:
             parameter.requires_grad_(False)

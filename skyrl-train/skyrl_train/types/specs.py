@@ -108,8 +108,7 @@ def lora_spec(model: PolicyModelConfig | CriticModelConfig, key: str, seed: int)
     """Return the specification of a model's adapter, with its settings at `key`, or None without an adapter."""
     if model.path is None or not model.lora.is_used:
         return None
-    trains_vision = isinstance(model, PolicyModelConfig) and not model.freeze_vision
-    return LoraSpec(model.lora, key, absolute(model.path), seed, trains_vision)
+    return LoraSpec(model.lora, key, absolute(model.path), seed, not model.freeze_vision)
 
 
 def absolute(path: str) -> str:

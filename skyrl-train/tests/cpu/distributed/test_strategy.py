@@ -41,6 +41,7 @@ from skyrl_train.dataset.supervised import build_rewarded_segment, build_supervi
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.lora import WEIGHTS
 from skyrl_train.types import DrawnPrompt, TrainingBatch
+from skyrl_train.types.specs import Role
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 
 # -- batches
@@ -235,19 +236,26 @@ async def test_each_architecture_takes_a_step_as_in_one_process_or_is_rejected(
 
 @layouts("fsdp2")
 @pytest.mark.parametrize("trains_vision", [False, True])
+@pytest.mark.parametrize("role", ["policy", "critic"])
 async def test_rows_with_images_take_a_step_as_in_one_process(
-    strategies: Strategies, layout: str, *, trains_vision: bool
+    strategies: Strategies, layout: str, role: Role, *, trains_vision: bool
 ) -> None:
     folder = save_vision_model(strategies.new_folder(), "idefics3")
     batch = fill_in_values(image_batch(folder))
-    alone, divided = [
-        await strategies.load(folder, each, change=lambda spec: replace(spec, trains_vision=trains_vision))
-        for each in (None, layout)
-    ]
+    settings: dict[str, Any] = {"change": lambda spec: replace(spec, trains_vision=trains_vision), "role": role}
+    name = "logprobs"
+    if role == "critic":
+        critic = load_on_cpu(folder, role=role)
+        torch.nn.init.normal_(critic.score.weight, std=0.2)
+        critic.save_pretrained(folder)
+        settings["objective"], name = ValueObjective(0.2), "values"
+    alone, divided = [await strategies.load(folder, each, **settings) for each in (None, layout)]
     expected = (await alone.update(batch)).numbers()
     assert (await divided.update(batch)).numbers() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert expected["grad_norm"] > 1e-3
     scores, expected_scores = await divided.score(batch), await alone.score(batch)
-    torch.testing.assert_close(scores["logprobs"], expected_scores["logprobs"], rtol=0, atol=2e-5)
+    assert expected_scores[name].any()
+    torch.testing.assert_close(scores[name], expected_scores[name], rtol=0, atol=2e-5)
 
 
 @layouts("fsdp2", "pipeline", "data")

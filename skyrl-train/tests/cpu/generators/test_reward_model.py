@@ -4,14 +4,22 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from train_kit.datasets import write_pairs, write_prompts
+from train_kit.messages import assistant, user
+from train_kit.models import CPU
 from train_kit.runs import expect_error, preference_run, small_run, train
+from train_kit.vision_models import ask, pictured_reward, write_pictures
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from skyrl_train.config.generator import RewardModelConfig
 from skyrl_train.entrypoints.cli import main
 from skyrl_train.errors import ConfigError
+from skyrl_train.generators import rewards
+from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.rewards import RewardModel, RewardSample, register_reward_function
+from skyrl_train.media.processing import save_tokenizer
+from skyrl_train.models.loading import load_model, load_tokenizer
 from skyrl_train.types import Segment, Trajectory, TrajectoryID
 
 
@@ -48,8 +56,42 @@ def test_rewards_are_those_of_transformers(
     rows.append([*rows[0], tiny_tokenizer.eos_token_id])
     rows.append([*rows[0], *[tiny_tokenizer.pad_token_id] * 2])  # a policy may sample the pad token
     expected = [transformers_reward(reward_model_path, row) for row in rows]
-    assert RewardModel(cfg, tiny_tokenizer).score(rows) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert RewardModel(cfg, tiny_tokenizer).score(list(map(Segment.start, rows))) == pytest.approx(
+        expected, rel=1e-5, abs=1e-5
+    )
     assert expected[5] == pytest.approx(expected[0], abs=1e-5) != expected[4]
+
+
+def test_images_are_read_as_by_transformers(vision_model_path: Path, tmp_path: Path) -> None:
+    """Rows with images and without, of different lengths, in one batch."""
+    folder, tokenizer = tmp_path / "reward", load_tokenizer(str(vision_model_path))
+    model = load_model(str(vision_model_path), "reward", dtype=torch.float32, device=CPU, pad_token_id=0)
+    torch.nn.init.normal_(model.score.weight, std=0.2)
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, str(folder))
+    write_pictures(tmp_path)
+    conversations = [([], "Nowhere."), (["0.png"], "Left"), (["1.png", "2.png"], "Up and left")]
+    chat, rows, expected = ChatEncoder(tokenizer), [], []
+    for names, answer in conversations:
+        paths = [tmp_path / name for name in names]
+        prompt, reply = ask(*map(Image.open, paths), "Where?"), assistant(answer)
+        token_ids = chat.prompt_ids(prompt)
+        row = Segment.start(token_ids, chat.find_spans(token_ids, prompt))
+        row.append_sampled([*chat.encode(answer), tokenizer.eos_token_id], [0.0] * (len(chat.encode(answer)) + 1), None)
+        rows.append(row)
+        places: list[Any] = [*[{"type": "image"}] * len(names), {"type": "text", "text": "Where?"}]
+        expected.append(pictured_reward(folder, [user(places), reply], paths))
+    scores = RewardModel(RewardModelConfig(path=str(folder)), tokenizer).score(rows)
+    assert scores == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert len({round(score, 3) for score in scores}) == 3
+
+
+def test_a_text_model_does_not_reward_images(
+    reward_model_path: Path, vision_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "check_same_vocabulary", lambda *_: None)
+    with pytest.raises(ConfigError, match="reads only text, but the policy reads images; use a model that does"):
+        RewardModel(RewardModelConfig(path=str(reward_model_path)), vision_tokenizer)
 
 
 def test_a_rollout_beyond_the_context_gets_none(
@@ -115,7 +157,7 @@ def test_a_reward_model_that_was_trained_as_an_adapter(
     rows = [[5, 6, 7, tiny_tokenizer.eos_token_id], [9, 8, 7, 6, 5]]
     expected = [transformers_reward(merged[1], row) for row in rows]
     for path in (adapter, *merged):
-        scores = RewardModel(RewardModelConfig(path=str(path)), tiny_tokenizer).score(rows)
+        scores = RewardModel(RewardModelConfig(path=str(path)), tiny_tokenizer).score(list(map(Segment.start, rows)))
         assert scores == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert abs(train(*rollouts_run(tmp_path, tiny_model_path, adapter)).metrics[-1]["reward/avg_raw_reward"]) > 1e-2
 

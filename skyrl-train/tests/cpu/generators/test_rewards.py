@@ -11,6 +11,7 @@ import torch
 from train_kit.messages import user
 from train_kit.rollouts import STEP, MakeStage, Numbers, story
 from train_kit.trajectories import make_trajectory
+from train_kit.vision_models import ask, conversation_row, picture
 from train_kit.workers import SingleRankGroup, config, policy_objective
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,7 +33,8 @@ from skyrl_train.generators.rewards import (
 )
 from skyrl_train.generators.source import Rollouts
 from skyrl_train.learner import Learner
-from skyrl_train.types import PromptRow, Trajectory
+from skyrl_train.media.processing import load_image_processor
+from skyrl_train.types import PromptRow, Trajectory, TrajectoryID
 
 Register = Callable[..., None]
 AddRewards = Callable[..., Any]
@@ -168,6 +170,28 @@ async def test_a_reward_function_may_reward_tokens(make_stage: MakeStage, regist
         assert t.rewards == [0.25 * weight] * (len(t.response_ids) - 1) + [1 + 0.25 * weight]
         assert t.reward_components == {"each": 0.25 * len(t.response_ids)}
         assert {type(reward) for reward in [*t.rewards, *t.reward_components.values()]} == {float}
+
+
+async def test_texts_have_one_placeholder_per_image(
+    vision_tokenizer: PreTrainedTokenizerBase, register: Register
+) -> None:
+    chat, texts = ChatEncoder(vision_tokenizer), []
+
+    def read(samples: Sequence[RewardSample]) -> list[float]:
+        texts.extend((sample.prompt, sample.response) for sample in samples)
+        return [0.0] * len(samples)
+
+    register("read", read)
+    row = conversation_row(chat, ask(picture(0), "What? ", picture(1)), ask("And this?", picture(2)))
+    functions = RewardFunctions(load_config({"generator": {"reward_functions": ["read"]}}).generator, chat)
+    await functions.add_to([Trajectory(TrajectoryID("a", 0), "env", "data", (row,), "stop")])
+    processor = load_image_processor(vision_tokenizer.name_or_path)
+    assert processor is not None
+    placeholder = vision_tokenizer.convert_ids_to_tokens(processor.token_id)
+    ((prompt, response),) = texts
+    assert [text.count(placeholder) for text in (prompt, response)] == [2, 1]
+    assert "What?" in prompt
+    assert "And this?" in response
 
 
 async def test_the_reward_of_a_trajectory_is_on_a_sampled_token(add_rewards: AddRewards, register: Register) -> None:

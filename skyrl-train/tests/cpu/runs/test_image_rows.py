@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from train_kit.datasets import write_rows
 from train_kit.messages import user
 from train_kit.runs import expect_error, small_run, train
@@ -29,6 +30,14 @@ def test_the_engine_and_the_trainer_read_the_images_of_rows(vision_model_path: P
         assert row["input_prompt"].count(f"<|image:{name[:8]}|>") == 1
 
 
-def test_images_of_a_text_model_are_refused(tiny_model_path: Path, tmp_path: Path) -> None:
-    message = expect_error(*vision_run(tmp_path, tiny_model_path))
+@pytest.mark.parametrize("role", ["policy", "critic", "ref"])
+def test_images_of_a_text_model_are_refused(
+    role: str, tiny_model_path: Path, vision_model_path: Path, tmp_path: Path
+) -> None:
+    run = vision_run(tmp_path, vision_model_path)
+    run.append(f"trainer.{role}.model.path='{tiny_model_path}'")
+    if role == "critic":
+        run += ["trainer.algorithm.advantage_estimator=gae", "trainer.critic_mini_batch_size=4"]
+    run += ["trainer.algorithm.use_kl_loss=true"] if role == "ref" else []
+    message = expect_error(*run)
     assert f"row 0 of {tmp_path}/data.jsonl has images in the column 'images', but {tiny_model_path} reads" in message

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from train_kit.runs import Run, assert_equal_runs, read_lines, stop_after, train
 from train_kit.vision_models import each_family, picture, picture_run, save_vision_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from skyrl_gym.images import read_image
+from skyrl_train.entrypoints.cli import main
 
 
 def train_pictures(folder: Path, *overrides: str, model: Path, name: str = "test_run") -> Run:
@@ -31,7 +34,10 @@ def test_a_family_trains(family: str, tmp_path: Path) -> None:
         "adapter": ["trainer.policy.model.lora.rank=4"],
         "rows": ["generator.step_wise_trajectories=true"],
     }.items():
-        check(train_pictures(tmp_path, *overrides, model=model, name=name))
+        run = train_pictures(tmp_path, *overrides, model=model, name=name)
+        check(run)
+        if name == "adapter":  # the model and its files may name tensors differently
+            assert main(["merge", "checkpoint", str(run.folder / "ckpts"), str(tmp_path / "merged")]) == 0
 
 
 def test_an_export_has_the_image_processor(tmp_path: Path) -> None:
@@ -40,6 +46,46 @@ def test_an_export_has_the_image_processor(tmp_path: Path) -> None:
     AutoProcessor.from_pretrained(export)
     AutoModelForImageTextToText.from_pretrained(export)
     check(train_pictures(tmp_path, model=export, name="continued"))
+
+
+def test_a_critic_reads_images(tmp_path: Path) -> None:
+    """Its values start at zero. It trains its image encoder on request, and is exported, merged and used again."""
+    model = save_vision_model(tmp_path / "model", "idefics3")
+    before, everything = load_file(model / "model.safetensors"), "trainer.critic.model.freeze_vision=false"
+    lora = ["trainer.critic.model.lora.rank=4", "trainer.critic.model.lora.merge_on_export=true"]
+    for name, settings in {
+        "adapter": [*lora, everything],
+        "everything": [everything, "trainer.micro_train_batch_size_per_gpu=1"],
+        "language": [],
+    }.items():
+        run = train_pictures(tmp_path, *with_critic(model), *settings, model=model, name=name)
+        check(run)
+        first, second = run.metrics[1:3]
+        assert first["critic/grad_norm"] > 0
+        assert first["critic/values_mean"] == 0 != second["critic/values_mean"]
+        after = run.weights(2, "critic")
+        assert {"score.weight", "score.bias"} <= after.keys()
+        trained = {key for key in before.keys() & after.keys() if not torch.equal(before[key], after[key])}
+        assert trained
+        assert any("vision" in key for key in trained) == (name != "language")
+        merged = tmp_path / f"merged-{name}"
+        assert main(["merge", "checkpoint", str(run.folder / "ckpts"), str(merged), "--role=critic"]) == 0
+        tensors = load_file(merged / "model.safetensors")
+        assert tensors.keys() == after.keys()
+        for key, tensor in after.items():
+            torch.testing.assert_close(tensors[key], tensor, rtol=0, atol=1e-6, msg=key)
+    continued = train_pictures(tmp_path, *with_critic(merged), model=model, name="continued")
+    assert continued.metrics[1]["critic/values_mean"] != 0
+
+
+def with_critic(path: Path) -> list[str]:
+    """Return the overrides of a run with the critic at `path`."""
+    return [
+        "trainer.algorithm.advantage_estimator=gae",
+        f"trainer.critic.model.path='{path}'",
+        "trainer.critic.optimizer_config.lr=1e-2",
+        "trainer.critic_mini_batch_size=4",
+    ]
 
 
 def test_a_run_keeps_its_images_in_files_and_shows_them(tmp_path: Path) -> None:
@@ -91,6 +137,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     model = save_vision_model(tmp_path / "model", "gemma3")
     # Together, all rollouts have the same neighbors in both runs. Padding may change the last bit of a log-prob.
     settings = ["generator.batched=true", "trainer.ckpt_interval=1", "trainer.max_training_steps=3", "trainer.epochs=2"]
+    settings += with_critic(model)
     whole = train_pictures(tmp_path, *settings, model=model, name="whole")
     stop_after(2, *picture_run(tmp_path, *settings, model=model, name="parts"))
     assert_equal_runs(train_pictures(tmp_path, *settings, model=model, name="parts"), whole)

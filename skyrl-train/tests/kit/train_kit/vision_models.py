@@ -12,14 +12,14 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.runtime.validation import validate_prompt
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.entrypoints.tiny import DEFAULT_TEXT, train_tokenizer
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.models.loading import load_tokenizer
+from skyrl_train.models.loading import load_tokenizer, model_class
 from skyrl_train.types import Segment, TrainingBatch, Trajectory, TrajectoryID
 from train_kit.batches import score_off_policy
 from train_kit.models import load_on_cpu
@@ -308,17 +308,30 @@ def pictured_logprobs(path: Path, messages: Sequence[Any], images: Sequence[Path
 
     The processor encodes the conversation with the images that its parts {"type": "image"} show, in order.
     """
-    processor, tokenizer = AutoProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    inputs, n_tokens = _read_pictured(path, messages, images)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logprobs = model(**inputs).logits[0].double().log_softmax(dim=-1)
+    return logprobs[-1 - n_tokens : -1].gather(1, inputs["input_ids"][0, -n_tokens:, None])[:, 0]
+
+
+def pictured_reward(path: Path, messages: Sequence[Any], images: Sequence[Path]) -> float:
+    """Return the reward of a conversation, from the reward model's own forward pass."""
+    auto_class = model_class("reward", AutoConfig.from_pretrained(path))
+    model = auto_class.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return float(model(**_read_pictured(path, messages, images)[0]).logits[0, 0])
+
+
+def _read_pictured(path: Path, messages: Sequence[Any], images: Sequence[Path]) -> tuple[Any, int]:
+    """Return what a model's processor makes of a conversation, and the number of tokens of its last message."""
+    processor, tokenizer = AutoProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     *prompt, last = messages
     text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     answer = f"{last['content']}{tokenizer.eos_token}"
     pictures = [Image.open(image).convert("RGB") for image in images] or None
     inputs = processor(text=text + answer, images=pictures, add_special_tokens=False, return_tensors="pt")
-    n_tokens = len(tokenizer(answer, add_special_tokens=False)["input_ids"])
-    with torch.no_grad():
-        logprobs = model(**inputs).logits[0].double().log_softmax(dim=-1)
-    return logprobs[-1 - n_tokens : -1].gather(1, inputs["input_ids"][0, -n_tokens:, None])[:, 0]
+    return inputs, len(tokenizer(answer, add_special_tokens=False)["input_ids"])
 
 
 def save_vision_model(folder: Path, family: str, *, seed: int = 0, **text: Any) -> Path:
