@@ -10,7 +10,9 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.runtime.text import clean_text, describe_error
+from skyrl_gym.runtime.validation import clean_messages
 from skyrl_gym.tools.calls import strip_thoughts
+from skyrl_gym.tools.messages import join_contents
 from skyrl_train.errors import EngineError
 from skyrl_train.generators.chat_template import ChatEncoder, cannot_fit
 from skyrl_train.generators.conversation import StepwiseConversation, TokenConversation
@@ -134,12 +136,13 @@ class Chat:
     def append_to_last(self, text: str) -> None:
         """Add a paragraph to the last message. The model must not have read it yet."""
         last = self._new[-1]
-        self._new[-1] = {"role": last["role"], "content": f"{last['content']}\n\n{self._neutralize(text)}"}
+        content = join_contents([last["content"], "", self._neutralize(text)])
+        self._new[-1] = {"role": last["role"], "content": content}
 
     def reset(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the history."""
+        """Replace the history. Messages may have images, if the model reads them."""
         self._messages, self._is_reset = [], True
-        self._new = [{"role": message["role"], "content": clean_text(message["content"])} for message in messages]
+        self._new = [{name: message[name] for name in ("role", "content")} for message in clean_messages(messages)]
 
     async def generate(self) -> ChatReply:
         """Sample a reply and add it to the history.
@@ -155,7 +158,7 @@ class Chat:
         conversation = self._flush()
         n_left = self._count_remaining_tokens(conversation)
         n_tokens = min(self._sampling.max_new_tokens, n_left)
-        result, text = await self._sample(conversation.next_prompt(), replace(self._sampling, max_new_tokens=n_tokens))
+        result, text = await self._sample(conversation, replace(self._sampling, max_new_tokens=n_tokens))
         conversation.add_turn(result, text)
         if result.stop_reason == "abort":
             raise EngineAborted("the engine aborted the request")
@@ -186,11 +189,12 @@ class Chat:
             raise ContextWindowExceeded
         return n_left
 
-    async def _sample(self, prompt: list[int], sampling: SamplingParams) -> tuple[EngineResult, str]:
+    async def _sample(self, conversation: TokenConversation, sampling: SamplingParams) -> tuple[EngineResult, str]:
         """Return a reply and its text. Raises EngineError if generation fails."""
-        started = time.perf_counter()
+        started, rollout = time.perf_counter(), self._rollout
+        prompt_ids, images = conversation.next_prompt(), conversation.images
         try:
-            request = EngineRequest(prompt, sampling, self._rollout.seed, self._rollout.session_id)
+            request = EngineRequest(prompt_ids, sampling, rollout.seed, rollout.session_id, images)
             (result,) = await self._engine.generate([request])
             text = self._encoder.decode(result.token_ids)
         except EngineError:
@@ -199,7 +203,7 @@ class Chat:
             raise EngineError(f"generation failed with {describe_error(error)}") from error
         if not result.token_ids and result.stop_reason != "abort":
             raise EngineError("the engine returned no token")
-        self._rollout.generate_s += time.perf_counter() - started
+        rollout.generate_s += time.perf_counter() - started
         return result, text
 
     def _neutralize(self, text: str) -> str:

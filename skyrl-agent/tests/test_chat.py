@@ -1,12 +1,19 @@
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_kit.engines import TOKENIZER, ScriptedEngine, tool_call
-from agent_kit.trajectories import FINISH, GENERAL, ROW, play_one
+from agent_kit.trajectories import FINISH, GENERAL, ROW, play_one, play_row
+from train_kit.engines import LIMITS
+from train_kit.models import load_on_cpu
+from train_kit.vision_models import ask, picture, save_vision_model
 
 from skyrl_agent import AgentConfig, AutoAgentRunner, BaseAgent, Outcome
+from skyrl_gym.images import read_image
 from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.hf.general import GeneralEngine
+from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.rendering.template import ChatTemplate
 
 
@@ -92,3 +99,32 @@ async def test_text_that_cannot_fit_is_not_tokenized(where: str, monkeypatch: py
     trajectory, _ = await play_one(["hm", "hm"], row, agent_cls=f"{__name__}.Verbose", **settings)
     assert trajectory.stop_reason == ("prompt_too_long" if where == "prompt" else "CONTEXT_WINDOW_EXCEEDED")
     assert max(lengths) < 1_000_000
+
+
+async def test_parts_of_text_are_the_text_of_a_prompt() -> None:
+    parts = [{"type": "text", "text": "What is the capital "}, {"type": "text", "text": "of France?"}]
+    prompts = []
+    for content in (parts, "What is the capital of France?"):
+        row = {**ROW, "prompt": [{"role": "user", "content": content}]}
+        trajectory, engine = await play_one([FINISH], row, enable_turn_reminder=True)
+        assert trajectory.total_reward == 1.0
+        prompts += engine.prompts()
+    assert prompts[0] == prompts[1]
+
+
+async def test_a_vision_language_model_sees_the_images_of_a_prompt(tmp_path: Path) -> None:
+    path = save_vision_model(tmp_path, "idefics3")
+    tokenizer = load_tokenizer(str(path))
+    engine = GeneralEngine(load_on_cpu(path), tokenizer, **LIMITS)
+    generator = {"max_iterations": 2, "sampling_params": {"max_tokens": 3}, "enable_turn_reminder": True}
+    cfg = AgentConfig.model_validate({"task": GENERAL, "tools": ("finish",), "generator": generator})
+    row = {**ROW, "prompt": ask("Whose capital is this? ", picture(1), picture(2))}
+    (trajectory,) = await play_row(AutoAgentRunner.from_task(cfg, engine, tokenizer), row)
+    await engine.close()
+    assert (trajectory.error, len(trajectory.turns)) == (None, 2)
+    assert [span.image for span in trajectory.segments[0].images] == [read_image(picture(1)), read_image(picture(2))]
+
+
+async def test_a_text_model_refuses_the_images_of_a_prompt() -> None:
+    trajectory, _ = await play_one([FINISH], {**ROW, "prompt": ask("Whose capital is this? ", picture(1))})
+    assert "reads only text; use a vision-language model" in str(trajectory.error)

@@ -10,6 +10,7 @@ from skyrl_gym import maths
 from skyrl_gym.envs.aime.grading import find_result, grade_minerva, to_reward
 from skyrl_gym.envs.exact_match import is_match, parse_targets
 from skyrl_gym.envs.lcb.env import LCBEnv
+from skyrl_gym.images import join_texts
 from skyrl_train.errors import DataError
 from skyrl_train.types import Message
 
@@ -69,7 +70,7 @@ def get_question(instance: Mapping[str, Any]) -> str:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and prompt:
-        return str(prompt[-1]["content"])
+        return join_texts(prompt[-1]["content"])
     raise DataError("the instance has no prompt and no question")
 
 

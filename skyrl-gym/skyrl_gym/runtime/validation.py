@@ -33,7 +33,7 @@ def validate_prompt(answer: Any) -> ConversationType:
     prompt, _ = answer
     if not prompt or not is_conversation(prompt):
         raise InvalidAnswer(f"init() returned prompt={prompt!r}; it must be a list of messages")
-    return _clean_messages(prompt)
+    return clean_messages(prompt)
 
 
 def validate_step_output(output: Any) -> BaseTextEnvStepOutput:
@@ -66,7 +66,7 @@ def validate_step_output(output: Any) -> BaseTextEnvStepOutput:
     return _clean_texts(output)
 
 
-def _clean_messages(messages: ConversationType) -> ConversationType:
+def clean_messages(messages: ConversationType) -> ConversationType:
     """Clean the texts of messages and read their images."""
     return [
         {**clean_strings(message), "content": clean_strings(read_parts(message["content"]))} for message in messages
@@ -80,11 +80,11 @@ def _clean_texts(output: dict[str, Any]) -> BaseTextEnvStepOutput:
         name: clean_strings(output[name]) for name in ("observations", "postprocessed_action") if name in output
     }
     if is_conversation(output.get("observations")):
-        clean["observations"] = _clean_messages(output["observations"])
+        clean["observations"] = clean_messages(output["observations"])
     if metadata is not None:
         read = {name: clean_strings(metadata[name]) for name in TRAINING_READS if name in metadata}
         if read.get("modified_chat_history") is not None:
-            read["modified_chat_history"] = _clean_messages(metadata["modified_chat_history"])
+            read["modified_chat_history"] = clean_messages(metadata["modified_chat_history"])
         clean["metadata"] = {**metadata, **read}
     return {**output, **clean}  # type: ignore[typeddict-item]
 
