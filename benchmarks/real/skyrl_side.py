@@ -28,7 +28,7 @@ class LargerNumber(BaseTextEnv):
 
 
 def main() -> None:
-    """Train on requests of the parent process."""
+    """Train one step for each request of the parent process."""
     method, seed, model, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     settings: dict[str, Any] = {
         "data.train_data": f"['{folder / 'train.jsonl'}']",
@@ -57,7 +57,7 @@ def main() -> None:
             "environment.skyrl_gym.max_env_workers": 0,
         }
         experiment = OnRequestExp(parse_cli([f"{key}={value}" for key, value in settings.items()]))
-    with suppress(KeyboardInterrupt):  # how a stopped run ends
+    with suppress(KeyboardInterrupt):  # raised by a run that is stopped before its last step
         experiment.run()
 
 

@@ -24,7 +24,7 @@ def score(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
 
 
 def main() -> None:
-    """Train on requests of the parent process."""
+    """Train one step for each request of the parent process."""
     method, seed, model_path, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     dataset = load_dataset("json", data_files=str(folder / "ordered.jsonl"), split="train")
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")

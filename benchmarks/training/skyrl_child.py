@@ -69,7 +69,7 @@ class OnRequestSFTExp(SFTExp):
 
 
 def main() -> None:
-    """Train on requests of the parent process."""
+    """Train one step for each request of the parent process."""
     register_catch()
     workload, folder = WORKLOADS[sys.argv[1]], Path(sys.argv[2])
     settings: dict[str, Any] = {
@@ -105,7 +105,7 @@ def main() -> None:
     }
     if workload.n_turns == 1:
         settings["environment.env_class"] = "skyrl_child:PseudoRandomReward"
-    with suppress(KeyboardInterrupt):  # how a stopped run ends
+    with suppress(KeyboardInterrupt):  # raised by a run that is stopped before its last step
         OnRequestExp(parse_cli([f"{key}={value}" for key, value in settings.items()] + sys.argv[3:])).run()
 
 

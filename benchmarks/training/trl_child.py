@@ -86,7 +86,7 @@ def score(completions: list[Any], episode_reward: list[float] | None = None, **_
 
 
 def main() -> None:
-    """Train on requests of the parent process."""
+    """Train one step for each request of the parent process."""
     workload, folder = WORKLOADS[sys.argv[1]], Path(sys.argv[2])
     path = next(folder.glob("train.*"))
     dataset = load_dataset({"jsonl": "json"}.get(path.suffix[1:], "parquet"), data_files=str(path), split="train")

@@ -1,6 +1,6 @@
 """Deferred weight loading: create a model empty, shard it, then read each rank's shards from the files.
 
-No rank ever holds the whole model.
+No rank then holds the whole model. Where this is not possible, every rank loads the whole model first.
 """
 
 import logging
@@ -37,9 +37,9 @@ class DeferredWeights:
     def read(self, name: str, target: torch.Tensor, offset: Collection[int], dtype: torch.dtype | None = None) -> None:
         """Read one shard of a tensor into `target`: the slice of target's shape that starts at `offset`.
 
-        Values are rounded to `dtype` first. Raises ConfigError if one is NaN or infinite.
+        Values are rounded to `dtype` first. Raise ConfigError if a value is NaN or infinite.
         """
-        assert self.files is not None, "no model was created without its weights"
+        assert self.files is not None, "call `load_model` inside `deferring` first"
         if name not in self.files:
             target.zero_()
         elif target.numel():

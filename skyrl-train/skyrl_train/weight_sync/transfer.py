@@ -176,7 +176,10 @@ class Receiver:
         self._into = into or {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the plan. SyncError if the sender fails or does not answer in time."""
+        """Yield (name, tensor) in the order of the plan, and set `receipt` at the end.
+
+        Raise SyncError if the sender fails or does not answer in time.
+        """
         plan = self._plan
         if plan.transport == "shared":
             yield from SHARED[plan.address]
@@ -200,7 +203,7 @@ class Receiver:
                         checksum += found.value if found.n_words else tensor_checksum(spec.name, tensor)
             reader.finish()
         except BaseException as error:
-            reason = "it could not load them" if isinstance(error, GeneratorExit) else str(error)
+            reason = "it could not load the weights" if isinstance(error, GeneratorExit) else str(error)
             reader.fail(SyncError(f"{plan.name(plan.rank)} stopped receiving: {reason}"))
             reader.close()
             raise

@@ -333,21 +333,21 @@ class Worker:
 
     @requires("weights")
     def export(self, folder: Path) -> OSError | None:
-        """Write a plain Hugging Face folder, or the adapter in peft's format.
+        """Write a Hugging Face folder: the model, the adapter in peft's format, or with `merge_on_export` both.
 
         If the write fails, return its OSError. Training may continue, as all collectives run before the first write.
         """
         lora = self._spec.lora
-        is_merged = lora is None or lora.config.merge_on_export
+        writes_model = lora is None or lora.config.merge_on_export
         adapter = None if lora is None else self._strategy.copy_adapter(self.module)
         try:
-            if is_merged:
+            if writes_model:
                 self._strategy.export(self.module, folder)
             if self._strategy.world.rank == 0:
-                if is_merged:
+                if writes_model:
                     save_generation_config(self.module.hf_model, folder, self._spec.eos_ids)
                 if lora is not None and adapter is not None:
-                    adapter_folder = folder / ADAPTER_FOLDER if is_merged else folder
+                    adapter_folder = folder / ADAPTER_FOLDER if writes_model else folder
                     save_adapter(self.module.hf_model, adapter, lora.base_path, adapter_folder)
                 self._spec.save_tokenizer(str(folder))
         except (OSError, SafetensorError) as error:

@@ -2,7 +2,8 @@
 
 Training and sampling share one function, with different attention.
 
-Letters: S rows · T positions · D hidden size · V vocabulary · R targets of a position.
+Letters: S sequences · T positions · D hidden size · V vocabulary · K key-value heads · G query heads for each of them ·
+H head size.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from tx.models.lora import BatchAdapters, Factors, project
 from tx.models.moe import Weights, mix_experts, mlp
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
-"""A function from queries (S, T, K, G, H), keys and values (S, T, K, H), the cache and the layer's number to the
+"""A function from queries (S, T, K, G, H), keys and values (S, T, K, H), the cache and the layer's index to the
 attention's output, with the shape of the queries, and the new cache.
 """
 
@@ -46,7 +47,7 @@ def normalize(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 def hidden_states(
     config: ModelConfig,
     params: Params,
-    rows: BatchAdapters | None,
+    adapters: BatchAdapters | None,
     tokens: jax.Array,
     positions: jax.Array,
     attend: Attend | None = None,
@@ -58,33 +59,40 @@ def hidden_states(
 
     Args:
         tokens, positions: (S, T)
-        rows: the adapters of the rows, if any
-        attend: a layer's attention. The default is causal over the whole row, without a cache
+        adapters: the adapters of the sequences, or None for the base model
+        attend: a layer's attention. The default is causal over the whole sequence, without a cache
         remat: recompute layers in the backward pass instead of keeping their activations
     """
     frequencies = jnp.asarray(inverse_frequencies(config), jnp.float32)
-    look = attend or (lambda q, k, v, cache, _: (attend_causally(q, k, v), cache))
-    scales = None if rows is None else rows.scales
+    attend_layer = attend or (lambda q, k, v, cache, _: (attend_causally(q, k, v), cache))
+    scales = None if adapters is None else adapters.scales
 
     def layer(
         state: tuple[jax.Array, Any], part: tuple[Weights, dict[str, Factors], jax.Array]
     ) -> tuple[tuple[jax.Array, Any], None]:
         x, cache = state
-        weights, adapters, number = part
+        weights, factors, index = part
         attended, cache = _attention(
-            config, weights, adapters, scales, x, positions, frequencies, lambda q, k, v: look(q, k, v, cache, number)
+            config,
+            weights,
+            factors,
+            scales,
+            x,
+            positions,
+            frequencies,
+            lambda q, k, v: attend_layer(q, k, v, cache, index),
         )
         x = x + attended
         normal = normalize(x, weights["mlp_norm"], config.rms_norm_eps)
         if config.moe is None:
-            return (x + mlp(weights, adapters, scales, normal), cache), None
-        return (x + mix_experts(config.moe, weights, adapters, scales, normal), cache), None
+            return (x + mlp(weights, factors, scales, normal), cache), None
+        return (x + mix_experts(config.moe, weights, factors, scales, normal), cache), None
 
     step = jax.checkpoint(layer) if remat else layer
     state = (params.embed[tokens], cache)
     first = 0
     for i, n_layers in enumerate(config.blocks):
-        factors = {} if rows is None else rows.adapter.blocks[i]
+        factors = {} if adapters is None else adapters.adapter.blocks[i]
         parts = (params.blocks[i], factors, first + jnp.arange(n_layers))
         if n_layers == 1:
             state, _ = step(state, jax.tree.map(lambda part: part[0], parts))
@@ -95,10 +103,10 @@ def hidden_states(
     return normalize(x, params.norm, config.rms_norm_eps), cache
 
 
-def logits_of(params: Params, rows: BatchAdapters | None, hidden: jax.Array) -> jax.Array:
+def logits_of(params: Params, adapters: BatchAdapters | None, hidden: jax.Array) -> jax.Array:
     """Return logits (S, T, V) in float32."""
-    head = None if rows is None else rows.adapter.head
-    scales = None if rows is None else rows.scales
+    head = None if adapters is None else adapters.adapter.head
+    scales = None if adapters is None else adapters.scales
     return project(hidden, params.unembed, head, scales).astype(jnp.float32)
 
 

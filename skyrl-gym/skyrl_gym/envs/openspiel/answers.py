@@ -155,11 +155,11 @@ class _Mention(NamedTuple):
 
 
 def _find_mention(text: str, legal: LegalMoves) -> Move | None:
-    """Return the move of the mention that counts, or None if it is illegal or part of a list.
+    """Return the move of the mention that counts, or None if there is none, or it is illegal or part of a list.
 
     In "b2 looks good, but my move is c3, to stop d4", all three moves are mentions. "my move is" declares c3, so c3
-    counts although d4 is last. In "not b2. c3", b2 is negated and no mention. In "c3 or d4", the last mention is part
-    of a list, so the reply does not choose.
+    counts although d4 is last. In "not b2. c3", b2 is negated, so it does not count. In "c3 or d4", the last mention is
+    part of a list, so the reply does not choose.
     """
     mentions = [mention for mention in _mentions(text, legal) if not _matches_before(_NEGATION, text, mention.start)]
     declared = [index for index, mention in enumerate(mentions) if _is_declared(text, mention)]

@@ -309,7 +309,9 @@ def _segment(output: GeneratorOutput, request: RolloutRequest, i: int) -> Segmen
     logprobs, sampling_logprobs = _at(output.get("rollout_logprobs"), i), _at(output.get("sampling_logprobs"), i)
     for name, values in (("loss_masks", loss_mask), ("rollout_logprobs", logprobs), ("rewards", rewards)):
         if isinstance(values, Sized) and len(values) != len(response_ids):
-            raise DataError(f"{name}[{i}] has {len(values)} values for {len(response_ids)} response tokens")
+            raise DataError(
+                f"{name}[{i}] has {len(values)} values for {len(response_ids)} response tokens; return one per token"
+            )
     per_token = place_reward(0.0 if rewards is None else rewards, loss_mask)
     if not all(map(math.isfinite, per_token)):
         raise DataError(f"rewards[{i}]={rewards!r} are not all finite; return None for a trajectory without a reward")

@@ -1,12 +1,12 @@
 """The general embedded engine: padded batches with the model's own cache.
 
-A step either reads the prompts of new sequences or one token of every running sequence. Samples of one prompt that
+A step reads either the prompts of new sequences, or one token of every sequence in a batch. Samples of one prompt that
 start in the same step read it once, and then each gets a copy of its cache. New sequences join the batch of the running
 ones (`padded_cache`). If a model's hidden states change with padding, only sequences of equal length share a batch, and
 the batches take turns.
 
 After a turn, its session keeps a copy of the row, so that the next turn reads only the tokens that follow. A recurrent
-state cannot go back: a prompt that does not start with all tokens that the row has read is read from its start.
+state cannot be rewound: a prompt that does not start with all tokens that the row has read is read from its start.
 """
 
 import logging
@@ -178,7 +178,7 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
                 cache.select(copies)
             else:
                 unread = [sequence.token_ids[sequence.kept.length :] for sequence in group if sequence.kept]
-                images = [shift(s.request.images, s.kept.length) for s in group if s.kept]  # before rows join
+                images = [shift(s.request.images, s.kept.length) for s in group if s.kept]  # `join` changes lengths
                 for sequence in group[1:]:
                     assert sequence.kept is not None
                     cache.join(sequence.kept)

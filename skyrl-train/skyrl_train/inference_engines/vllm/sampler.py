@@ -88,7 +88,7 @@ def to_columns(choices: Sequence[SampledToken]) -> LogprobsTensors:
     """Pack tokens and all their log-probs into columns that vLLM passes on as log-probs.
 
     With one top log-prob, a row is (token, logprob), (SAMPLING, …), (top token, …). Missing values have the
-    token id `MISSING`. `wire.unpack` is the inverse.
+    token id `MISSING`, and NaN is written as `NAN`. `from_columns` is the inverse.
     """
     tops = [choice.top_logprobs or {} for choice in choices]
     n_top = max(len(top) for top in tops)

@@ -74,7 +74,7 @@ def test_a_receiver_that_cannot_load_ends_the_sender_at_once(tensors: Tensors) -
         for _ in Receiver(replace(plan, rank=1)):
             raise ValueError("wrong shape")
 
-    message = "engine 0 stopped receiving: it could not load them"
+    message = "engine 0 stopped receiving: it could not load the weights"
     assert isinstance(fail_to_send(plan, iter(tensors.items()), message, refuse), ValueError)
 
 

@@ -1,7 +1,7 @@
 """The pending requests in the database: each model's in order, and samples.
 
-Payloads are read when a request begins, so a long queue takes no memory. The number of tries is recorded: a request
-that was running each time an engine died is suspect, runs alone, and is finally given up.
+Payloads are read when a request begins, so a long queue takes little memory. The number of tries is recorded: a request
+during which two engines died is suspect and runs alone. If a third one dies, it fails.
 """
 
 import time
@@ -132,7 +132,7 @@ class Queue:
                 self.samples[owner] = sessions
 
     def begin(self, chosen: Sequence[PendingRequest]) -> list[TxRequest]:
-        """Mark requests as running. Return them with payloads, except those that were cancelled while pending."""
+        """Take requests from the queue and count a try. Return them with payloads, except those cancelled meanwhile."""
         if not chosen:
             return []
         for pending in chosen:
@@ -140,10 +140,10 @@ class Queue:
                 if self.suspects and self.suspects[0] is pending:
                     self.suspects.popleft()
                 continue
-            of_model = self.by_model[pending.model_id or ""]
-            assert of_model[0] is pending, "requests of a model begin in their order"
-            of_model.popleft()
-            if not of_model:
+            queue = self.by_model[pending.model_id or ""]
+            assert queue[0] is pending, "the requests of a model must begin in order"
+            queue.popleft()
+            if not queue:
                 del self.by_model[pending.model_id or ""]
         ids = [pending.request_id for pending in chosen]
         waiting = (col(TxRequest.request_id).in_(ids), col(TxRequest.status) == RequestStatus.PENDING)
