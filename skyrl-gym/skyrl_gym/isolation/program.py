@@ -2,12 +2,12 @@
 
     results = run_program(source, [Stdin("3 4\\n")])   # yields a result per run, as soon as it ends
 
-There are three levels of isolation. Each limits time, memory, output and files and, on Linux, refuses network access
-and signals to other processes. At `namespaces` (Linux, where users may create them), the program sees only its own
-processes, Python, the system's libraries and an empty folder in memory. At `landlock` (Linux 5.13 or newer), it can
-open only the same files and an empty folder. At `limits`, it can read and write what its user can. If the trainer is
-root, the program runs as a separate user at `landlock` and `limits`. No level is a virtual machine: the kernel is
-shared.
+There are three levels of isolation. Each limits time, output and files. On Linux, each also limits memory and
+processes, and refuses network access and signals to other processes. At `namespaces` (Linux, where users may create
+them), the program sees only its own processes, Python, the system's libraries and an empty folder in memory. At
+`landlock` (Linux 5.13 or newer), it can open only the same files and an empty folder. At `limits`, it can read and
+write what its user can. If the trainer is root, the program runs as a separate user at `landlock` and `limits`. No
+level is a virtual machine: the kernel is shared.
 """
 
 import json
@@ -56,7 +56,7 @@ START_SECONDS = 20.0  # for Python to start on a busy machine
 KILL_SECONDS = 0.01  # for killed processes to exit
 EXIT_SECONDS = 0.2  # for a finished warden to exit
 GRACE_SECONDS = 15.0  # for the warden to end a run that has reached its time limit
-N_TRIALS, TRIAL_SECONDS = 3, 0.2  # before giving up on namespaces
+N_TRIALS, TRIAL_SECONDS = 3, 0.2  # and seconds between them, before a level counts as unsupported
 MARK = "SKYRL_PROGRAM"
 
 Level = Literal["namespaces", "landlock", "limits"]
@@ -153,7 +153,7 @@ def run_program(
     limits = limits or ProgramLimits()
     level = level or level_for("best")
     with _slots, _folder() as folder, memory_cgroup(limits.memory_bytes + limits.disk_bytes) as cgroup:
-        job = _job(source, runs, limits, level) | {"prelude": prelude, "folder": folder, "cgroup": cgroup}
+        job = _describe_job(source, runs, limits, level) | {"prelude": prelude, "folder": folder, "cgroup": cgroup}
         n_lost = len(runs)
         with _warden(job) as (process, log), closing(_lines(process, 1 + len(runs), limits)) as lines:
             if next(lines, b"") != READY.encode():
@@ -247,7 +247,9 @@ def _find_problem(level: Level) -> str | None:
     return reason
 
 
-def _job(source: str, runs: Sequence[Stdin | FunctionCall], limits: ProgramLimits, level: Level) -> dict[str, Any]:
+def _describe_job(
+    source: str, runs: Sequence[Stdin | FunctionCall], limits: ProgramLimits, level: Level
+) -> dict[str, Any]:
     python = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *_libraries()]
     return {
         "source": source,
@@ -259,7 +261,7 @@ def _job(source: str, runs: Sequence[Stdin | FunctionCall], limits: ProgramLimit
         ],
         "limits": asdict(limits),
         "level": level,
-        "python": [os.path.realpath(path) for path in python],
+        "python_folders": [os.path.realpath(path) for path in python],
     }
 
 

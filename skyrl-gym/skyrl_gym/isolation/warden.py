@@ -52,14 +52,14 @@ def main() -> None:
 
 
 def _do_isolated(job: Json) -> None:
-    isolate_files(job["folder"], job["limits"]["disk_bytes"], job["python"])
+    isolate_files(job["folder"], job["limits"]["disk_bytes"], job["python_folders"])
     _do(job)
 
 
 def _do(job: Json, user: int | None = None) -> None:
     """Execute the job's runs in order, as `user` unless it is None, and write a line of JSON for each."""
     prctl(PR_SET_DUMPABLE, 0)  # protects this process's memory and output from the program
-    confinement = Confinement(job["level"], user, job["cgroup"], job["python"])
+    confinement = Confinement(job["level"], user, job["cgroup"], job["python_folders"])
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
         out.write(f"{READY}\n")
         out.flush()

@@ -204,9 +204,9 @@ def test_programs_do_not_run_by_default_where_nothing_keeps_them_apart(machine: 
 
 
 def test_program_that_cannot_be_confined_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = program._job
+    job = program._describe_job
     broken = asdict(SMALL) | {"file_bytes": "not a number"}
-    monkeypatch.setattr(program, "_job", lambda *args: job(*args) | {"limits": broken})
+    monkeypatch.setattr(program, "_describe_job", lambda *args: job(*args) | {"limits": broken})
     with pytest.raises(ToolFailure, match="a program could not be isolated"):
         run_once(f"open({str(tmp_path / 'ran')!r}, 'w')", level="limits")
     assert os.listdir(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Write tasks for the environment browser: a form, a list and a shop, each with many seeds.
+"""Write tasks for the environment browser: a button, a form, a list and a shop, each with many seeds.
 
     python -m examples.browser.browser_dataset --output_dir ~/data/browser --sites registration,books,shop
 
@@ -43,7 +43,7 @@ def identity(row: Row) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = command_line(__doc__, "browser", default_source="sample")
-    parser.add_argument("--sites", default=",".join(SITES), help="sites, separated by commas")
+    parser.add_argument("--sites", default="registration,books,shop", help=f"of {', '.join(SITES)}")
     parser.add_argument("--num_tasks", type=int, default=N_TASKS, help="tasks in both files together")
     args = parser.parse_args(argv)
 

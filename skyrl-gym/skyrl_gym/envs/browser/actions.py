@@ -149,13 +149,16 @@ def _press(arguments: dict[str, Any], screen: Screen) -> Press:
         raise ActionError('keys must be a list of names, e.g. ["enter"].')
     *modifiers, name = (_normalize_key(name) for name in names)
     key = KEYS.get(name) or (name if len(name) == 1 and name.isprintable() else None)
-    is_allowed = {(): key is not None, ("shift",): name in KEYS, ("ctrl",): name in CONTROL_KEYS}.get(
-        tuple(modifiers), False
-    )
+    # Shift and enter on a link would open a window that outlives the episode, because episodes share a browser context.
+    is_allowed = {
+        (): key is not None,
+        ("shift",): name in KEYS and key != "Enter",
+        ("ctrl",): name in CONTROL_KEYS,
+    }.get(tuple(modifiers), False)
     if not is_allowed:
         raise ActionError(
-            f"keys={names} cannot be pressed; use one character, one of {', '.join(KEYS)} (also with shift), or ctrl "
-            f"with {' or '.join(CONTROL_KEYS)}."
+            f"keys={names} cannot be pressed; use one character, one of {', '.join(KEYS)} (also with shift, except "
+            f"enter), or ctrl with {' or '.join(CONTROL_KEYS)}."
         )
     prefix = {"shift": "Shift+", "ctrl": "Control+"}[modifiers[0]] if modifiers else ""
     return Press(f"{prefix}{key}")

@@ -34,7 +34,7 @@ class EndpointConfig:
     model: the model's name at the endpoint.
     api_key_env: the environment variable that holds the key. Empty for none.
     sampling_params: more fields of the request, e.g. ``{"temperature": 1.0, "max_tokens": 1024}``.
-    timeout_seconds: of one request, from connecting to the last byte.
+    timeout_seconds: limit of one request. If the server stalls while it answers, up to twice as long.
     n_attempts: maximum number of requests, with pauses between them.
     """
 
@@ -58,7 +58,7 @@ class EndpointConfig:
             raise ValueError(f"timeout_seconds={self.timeout_seconds} must be above 0")
         whole_number(self.n_attempts, "n_attempts", at_least=1)
         if self.api_key_env and not os.environ.get(self.api_key_env):
-            raise ValueError(f"api_key_env={self.api_key_env!r} names an environment variable that is not set")
+            raise ValueError(f"api_key_env={self.api_key_env!r} is not set or empty; export it, or remove api_key_env")
 
     @staticmethod
     def from_options(options: Mapping[str, Any] | None) -> EndpointConfig:

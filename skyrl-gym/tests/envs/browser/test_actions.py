@@ -51,6 +51,7 @@ def test_actions_are_parsed(arguments: str, action: Action) -> None:
         ('{"action": "key"}', "keys must be a list of names"),
         ('{"action": "key", "keys": ["ctrl", "w"]}', r"keys=\['ctrl', 'w'\] cannot be pressed"),
         ('{"action": "key", "keys": ["alt", "left"]}', "cannot be pressed"),
+        ('{"action": "key", "keys": ["shift", "return"]}', "also with shift, except enter"),
         ('{"action": "key", "keys": ["ctrl", "shift", "a"]}', "cannot be pressed"),
         ('{"action": "key", "keys": ["f5"]}', "cannot be pressed"),
         ('{"action": "key", "keys": [3]}', "keys must be a list of names"),

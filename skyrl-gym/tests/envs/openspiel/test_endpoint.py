@@ -168,7 +168,7 @@ def test_endless_reply_is_refused(model_server: ModelServer, connect: Any, monke
         ({"timeout_seconds": 0}, "timeout_seconds=0 must be above 0"),
         ({"n_attempts": 0}, "n_attempts=0 must be at least 1"),
         ({"sampling_params": 3}, "sampling_params=3 must be a mapping"),
-        ({"api_key_env": "NOT_SET"}, "'NOT_SET' names an environment variable"),  # pragma: allowlist secret
+        ({"api_key_env": "NOT_SET"}, "'NOT_SET' is not set or empty"),  # pragma: allowlist secret
     ],
 )
 def test_invalid_config_is_refused(options: dict[str, Any], message: str) -> None:

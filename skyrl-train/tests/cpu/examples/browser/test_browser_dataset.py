@@ -13,7 +13,7 @@ def test_rows_name_a_site_and_a_seed(prepare: Any) -> None:
     rows = [row for split in splits.values() for row in split]
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 960, "validation": 240}
     assert Counter(row.data_source for row in rows) == dict.fromkeys(
-        ("browser_button", "browser_registration", "browser_books", "browser_shop"), 300
+        ("browser_registration", "browser_books", "browser_shop"), 400
     )
     for row in rows:
         info = row.env_extras["extra_info"]
