@@ -136,13 +136,13 @@ class Chat:
     def append_to_last(self, text: str) -> None:
         """Add a paragraph to the last message. The model must not have read it yet."""
         last = self._new[-1]
-        content = join_contents([last["content"], "", self._neutralize(text)])
-        self._new[-1] = {"role": last["role"], "content": content}
+        content: Any = join_contents([last["content"], "", self._neutralize(text)])
+        self._new[-1] = Message(role=last["role"], content=content)
 
     def reset(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Replace the history. Messages may have images, if the model reads them."""
         self._messages, self._is_reset = [], True
-        self._new = [{name: message[name] for name in ("role", "content")} for message in clean_messages(messages)]
+        self._new = [Message(role=m["role"], content=m["content"]) for m in clean_messages(messages)]
 
     async def generate(self) -> ChatReply:
         """Sample a reply and add it to the history.

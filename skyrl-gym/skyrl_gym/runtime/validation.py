@@ -3,7 +3,7 @@
 Environments' text enters training here, so it is cleaned here, with `skyrl_gym.runtime.text`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -66,7 +66,7 @@ def validate_step_output(output: Any) -> BaseTextEnvStepOutput:
     return _clean_texts(output)
 
 
-def clean_messages(messages: ConversationType) -> ConversationType:
+def clean_messages(messages: Sequence[Mapping[str, Any]]) -> ConversationType:
     """Clean the texts of messages and read their images."""
     return [
         {**clean_strings(message), "content": clean_strings(read_parts(message["content"]))} for message in messages
