@@ -13,14 +13,14 @@ from train_kit.engines import LIMITS
 from train_kit.vision_models import as_batch, draw, family_param, picture, rows_with_images, save_vision_model
 from tx_kit.backends import LORA, load, run_pass, sample, sample_request, target_logprobs, train
 
-from skyrl_gym.images import EncodedImage, read_image
+from skyrl_gym import images as images_module
+from skyrl_gym.images import read_image
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf.engine import create_engine
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.models.logprobs import response_logprobs
 from tx.tinker.backends.torch.backend import TorchBackend
-from tx.tinker.backends.torch.image_files import decode_image
 from tx.tinker.backends.torch.images import read_with_images, to_spans
 from tx.tinker.types import Datum, ImageInput, PlacedImage, SampleRequest, UserError
 from tx.tinker.wire.chunks import Part, join_parts
@@ -188,13 +188,18 @@ def test_a_text_model_reads_no_images(shallow_model: Path) -> None:
 
 def test_a_known_image_is_not_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = load_vision(tmp_path)
-    decoded, decode = [], EncodedImage.open
-    monkeypatch.setattr("tx.tinker.backends.torch.images.decode_image", lambda i: decoded.append(i) or decode_image(i))
-    monkeypatch.setattr(EncodedImage, "open", lambda image: decoded.append(image) or decode(image))
+    n_decoded, decode = 0, images_module._decode
+
+    def count(*arguments: Any) -> Any:
+        nonlocal n_decoded
+        n_decoded += 1
+        return decode(*arguments)
+
+    monkeypatch.setattr(images_module, "_decode", count)
     monkeypatch.setattr("skyrl_train.media.processing.CACHED_BYTES", 1)  # keeps only the last image
     first, second = shown(20), shown(21)
     tokens, images = placed(backend, *[first, second] * 50)
-    assert len(decoded) == 4  # each image is checked, then processed
+    assert n_decoded == 4  # each image is checked, then processed
     assert tokens[:8] * 50 == tokens
     assert images[0].image == images[2].image == read_image(first.content)
     with pytest.raises(UserError, match="has expected_tokens=5"):
