@@ -11,8 +11,9 @@ import binascii
 import hashlib
 import importlib
 import io
+import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,13 +74,14 @@ def is_pillow_image(value: Any) -> bool:
     return pillow is not None and isinstance(value, pillow.Image)
 
 
-def read_image(source: Any, folder: Path | None = None) -> EncodedImage:
+def read_image(source: Any, folder: Path | None = None, formats: Sequence[str] | None = None) -> EncodedImage:
     """Return the image in `source`. Relative paths start at `folder`, or else at the working directory.
 
     Args:
         source: an `EncodedImage`, a Pillow image, an array (height, width, 3) of bytes or the same as nested lists, the
             bytes of a file, a path, a data URL, or the columns "bytes" and "path" that `datasets` writes.
         folder: where relative paths start.
+        formats: Pillow's names of the formats to try, e.g. ["PNG", "JPEG"], or None for all that it knows.
 
     Raises:
         InvalidAnswer: the image cannot be read or decoded, or it has more than `MAX_PIXELS` pixels.
@@ -104,31 +106,39 @@ def read_image(source: Any, folder: Path | None = None) -> EncodedImage:
         source = file.getvalue()
     content = source if isinstance(source, bytes | bytearray) else _read_text(source, folder)
     is_path = isinstance(source, str | Path) and not str(source).startswith("data:")
-    return _check(bytes(content), f"the image {str(source)!r}" if is_path else "an image")
+    return _check(bytes(content), f"the image {str(source)!r}" if is_path else "an image", formats)
 
 
-def _check(content: bytes, name: str) -> EncodedImage:
+def hash_content(content: bytes) -> str:
+    """Return the digest of an image file."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _check(content: bytes, name: str, formats: Sequence[str] | None) -> EncodedImage:
     """Decode a file, to find out if training can. `name` is for messages."""
     pillow = _import_pillow()
     try:
-        with pillow.open(io.BytesIO(content)) as file:
+        with pillow.open(io.BytesIO(content), formats=formats) as file:
             width, height = file.size
             if width * height > MAX_PIXELS:
                 raise InvalidAnswer(f"{name} has {width} x {height} pixels; scale it to at most {MAX_PIXELS:,}")
             if file.mode.startswith(("I", "F")):  # Pillow would turn nearly all values into white
                 raise InvalidAnswer(f"{name} has the mode {file.mode}, with more than 8 bits; convert it to 8 bits")
-        width, height = _decode(content).size
+        width, height = _decode(content, formats).size
     except pillow.UnidentifiedImageError as error:  # its text has an address
+        if formats is not None:
+            names = " or ".join(formats)
+            raise InvalidAnswer(f"{name} cannot be decoded as {names}; send a file that is not damaged") from error
         raise InvalidAnswer(f"{name} has an unknown format; use a PNG or JPEG file") from error
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, struct.error, pillow.DecompressionBombError) as error:
         raise InvalidAnswer(f"{name} cannot be decoded: {error}; use a PNG or JPEG file") from error
-    return EncodedImage(content, hashlib.blake2b(content, digest_size=16).hexdigest(), width, height)
+    return EncodedImage(content, hash_content(content), width, height)
 
 
-def _decode(content: bytes) -> "Image":
+def _decode(content: bytes, formats: Sequence[str] | None = None) -> "Image":
     """Return the image in a file. Cameras write an orientation that viewers apply, and so do we."""
     pillow = _import_pillow()
-    image = _import_pillow("ImageOps").exif_transpose(pillow.open(io.BytesIO(content)))
+    image = _import_pillow("ImageOps").exif_transpose(pillow.open(io.BytesIO(content), formats=formats))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,22 @@ def test_the_orientation_of_a_photo_is_applied() -> None:
 def test_a_source_without_an_image_is_refused(source: Any, message: str, folder: Path) -> None:
     with pytest.raises(InvalidAnswer, match=message):
         read_image(source, folder)
+
+
+def test_only_the_given_formats_are_tried() -> None:
+    gif = encoded(RED, "GIF")
+    assert read_image(gif, formats=["GIF", "PNG"]) == read_image(gif)
+    with pytest.raises(InvalidAnswer, match="cannot be decoded as PNG or JPEG; send a file that is not damaged"):
+        read_image(gif, formats=["PNG", "JPEG"])
+
+
+def test_a_tag_of_the_wrong_type_is_refused() -> None:
+    """Pillow removes the orientation from the other tags, and fails to write an ImageWidth (0x100) of text."""
+    tags = struct.pack("<HHII", 0x112, 3, 1, 6) + struct.pack("<HHII", 0x100, 2, 1, 0)
+    file = io.BytesIO()
+    RED.save(file, "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\x02\0" + tags + bytes(4))
+    with pytest.raises(InvalidAnswer, match="cannot be decoded: required argument is not an integer"):
+        read_image(file.getvalue())
 
 
 def test_an_image_of_too_many_pixels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,9 @@ class ExampleBuilder:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._max_length = max_length
 
-    def convert(self, number: int, row: Mapping[str, Any]) -> list[Datum]:
-        """Convert a row to data: more than one if the template later changes a reply, e.g. removes its thoughts.
+    def convert(self, row_number: int, row: Mapping[str, Any]) -> list[Datum]:
+        """Convert a row to one datum, or to several if the chat template rewrites earlier replies, e.g. strips their
+        reasoning. Data without a trained token within `max_length` are dropped.
 
         Raises:
             UserError: the row has an unknown format or no trained token, or the chat template rejects it.
@@ -76,17 +77,20 @@ class ExampleBuilder:
         try:
             data = [self._datum(text, spans) for text, spans in self._render_row(present)]
         except TemplateError as error:
-            raise UserError(f"row {number}: the chat template rejects it: {error}; correct the row") from error
+            raise UserError(f"row {row_number}: the chat template rejects it: {error}; correct the row") from error
         except KeyError as error:
-            raise UserError(f"row {number}: a message has no {error}; add it") from error
+            raise UserError(f"row {row_number}: a message has no {error}; add it") from error
         except TypeError as error:
-            raise UserError(f"row {number}: {error}; a row has {ROW_FORMATS}") from error
+            raise UserError(f"row {row_number}: {error}; a row has {ROW_FORMATS}") from error
         except ValueError as error:
-            raise UserError(f"row {number}: {error}") from error
-        counting = [datum for datum in data if datum.inputs["weights"].any()]
-        if not counting:
-            raise UserError(f"row {number}: no trained token within --max-length {self._max_length}")
-        return counting
+            raise UserError(f"row {row_number}: {error}") from error
+        trained = [datum for datum in data if datum.inputs["weights"].any()]
+        if not trained:
+            raise UserError(
+                f"row {row_number}: no trained token within --max-length {self._max_length}; raise --max-length, or "
+                "remove the row"
+            )
+        return trained
 
     def _render_row(self, row: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
         """Yield a row's texts, each with the spans (start, end) of its trained characters."""
@@ -136,5 +140,5 @@ class ExampleBuilder:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens = np.asarray(encoded["input_ids"][: self._max_length + 1], np.int32)
         starts = [start for start, _ in encoded["offset_mapping"]][: len(tokens)]
-        counts = np.asarray([any(a <= start < b for a, b in spans) for start in starts], np.float32)
-        return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": counts[1:]})
+        weights = np.asarray([any(a <= start < b for a, b in spans) for start in starts], np.float32)
+        return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": weights[1:]})

@@ -22,7 +22,7 @@ from tx.tinker.store.database import open_database, writing
 from tx.tinker.store.queries import pending_ids
 from tx.tinker.submission import training as submission
 from tx.tinker.submission.admission import Admission
-from tx.tinker.submission.sampling import accept_sample, sample_request
+from tx.tinker.submission.sampling import accept_sample, sample_head, sample_request
 from tx.tinker.submission.training import Submission
 from tx.tinker.wire import codec
 from tx.tinker.wire import requests as wire
@@ -185,7 +185,7 @@ class Desk:
             **weights,
             **fields,
         )
-        return self.submit(lambda to: accept_sample(to, sample_request(to, body)))
+        return self.submit(lambda to: accept_sample(to, sample_request(sample_head(to, body), body)))
 
     def save(self, model_id: str, path: str = "x", **fields: Any) -> int:
         """Queue a checkpoint, `tinker://<model>/weights/<path>`."""

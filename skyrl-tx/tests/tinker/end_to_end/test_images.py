@@ -2,6 +2,8 @@
 
 import base64
 import io
+import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +16,9 @@ from tx_kit.engines import engine_for
 from tx_kit.servers import BASE_MODEL, Running, assert_refused, result_of, serving
 
 from tx.tinker.backends.factory import new_backend
+from tx.tinker.backends.images import count_pixels
 from tx.tinker.db_models import Kind
+from tx.tinker.types import ImageInput
 from tx.tinker.wire import tinker_pb2 as pb
 
 GREEDY = types.SamplingParams(max_tokens=4, temperature=0.0)
@@ -123,7 +127,7 @@ MISTAKES: dict[str, tuple[str, Callable[[], types.ModelInput]]] = {
     "too many tokens": ("expected_tokens=2000000000; use", lambda: model_input(image(expected_tokens=2 * 10**9))),
     "too long a prompt": ("the maximum for this prompt", lambda: model_input(image(expected_tokens=5000))),
     "pointer": (
-        "chunk of kind image_asset_pointer; send .* image, with their data",
+        "chunk of kind image_asset_pointer; send .* images as image with data",
         lambda: types.ModelInput(chunks=[types.ImageAssetPointerChunk(format="png", location="x.png")]),
     ),
 }
@@ -139,6 +143,32 @@ def test_mistakes(name: str, service: tinker.ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
     with pytest.raises((tinker.BadRequestError, tinker.RequestFailedError), match=words):
         sampler.sample(prompt(), 1, GREEDY).result()
+
+
+def test_images_are_decoded_outside_of_database_sessions(
+    vision_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def count(backend: str, image: ImageInput) -> int:
+        threads.append(threading.current_thread().name)
+        return count_pixels(backend, image)
+
+    monkeypatch.setattr("tx.tinker.submission.images.count_pixels", count)
+    chunk = {"type": "image", "data": base64.b64encode(IMAGE.data).decode(), "format": "png"}
+    sampled = {"prompt": {"chunks": [chunk]}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
+    with vision_server.client() as http:
+        assert result_of(http, http.post("asample", json=sampled))["sequences"][0]["tokens"]
+    assert [name.rpartition("_")[0] for name in threads] == ["tx-compute"]
+
+
+def test_many_images_of_unknown_length_are_not_read(vision_server: Running) -> None:
+    chunk = {"type": "image", "data": base64.b64encode(IMAGE.data).decode(), "format": "png"}
+    sampled = {"prompt": {"chunks": [chunk] * 4000}, "sampling_params": {"max_tokens": 1}, "base_model": BASE_MODEL}
+    with vision_server.client() as http:
+        request_id = http.post("asample", json=sampled).json()["request_id"]
+        error = http.post("retrieve_future", json={"request_id": request_id}).text
+    assert re.search(r"prompt has at least \d+ tokens; the maximum is", error)
 
 
 def test_a_wrong_image_fails_the_step(service: tinker.ServiceClient, image_token: int) -> None:

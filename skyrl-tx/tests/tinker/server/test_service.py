@@ -1,10 +1,11 @@
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import event
-from tx_kit.servers import SAMPLE, serving
+from tx_kit.servers import SAMPLE, SECONDS, config_for, serving
 
 from tx.tinker.server import service
 
@@ -29,6 +30,17 @@ async def test_failed_tasks_are_restarted(monkeypatch: pytest.MonkeyPatch, caplo
     assert task.cancelled()
     assert n_begun == 3
     assert [one.exc_text is not None for one in caplog.records] == [True, True]
+
+
+async def test_polls_do_not_wait_for_slow_work(tmp_path: Path) -> None:
+    shared = service.Service(config_for(tmp_path))
+    is_over = threading.Event()
+    slow = [asyncio.create_task(shared.compute(is_over.wait)) for _ in range(20)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(shared.read(lambda db: 1), SECONDS) == 1
+    is_over.set()
+    await asyncio.gather(*slow)
+    shared.close()
 
 
 def test_accepted_training_survives_a_power_loss(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from tx.tinker.types import ImageInput, PlacedImage, UserError
 from tx.tinker.wire import tinker_pb2 as pb
-from tx.tinker.wire.chunks import MAX_IMAGE_TOKENS, chunk_from_json, join_parts, part_of
+from tx.tinker.wire.chunks import MAX_IMAGE_TOKENS, chunk_from_json, decode_chunk, join_parts
+from tx.tinker.wire.requests import Chunk
 from tx.tinker.wire.sample_job import PromptImage, SampleJob, SampleWeights
 
 CONTENT = bytes(range(256))  # its base64 has both "+" and "/"
@@ -15,7 +16,10 @@ CONTENT = bytes(range(256))  # its base64 has both "+" and "/"
 @pytest.mark.parametrize(
     ("chunk", "words"),
     [
-        ({"type": "image_asset_pointer", "location": "x"}, "image_asset_pointer; send tokens as .* with their data"),
+        (
+            {"type": "image_asset_pointer", "location": "x"},
+            "image_asset_pointer; send text as .* and images as image with data",
+        ),
         ({"type": "image", "format": "png"}, "kind image without data"),
         ({"data": "x"}, "not valid base64"),
         ({"data": "é"}, "not valid base64"),
@@ -37,14 +41,35 @@ def test_invalid_json(chunk: dict[str, object], words: str) -> None:
 )
 def test_invalid_images(image: pb.Image, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        part_of(pb.Chunk(image=image), "prompt")
+        decode_chunk(pb.Chunk(image=image), "prompt")
 
 
 @pytest.mark.parametrize("has_type", [True, False])
 def test_images_in_json(has_type: bool) -> None:
     chunk: dict[str, Any] = {"data": base64.b64encode(CONTENT).decode(), "format": "png", "expected_tokens": 3}
     chunk |= {"type": "image"} if has_type else {}
-    assert part_of(chunk_from_json(chunk, ""), "") == ImageInput(CONTENT, "png", 3)
+    assert decode_chunk(chunk_from_json(chunk, ""), "") == ImageInput(CONTENT, "png", 3)
+
+
+def test_other_dimensions_in_json() -> None:
+    fields = {"data": "", "format": "png", "override_dimensions": {"width": 8, "height": 8}}
+    chunk = Chunk.model_validate(fields).model_dump()
+    with pytest.raises(UserError, match="override_dimensions, which are not supported"):
+        decode_chunk(chunk_from_json(chunk, "prompt"), "prompt")
+
+
+@pytest.mark.parametrize(("expected", "n_read", "n_least"), [(None, 3, 8), (2, 3, 9), (7, 0, 8)])
+def test_images_beyond_the_maximum_are_not_read(expected: int | None, n_read: int, n_least: int) -> None:
+    read: list[ImageInput] = []
+
+    def read_image(image: ImageInput) -> tuple[list[int], None]:
+        read.append(image)
+        return [7] * 2, None
+
+    parts = [np.array([1]), *[ImageInput(b"a", "png", expected)] * 100]
+    with pytest.raises(UserError, match=f"prompt has at least {n_least} tokens; the maximum is 7"):
+        join_parts(parts, read_image, "prompt", max_tokens=7)
+    assert len(read) == n_read
 
 
 def test_parts_are_joined() -> None:

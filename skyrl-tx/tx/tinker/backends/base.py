@@ -31,9 +31,6 @@ Save = Callable[[Path], None]
 """Writes into an empty folder."""
 
 
-NO_IMAGES = "the JAX backend reads no images; start the server with --backend torch and a vision-language model"
-
-
 class Sampler(Protocol):
     """Samples from weights. Called from one thread."""
 

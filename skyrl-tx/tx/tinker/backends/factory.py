@@ -9,9 +9,8 @@ from pydantic import ValidationError
 
 from tx.flags import format_setting_errors
 from tx.models.config import ModelError
-from tx.tinker.backends.base import NO_IMAGES, Backend
+from tx.tinker.backends.base import Backend
 from tx.tinker.backends.config import JaxConfig, TorchConfig
-from tx.tinker.types import ImageInput, UserError
 
 BackendName = Literal["jax", "torch"]
 TORCH_PACKAGES = ("skyrl_train", "torch", "transformers")  # of the extra
@@ -46,20 +45,6 @@ def new_backend(backend: BackendName, folder: Path, settings: Mapping[str, Any],
     from tx.tinker.backends.jax.backend import JaxBackend
 
     return JaxBackend(folder, name, backend_config)
-
-
-def count_pixels(backend: BackendName, image: ImageInput) -> int:
-    """Decode an image, without the model. Return its number of pixels.
-
-    Raises:
-        UserError: it cannot be decoded, or the backend reads no images.
-    """
-    if backend != "torch":
-        raise UserError(NO_IMAGES)
-    from tx.tinker.backends.torch.image_files import decode_image
-
-    decoded = decode_image(image)
-    return decoded.width * decoded.height
 
 
 def model_folder(name: str) -> Path:

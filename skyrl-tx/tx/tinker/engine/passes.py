@@ -44,7 +44,8 @@ class Passes:
         """Begin a pass. Return its outcome if it fails immediately."""
         assert request.model_id is not None
         try:
-            pass_ = codec.pass_of(codec.message_from_bytes(request.payload), self._backend.read_image)
+            message = codec.message_from_bytes(request.payload)
+            pass_ = codec.pass_of(message, self._backend.read_image, self._limits.max_context)
             check_pass(pass_, self._limits)  # again: the server may have accepted it before it knew the model's limits
             running = _RunningPass(request, self._backend.compute(pass_))
         except Exception as error:  # noqa: BLE001 (becomes the outcome of the request)

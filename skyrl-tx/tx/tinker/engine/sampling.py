@@ -67,7 +67,7 @@ class Sampling:
             if job.weights.base_model != limits.base_model:
                 theirs, ours = job.weights.base_model, limits.base_model
                 raise UserError(f"the weights belong to base model {theirs}, but this server has {ours}")
-            prompt, images = job.read_prompt(self._sampler.read_image)
+            prompt, images = job.read_prompt(self._sampler.read_image, limits.max_context)
             check_job(job, prompt, limits)  # again: the server may have accepted it before it knew the model's limits
             sample_request = job.request(
                 prompt, images, owner=request.owner, eos_ids=limits.eos_ids, max_context=limits.max_context

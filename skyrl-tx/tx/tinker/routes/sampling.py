@@ -35,15 +35,16 @@ async def asample(call: Caller, body: wire.AsampleRequest) -> Response:
     """Queue a sample request. Return a promise and an id for each sample."""
     if call.service.failure is not None:
         raise RefusalError(503, call.service.failure, retry_after=10)
-    request = await call.prepare(lambda to: sample_submission.sample_request(to, body))
+    head = await call.prepare(lambda to: sample_submission.sample_head(to, body))
+    request = await call.service.compute(lambda: sample_submission.sample_request(head, body))
     request_id = await call.submit(lambda to: sample_submission.accept_sample(to, request), is_durable=False)
     metrics = call.service.metrics
     metrics.accepted.labels(Kind.SAMPLE).inc()
-    metrics.tokens.labels("prompt").inc(sum(map(_n_tokens, body.prompt.chunks)))
+    metrics.tokens.labels("prompt").inc(sum(map(_count_tokens, body.prompt.chunks)))
     call.add_notes(session=body.sampling_session_id, request=request_id)
     names = [f"{request_id}-{number}" for number in range(body.num_samples)]
     return reply(responses.SamplePromise(request_id=str(request_id), sample_sequence_ids=names))
 
 
-def _n_tokens(chunk: wire.Chunk) -> int:
-    return len(chunk.tokens or ()) + (chunk.expected_tokens or 0)
+def _count_tokens(chunk: wire.Chunk) -> int:
+    return (chunk.expected_tokens or 0) if chunk.tokens is None else len(chunk.tokens)

@@ -135,7 +135,7 @@ def _read_pass(
     body: bytes,
     is_forward_only: bool,
     state: EngineState | None,
-    read_image: SubmittedImages,
+    images: SubmittedImages,
 ) -> tuple[submission.PassHead, Pass | UserError]:
     """Parse a pass. Return its head, and either the pass or the error in its data."""
     try:
@@ -151,8 +151,8 @@ def _read_pass(
     payload = ForwardBackwardMessage(**{name: getattr(message, name) for name in names}).SerializeToString()
     head = submission.PassHead(message.model_id, message.seq_id or None, payload, original)
     try:
-        pass_ = codec.pass_of(message, read_image)
-        if read_image.are_counted:
+        pass_ = codec.pass_of(message, images.read)
+        if images.has_all_lengths:
             check_pass(pass_, state)
     except UserError as error:
         return head, error

@@ -31,7 +31,7 @@ from tx.tinker.submission.training import Submission
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-N_READERS = 4
+N_READERS = N_WORKERS = 4
 RESTART_SEC = 1.0
 ENGINE_TIMEOUT = timedelta(seconds=30)
 MIN_HANG_CHECK_SEC, HANG_CHECK_SEC = 0.5, 5.0
@@ -60,6 +60,8 @@ class Service:
             self.dispatcher = SampleDispatcher(config, url, self.database, self._wake_from_thread)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers = ThreadPoolExecutor(N_READERS, thread_name_prefix="tx-read")
+        # separate, so that polls need not wait for e.g. images to be decoded
+        self._workers = ThreadPoolExecutor(N_WORKERS, thread_name_prefix="tx-compute")
         # a single thread, so that writers never wait for the database lock
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tx-write")
 
@@ -84,6 +86,7 @@ class Service:
 
     def close(self) -> None:
         """Finish pending writes and close the database."""
+        self._workers.shutdown()
         self._readers.shutdown()
         self._writer.shutdown()
         self.database.dispose()
@@ -146,8 +149,8 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._writer, in_thread)
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """Run slow work in a reader thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        """Run slow work in a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
     def wake(self) -> None:
         """Wake the engine and the dispatcher, if any."""

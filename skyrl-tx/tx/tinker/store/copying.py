@@ -16,10 +16,12 @@ from tx.tinker.wire.requests import CopyWeightsRequest
 
 
 def copy_files(config: TxConfig, source: str, target: str) -> Path:
-    """Copy a checkpoint's files to a temporary folder for `record_copy`. Hard-link them where possible.
+    """Fill a temporary folder with hard links to a checkpoint's files, or copies where links are not possible.
+
+    `record_copy` renames it into place. Checkpoint files are never modified in place, so links are safe.
 
     Raises:
-        RefusalError: the files were deleted meanwhile.
+        RefusalError: the checkpoint's files no longer exist.
     """
     source_folder = checkpoint_folder(config, source)
 

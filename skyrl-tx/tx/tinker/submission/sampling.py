@@ -1,8 +1,9 @@
 """Accept sampling sessions (with immutable weights) and sample requests."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from tx.tinker.backends.stop_strings import MAX_STOP_CHARACTERS
+from tx.tinker.config import TxConfig
 from tx.tinker.db_models import EngineState, Kind, SamplingSession, TxRequest
 from tx.tinker.losses import LOSSES
 from tx.tinker.refusal import refuse
@@ -11,7 +12,7 @@ from tx.tinker.submission.images import SubmittedImages
 from tx.tinker.submission.training import Submission, check_sampled_path
 from tx.tinker.submission.validation import check_base_model, check_job
 from tx.tinker.types import MAX_STOP_TOKENS, MAX_TOP, ImageInput, UserError
-from tx.tinker.wire.chunks import chunk_from_json, part_of
+from tx.tinker.wire.chunks import chunk_from_json, decode_chunk
 from tx.tinker.wire.requests import AsampleRequest, CreateSamplingSessionRequest, SamplingSettings
 from tx.tinker.wire.sample_job import PromptImage, SampleJob, SampleWeights
 
@@ -42,8 +43,18 @@ def create_sampling_session(to: Submission, body: CreateSamplingSessionRequest) 
     return new.sampling_session_id
 
 
-def sample_request(to: Submission, body: AsampleRequest) -> TxRequest:
-    """Return a sample request's row without writing it."""
+@dataclass(frozen=True, slots=True)
+class SampleHead:
+    """A sample request without its prompt, and what `sample_request` needs to know to add it."""
+
+    request: TxRequest  # without payload
+    weights: SampleWeights
+    config: TxConfig
+    engine_state: EngineState | None  # None until an engine has reported
+
+
+def sample_head(to: Submission, body: AsampleRequest) -> SampleHead:
+    """Find the weights of a sample request."""
     body_bytes = body.model_dump_json(exclude_none=True).encode()
     request = TxRequest(kind=Kind.SAMPLE, payload=b"", payload_hash=queries.hash_of(body_bytes))
     if body.sampling_session_id is not None:
@@ -65,9 +76,14 @@ def sample_request(to: Submission, body: AsampleRequest) -> TxRequest:
         )
     if weights.model_path is not None and queries.earlier_request(to.db, request) is None:
         check_sampled_path(to, weights.model_path)
-    read_image = SubmittedImages(to.config)
-    request.payload = _sample_job(body, weights, to.engine_state, read_image).model_dump_json().encode()
-    return request
+    return SampleHead(request, weights, to.config, to.engine_state)
+
+
+def sample_request(head: SampleHead, body: AsampleRequest) -> TxRequest:
+    """Check a sample request and return its row without writing it. This is slow, because it decodes images."""
+    job = _sample_job(body, head.weights, head.engine_state, SubmittedImages(head.config))
+    head.request.payload = job.model_dump_json().encode()
+    return head.request
 
 
 def accept_sample(to: Submission, request: TxRequest) -> int:
@@ -81,14 +97,13 @@ def accept_sample(to: Submission, request: TxRequest) -> int:
 
 
 def _sample_job(
-    body: AsampleRequest, weights: SampleWeights, state: EngineState | None, read_image: SubmittedImages
+    body: AsampleRequest, weights: SampleWeights, state: EngineState | None, submitted: SubmittedImages
 ) -> SampleJob:
-    """Return a request's job. `state` is None until an engine has reported."""
     _refuse_unsupported(body)
     prompt: list[int] = []
     images: list[PromptImage] = []
     for chunk in body.prompt.chunks:
-        part = part_of(chunk_from_json(chunk.model_dump(), "prompt"), "prompt")
+        part = decode_chunk(chunk_from_json(chunk.model_dump(), "prompt"), "prompt")
         if isinstance(part, ImageInput):
             images.append(PromptImage(n_before=len(prompt), **asdict(part)))
         else:
@@ -96,7 +111,7 @@ def _sample_job(
     if not prompt and not images:
         raise UserError("prompt is empty; pass at least one token")
     params = body.sampling_params
-    tokens, strings = _stops(params)
+    stop_tokens, stop_strings = _stops(params)
     job = SampleJob(
         weights=weights,
         prompt=prompt,
@@ -107,15 +122,15 @@ def _sample_job(
         top_k=params.top_k or -1,
         top_p=params.top_p,
         seed=params.seed,
-        stop_tokens=tokens,
-        stop_strings=strings,
+        stop_tokens=stop_tokens,
+        stop_strings=stop_strings,
         wants_prompt_logprobs=bool(body.prompt_logprobs),
         n_top_prompt=body.topk_prompt_logprobs,
         n_top_sampled=body.topk_sample_logprobs,
     )
-    tokens, _ = job.read_prompt(read_image)
-    if state is not None and read_image.are_counted:
-        check_job(job, tokens, state)
+    prompt_tokens, _ = job.read_prompt(submitted.read)
+    if state is not None and submitted.has_all_lengths:
+        check_job(job, prompt_tokens, state)
     return job
 
 

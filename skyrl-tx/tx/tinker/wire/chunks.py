@@ -17,7 +17,7 @@ from tx.tinker.wire.tensors import INT32_RANGE
 
 MAX_IMAGE_TOKENS = 1 << 16
 """Maximum number of tokens of an image."""
-KINDS = "send tokens as encoded_text and images as image, with their data"
+KINDS = "send text as encoded_text with tokens, and images as image with data"
 
 Part = np.ndarray | ImageInput
 """A decoded chunk: tokens (n,) int32, or an image."""
@@ -38,6 +38,8 @@ def chunk_from_json(fields: Mapping[str, Any], name: str) -> pb.Chunk:
             raise UserError(f"{name} has an image whose data is not valid base64: {error}") from error
         if (expected := fields.get("expected_tokens")) is not None:
             image.expected_tokens = expected
+        if fields.get("override_dimensions") is not None:
+            image.override_dimensions.SetInParent()  # `decode_chunk` rejects any
         return pb.Chunk(image=image)
     if kind != "encoded_text":
         raise UserError(f"{name} holds a chunk of kind {kind}{' without data' * (kind == 'image')}; {KINDS}")
@@ -48,7 +50,7 @@ def chunk_from_json(fields: Mapping[str, Any], name: str) -> pb.Chunk:
     return pb.Chunk(encoded_text=pb.EncodedText(tokens=np.asarray(tokens, dtype="<i4").tobytes()))
 
 
-def part_of(chunk: pb.Chunk, name: str) -> Part:
+def decode_chunk(chunk: pb.Chunk, name: str) -> Part:
     """Decode a chunk. The image in it is not read.
 
     Raises:
@@ -70,16 +72,23 @@ def part_of(chunk: pb.Chunk, name: str) -> Part:
     return np.frombuffer(packed, "<i4")
 
 
-def join_parts(parts: Iterable[Part], read_image: ReadImage, name: str) -> tuple[np.ndarray, tuple[PlacedImage, ...]]:
+def join_parts(
+    parts: Iterable[Part], read_image: ReadImage, name: str, max_tokens: int | None = None
+) -> tuple[np.ndarray, tuple[PlacedImage, ...]]:
     """Return the tokens (n,) of all parts, and where the images are among them.
 
+    An image is not read if it would end after `max_tokens`, because reading takes time.
+
     Raises:
-        UserError: an image cannot be read.
+        UserError: an image cannot be read, or is beyond `max_tokens`.
     """
     tokens, images, n_tokens = [np.zeros(0, np.int32)], [], 0
     for part in parts:
         added: Sequence[int] | np.ndarray
         if isinstance(part, ImageInput):
+            n_least = n_tokens + (part.expected_tokens or 1)
+            if max_tokens is not None and n_least > max_tokens:
+                raise UserError(f"{name} has at least {n_least} tokens; the maximum is {max_tokens}")
             try:
                 added, image = read_image(part)
             except UserError as error:

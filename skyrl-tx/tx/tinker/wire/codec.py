@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from tx.tinker.types import Datum, Pass, PassResult, ReadImage, SampleResult, TopLogprobs, UserError
 from tx.tinker.wire import tinker_pb2 as pb
-from tx.tinker.wire.chunks import chunk_from_json, join_parts, part_of
+from tx.tinker.wire.chunks import chunk_from_json, decode_chunk, join_parts
 from tx.tinker.wire.tensors import INT32_RANGE, check_sparse, dense_array, json_array, tensor_from_json
 
 OUTPUT_TYPE = "scalar"
@@ -59,8 +59,8 @@ def message_from_json(
     return message
 
 
-def pass_of(message: pb.ForwardBackwardRequest, read_image: ReadImage) -> Pass:
-    """Convert a message to a pass.
+def pass_of(message: pb.ForwardBackwardRequest, read_image: ReadImage, max_context: int | None = None) -> Pass:
+    """Convert a message to a pass. Images that would end after `max_context` tokens are not read.
 
     Raises:
         UserError: a chunk or an image is invalid, or a tensor is inconsistent, or the tensors are too large.
@@ -71,13 +71,14 @@ def pass_of(message: pb.ForwardBackwardRequest, read_image: ReadImage) -> Pass:
         if value.WhichOneof("value") != "number":
             raise UserError(f"loss_fn_config[{name!r}]={value.text!r} must be a number")
         settings[name] = value.number
-    data = [_datum(datum, read_image, f"data[{number}]") for number, datum in enumerate(message.data)]
+    data = [_datum(datum, read_image, max_context, f"data[{number}]") for number, datum in enumerate(message.data)]
     return Pass(message.model_id, data, message.loss_fn, settings, is_forward_only=message.forward_only)
 
 
-def _datum(message: pb.Datum, read_image: ReadImage, name: str) -> Datum:
+def _datum(message: pb.Datum, read_image: ReadImage, max_context: int | None, name: str) -> Datum:
     where = f"{name}.model_input"
-    tokens, images = join_parts((part_of(chunk, where) for chunk in message.model_input), read_image, where)
+    parts = (decode_chunk(chunk, where) for chunk in message.model_input)
+    tokens, images = join_parts(parts, read_image, where, max_context)
     inputs = {
         key: _loss_input(key, dense_array(tensor, f"{name}.loss_fn_inputs[{key!r}]"), name)
         for key, tensor in message.loss_fn_inputs.items()

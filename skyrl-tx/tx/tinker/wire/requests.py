@@ -211,6 +211,7 @@ class Chunk(RequestBody):
     data: str | None = None  # an image, in base64
     format: Text | None = None
     expected_tokens: Token | None = None
+    override_dimensions: dict[Text, Json] | None = None  # not supported
 
 
 class ModelInput(RequestBody):

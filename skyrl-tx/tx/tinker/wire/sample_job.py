@@ -59,11 +59,13 @@ class SampleJob(BaseModel):
     n_top_prompt: int
     n_top_sampled: int
 
-    def read_prompt(self, read_image: ReadImage) -> tuple[list[int], tuple[PlacedImage, ...]]:
+    def read_prompt(
+        self, read_image: ReadImage, max_context: int | None = None
+    ) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """Return the tokens of the prompt, and where the images are among them.
 
         Raises:
-            UserError: an image cannot be read.
+            UserError: an image cannot be read, or would end after `max_context` tokens.
         """
         if not self.images:
             return self.prompt, ()
@@ -72,7 +74,8 @@ class SampleJob(BaseModel):
         for image in self.images:
             parts += [np.array(self.prompt[start : image.n_before], np.int32), image.input]
             start = image.n_before
-        tokens, images = join_parts([*parts, np.array(self.prompt[start:], np.int32)], read_image, "prompt")
+        parts.append(np.array(self.prompt[start:], np.int32))
+        tokens, images = join_parts(parts, read_image, "prompt", max_context)
         return tokens.tolist(), images
 
     def request(

@@ -1,4 +1,5 @@
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +102,14 @@ def test_the_head_alone(backend: Backend, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["lm_head"]
 
 
+def test_a_folder_without_weights_is_an_error_of_the_model(shallow_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(shallow_model, tmp_path / "model")
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ModelError, match="base_model="):
+        load("torch", tmp_path / "model")
+
+
 @each_architecture({"gemma3_text", "gemma2", "mixtral", "phi3"})
 def test_each_architecture_samples_with_trained_weights_or_is_rejected(name: str, tmp_path: Path) -> None:
     """Some have fused projections, other names, sliding windows or experts."""
@@ -111,7 +120,7 @@ def test_each_architecture_samples_with_trained_weights_or_is_rejected(name: str
         with pytest.raises(ModelError, match=r"architecture .* is not supported"):
             read_config(tmp_path)
     if cell == "no":
-        with pytest.raises(ModelError):
+        with pytest.raises(ModelError, match=r"is not supported by --backend torch: .*; use another model|base_model="):
             load("torch", tmp_path)
         return
     backend = load("torch", tmp_path)

@@ -10,30 +10,28 @@ import numpy as np
 import pytest
 import torch
 from train_kit.engines import LIMITS
-from train_kit.vision_models import (
-    as_batch,
-    draw,
-    family_param,
-    needs_torchvision,
-    picture,
-    rows_with_images,
-    save_vision_model,
-)
+from train_kit.vision_models import as_batch, draw, family_param, picture, rows_with_images, save_vision_model
 from tx_kit.backends import LORA, load, run_pass, sample, sample_request, target_logprobs, train
 
+from skyrl_gym import images as images_module
+from skyrl_gym.images import read_image
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf.engine import create_engine
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.models.logprobs import response_logprobs
 from tx.tinker.backends.torch.backend import TorchBackend
-from tx.tinker.backends.torch.images import spans_of
+from tx.tinker.backends.torch.images import read_with_images, to_spans
 from tx.tinker.types import Datum, ImageInput, PlacedImage, SampleRequest, UserError
 from tx.tinker.wire.chunks import Part, join_parts
 
 FAMILIES = [family_param(f) for f in ("idefics3", "gemma3", "gemma4", "smolvlm", "qwen2_5_vl", "qwen3_vl")]
 each_family = pytest.mark.parametrize("family", FAMILIES)
 ADAPTER = replace(LORA, train_unembed=False)  # the embedded engine multiplies by a head without its hooks
+
+
+PHOTO_CD = b"\xff\xd8\xff\x01".ljust(2048, b"\0") + b"PCD_" + bytes(2_000_000)
+"""Begins like a JPEG file. Pillow reads it as a Photo CD, a format without a signature at the start."""
 
 
 def load_vision(folder: Path, family: str = "idefics3") -> TorchBackend:
@@ -125,7 +123,7 @@ async def test_samples_are_those_of_the_embedded_engine(family: str, tmp_path: P
     with frozen.applied():
         engine = create_engine(frozen.model, load_tokenizer(str(backend.base_model.folder)), **LIMITS)
         params = SamplingParams(9, temperature=0.0)
-        requests = [EngineRequest(p, params, 0, images=tuple(spans_of(images))) for p, images in prompts]
+        requests = [EngineRequest(p, params, 0, images=tuple(to_spans(images))) for p, images in prompts]
         results = await engine.generate(requests)
         await engine.close()
     for result, found in zip(results, together, strict=True):
@@ -170,11 +168,12 @@ def test_an_adapter_covers_the_language_model_and_is_restored(tmp_path: Path) ->
     [
         (shown(0, expected=7), "an image of 48 x 32 pixels has expected_tokens=7, but .* makes 4 tokens of it"),
         (replace(shown(0), content=shown(0).content[:-200]), "cannot be decoded"),
-        (replace(shown(0), format="jpeg"), "format='jpeg', but its .* bytes are no such file"),
+        (replace(shown(0), format="jpeg"), "format='jpeg', but its .* bytes are not a jpeg file"),
         (replace(shown(0), format="webp"), "format='webp'; use png or jpeg"),
+        (ImageInput(PHOTO_CD, "jpeg", None), "cannot be decoded as JPEG; send a file that is not damaged"),
         (ImageInput(draw("white", (8193, 8193)), "png", 4), "8193 x 8193 pixels; scale it"),
     ],
-    ids=["other length", "cut off", "other format", "unknown format", "huge"],
+    ids=["other length", "cut off", "other format", "unknown format", "Photo CD", "huge"],
 )
 def test_invalid_images(image: ImageInput, words: str, tmp_path: Path) -> None:
     backend = load_vision(tmp_path)
@@ -187,11 +186,64 @@ def test_a_text_model_reads_no_images(shallow_model: Path) -> None:
         load("torch", shallow_model).read_image(shown(0))
 
 
-@needs_torchvision
-def test_images_that_touch_are_refused_if_positions_need_text_between_them(tmp_path: Path) -> None:
-    backend = load_vision(tmp_path, "qwen3_vl")
+def test_a_known_image_is_not_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = load_vision(tmp_path)
+    n_decoded, decode = 0, images_module._decode
+
+    def count(*arguments: Any) -> Any:
+        nonlocal n_decoded
+        n_decoded += 1
+        return decode(*arguments)
+
+    monkeypatch.setattr(images_module, "_decode", count)
+    monkeypatch.setattr("skyrl_train.media.processing.CACHED_BYTES", 1)  # keeps only the last image
+    first, second = shown(20), shown(21)
+    tokens, images = placed(backend, *[first, second] * 50)
+    assert n_decoded == 4  # each image is checked, then processed
+    assert tokens[:8] * 50 == tokens
+    assert images[0].image == images[2].image == read_image(first.content)
+    with pytest.raises(UserError, match="has expected_tokens=5"):
+        backend.read_image(replace(first, expected_tokens=5))
+
+
+def test_the_memory_for_known_images_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tx.tinker.backends.torch.images.KNOWN_BYTES", 2000)
+    backend = load_vision(tmp_path)
+    placed(backend, *(shown(seed, 8, 8) for seed in range(10)))
+    assert backend._images is not None
+    assert len(backend._images._known) == 3
+    assert backend._images._n_bytes == sum(known.n_bytes for known in backend._images._known.values()) <= 2000
+
+
+@each_family
+def test_text_after_images_is_read_in_chunks(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = load_vision(tmp_path, family)
+    tokens, images = placed(backend, text(5, 6), shown(0), text(7, 8), shown(1, 64, 32), text(*range(9, 29)))
+    request = replace(sample_request(tokens, max_tokens=9, scores_prompt=True, temperature=0.0), images=images)
+    frozen = backend.weights_of("m")
+    (whole,) = sample(backend, (request, frozen))
+    lengths: list[int] = []
+
+    def read(*arguments: Any) -> Any:
+        lengths.append(arguments[-1])
+        return read_with_images(*arguments)
+
+    monkeypatch.setattr("tx.tinker.backends.torch.sampler.read_with_images", read)
+    monkeypatch.setattr("tx.tinker.backends.torch.sampler.PROMPT_CHUNK", 8)
+    (chunked,) = sample(backend, (request, frozen))
+    assert lengths == [images[-1].end]
+    assert chunked.samples[0].tokens == whole.samples[0].tokens
+    assert chunked.prompt_logprobs is not None
+    (logprobs,) = target_logprobs(backend, "m", [scored([*tokens, *chunked.samples[0].tokens], images)])
+    found = [*chunked.prompt_logprobs[1:], *chunked.samples[0].logprobs]
+    np.testing.assert_allclose(found, logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [family_param(f) for f in ("gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl")])
+def test_images_that_touch_are_refused_if_the_model_reads_them_as_one(family: str, tmp_path: Path) -> None:
+    backend = load_vision(tmp_path, family)
     tokens, images = placed(backend, text(5), shown(0), shown(1), text(6))
-    with pytest.raises(UserError, match="two images touch at token 5; send the text tokens around"):
+    with pytest.raises(UserError, match=r"two images touch at token \d+; send the text tokens around"):
         run_pass(backend, "m", [scored(tokens, images)])
     with pytest.raises(UserError, match="two images touch"):
         sample(backend, (replace(sample_request(tokens), images=images), backend.base_weights()))
@@ -199,14 +251,15 @@ def test_images_that_touch_are_refused_if_positions_need_text_between_them(tmp_p
 
 def test_tokens_between_tiles_belong_to_an_image(tmp_path: Path) -> None:
     backend = load_vision(tmp_path)
-    assert backend._processor is not None
-    settings = backend._processor._processor.image_processor
+    assert backend._images is not None
+    processor = backend._images._processor
+    settings = processor._processor.image_processor
     settings.do_image_splitting, settings.size = True, {"longest_edge": 64}
     tokens, images = placed(backend, text(5), shown(40, 64, 48), text(6))
-    (span,) = spans_of(images)
+    (span,) = to_spans(images)
     inside = tokens[span.start : span.end]
-    assert {inside[0], inside[-1]} == {backend._processor.token_id}
-    assert 4 < inside.count(backend._processor.token_id) < len(inside)
+    assert {inside[0], inside[-1]} == {processor.token_id}
+    assert 4 < inside.count(processor.token_id) < len(inside)
     (logprobs,) = target_logprobs(backend, "m", [scored(tokens, images)])
     request = replace(sample_request(tokens, max_tokens=1, scores_prompt=True), images=images)
     (found,) = sample(backend, (request, backend.weights_of("m")))

@@ -19,7 +19,7 @@ from tx.models.config import AdapterConfig, ModelConfig, read_config
 from tx.models.decoder import Params
 from tx.models.lora import Adapter, covered_names, new_adapter
 from tx.models.sharding import mesh_of, place_rows, place_weight, replicate
-from tx.tinker.backends.base import NO_IMAGES, BaseModel, Done, Save
+from tx.tinker.backends.base import BaseModel, Done, Save
 from tx.tinker.backends.config import JaxConfig
 from tx.tinker.backends.folder import (
     OPTIMIZER,
@@ -30,6 +30,7 @@ from tx.tinker.backends.folder import (
     optimizer_file,
     save_settings,
 )
+from tx.tinker.backends.images import NO_IMAGES
 from tx.tinker.backends.jax.adam import JaxMoments, adam_step, float32_params, new_moments, step_of
 from tx.tinker.backends.jax.groups import SamplerWeights
 from tx.tinker.backends.jax.programs import cache_programs, programs

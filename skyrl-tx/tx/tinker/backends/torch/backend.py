@@ -1,4 +1,4 @@
-"""The PyTorch backend: any Hugging Face model that the embedded engine of `skyrl_train` supports."""
+"""The PyTorch backend: Hugging Face models that the packed engine of `skyrl_train` supports."""
 
 import logging
 import secrets
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from skyrl_gym.images import EncodedImage
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.inference_engines.hf.support import check_supported
 from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.models.loading import default_device, load_model
@@ -24,7 +24,7 @@ from tx.tinker.backends.stop_strings import StopStringMatcher
 from tx.tinker.backends.torch import folders
 from tx.tinker.backends.torch.adam import TorchOptimizer, adam_step, moments_of, new_optimizer
 from tx.tinker.backends.torch.experts import replace_experts
-from tx.tinker.backends.torch.images import check_apart, load_processor, process_image
+from tx.tinker.backends.torch.images import ImageReader, check_separated, load_processor
 from tx.tinker.backends.torch.sampler import TorchSampler
 from tx.tinker.backends.torch.training import Gradients, add, micro_batch, micro_batches
 from tx.tinker.backends.torch.weights import Weights, new_weights
@@ -50,7 +50,8 @@ class TorchBackend:
     def __init__(self, folder: Path, name: str, config: TorchConfig) -> None:
         self._config = config
         self._base = Weights(_load(folder, config))
-        self._processor = load_processor(self._base.model)
+        processor = load_processor(self._base.model)
+        self._images = None if processor is None else ImageReader(processor)
         self._models: Models[TorchModel] = Models()
         self._stop_strings = StopStringMatcher(folder)
         model = self._base.model
@@ -68,7 +69,7 @@ class TorchBackend:
             vocab_size=int(shape.vocab_size),
             max_context=min(int(shape.max_position_embeddings), self._sampler.max_length),
             eos_ids=tuple(sorted(eos_ids)),
-            can_train_all=self._processor is None,  # the image encoder stays as it is
+            can_train_all=self._images is None,  # the image encoder stays as it is
         )
 
     @property
@@ -92,16 +93,16 @@ class TorchBackend:
     # -- images
 
     def read_image(self, image: ImageInput) -> tuple[list[int], EncodedImage]:
-        if self._processor is None:
+        if self._images is None:
             raise UserError(f"{self.base_model.name} reads only text; send tokens, or serve a vision-language model")
-        return process_image(self._processor, image)
+        return self._images.read(image)
 
     # -- training
 
     def compute(self, pass_: Pass) -> Iterator[PassResult | None]:
         model = self._models[pass_.model_id]
         for datum in pass_.data:
-            check_apart(self._base.model, datum.images)
+            check_separated(self._base.model, datum.images)
         whole = fill_defaults(pass_)
         accumulator = PassAccumulator(whole.data, add)
         for number, indices in enumerate(micro_batches(whole.data, self._config.micro_batch_tokens)):
@@ -167,7 +168,7 @@ class TorchBackend:
 
     def sample(self, request: SampleRequest, weights: Weights, done: Done) -> Callable[[], None]:
         self._stop_strings.check(request.params.stop_strings)
-        check_apart(self._base.model, request.images)
+        check_separated(self._base.model, request.images)
         return self._sampler.add(request, weights, done)
 
     def step(self) -> bool:
@@ -187,17 +188,22 @@ class TorchBackend:
 def _load(folder: Path, config: TorchConfig) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     device = default_device() if config.device is None else torch.device(config.device)
-    model = load_model(
-        str(folder),
-        dtype=getattr(torch, config.dtype),
-        device=device,
-        gradient_checkpointing=config.gradient_checkpointing,
-        key="base_model",
-    )
+    try:
+        model = load_model(
+            str(folder),
+            dtype=getattr(torch, config.dtype),
+            device=device,
+            gradient_checkpointing=config.gradient_checkpointing,
+            key="base_model",
+        )
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
     model.requires_grad_(False)
     replace_experts(model)
     try:
         check_supported(model, bf16=False)
     except EngineError as error:
-        raise ModelError(f"base_model={folder} cannot be sampled from with this backend: {error}") from error
+        raise ModelError(
+            f"base_model={folder} is not supported by --backend torch: {error}; use another model"
+        ) from error
     return model

@@ -33,17 +33,21 @@ from tx.tinker.backends.torch.weights import Weights, covered_matrices, new_weig
 
 
 def capture_weights(weights: Weights, lora: AdapterConfig, base_model: str) -> Save:
-    """Copy the weights. Return a function that writes the copy and its settings."""
-    named = _name_tensors(weights, weights.trained)
+    """Copy the trained weights to the CPU.
+
+    Return a function that writes them and the adapter's settings to a folder.
+    """
+    tensors = _name_tensors(weights, weights.trained)
 
     def save(folder: Path) -> None:
         if weights.adapter is not None:
-            chosen = covered_matrices(weights.model, lora)
-            expert_ranks = {matrix.name: matrix.rank(lora) for matrix in chosen if matrix.n_experts}
-            is_exact = has_vision(weights.model.config)  # image encoders have matrices of the same names
-            modules = list(dict.fromkeys(m.path if is_exact and not m.n_experts else m.name for m in chosen))
+            matrices = covered_matrices(weights.model, lora)
+            expert_ranks = {matrix.name: matrix.rank(lora) for matrix in matrices if matrix.n_experts}
+            # peft matches names by suffix, and the image encoder has e.g. a q_proj too
+            uses_full_paths = has_vision(weights.model.config)
+            modules = list(dict.fromkeys(m.path if uses_full_paths and not m.n_experts else m.name for m in matrices))
             peft.write_config(folder, lora, base_model, modules, expert_ranks)
-        save_file(named, folder / _file(lora), metadata={"format": "pt"})
+        save_file(tensors, folder / _file(lora), metadata={"format": "pt"})
         save_settings(folder, lora)
 
     return save
@@ -94,11 +98,11 @@ def _file(lora: AdapterConfig) -> str:
 def _name_tensors(weights: Weights, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Name the trained tensors' values as in files, and copy them to the CPU."""
     if weights.adapter is not None:
-        named = dict(_name_factors(weights.adapter, values))
+        tensors = dict(_name_factors(weights.adapter, values))
     else:
         names = [name for name, _ in weights.model.named_parameters()]
-        named = revert_weight_conversion(weights.model, dict(zip(names, values, strict=True)))
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
+        tensors = revert_weight_conversion(weights.model, dict(zip(names, values, strict=True)))
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def _name_factors(

@@ -13,14 +13,23 @@ def decode_image(image: ImageInput) -> EncodedImage:
     Raises:
         UserError: it is not a complete PNG or JPEG file, or too large.
     """
+    check_format(image)
+    try:
+        return read_image(image.content, formats=[image.format.upper()])
+    except (InvalidAnswer, ModuleNotFoundError) as error:  # Pillow may be missing
+        raise UserError(str(error)) from error
+
+
+def check_format(image: ImageInput) -> None:
+    """Check that an image is PNG or JPEG, and that its content begins like such a file.
+
+    Raises:
+        UserError: it has another format or content.
+    """
     if image.format not in FILE_STARTS:
         raise UserError(f"an image has format={image.format!r}; use {' or '.join(FILE_STARTS)}")
     if not image.content.startswith(FILE_STARTS[image.format]):
         raise UserError(
-            f"an image has format={image.format!r}, but its {len(image.content)} bytes are no such file; send the "
-            "bytes of a PNG or JPEG file with its format"
+            f"an image has format={image.format!r}, but its {len(image.content)} bytes are not a {image.format} file; "
+            "send the bytes of a PNG or JPEG file with its format"
         )
-    try:
-        return read_image(image.content)
-    except (InvalidAnswer, ModuleNotFoundError) as error:  # Pillow may be missing
-        raise UserError(str(error)) from error

@@ -1,12 +1,15 @@
 """Images of a vision-language model: their tokens, and prompts that contain them."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_gym.images import EncodedImage
+from skyrl_gym.images import EncodedImage, hash_content
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.inference_engines.hf.kv_memory import KVMemory
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence
@@ -14,8 +17,11 @@ from skyrl_train.media.processing import ImageProcessor, has_vision, load_image_
 from skyrl_train.media.spans import ImageSpan
 from skyrl_train.models.vision import find_encoder
 from tx.models.config import ModelError
-from tx.tinker.backends.torch.image_files import decode_image
+from tx.tinker.backends.torch.image_files import check_format, decode_image
 from tx.tinker.types import ImageInput, PlacedImage, UserError
+
+KNOWN_BYTES = 1 << 24
+"""Memory for the sizes and tokens of images that were read, e.g. of 3,600 images of 1,024 tokens."""
 
 
 def load_processor(model: PreTrainedModel) -> ImageProcessor | None:
@@ -31,39 +37,80 @@ def load_processor(model: PreTrainedModel) -> ImageProcessor | None:
         raise ModelError(str(error)) from error
 
 
-def process_image(processor: ImageProcessor, image: ImageInput) -> tuple[list[int], EncodedImage]:
-    """Return an image's tokens, from its first to its last placeholder, and the decoded image.
+class ImageReader:
+    """Reads clients' images for a model.
 
-    Raises:
-        UserError: the image cannot be decoded or processed, or it has other than its expected tokens.
+    A content is decoded and processed once, while it is among the last ones that fit into `KNOWN_BYTES`. Requests
+    repeat images: the samples of a group show the same ones.
     """
-    decoded = decode_image(image)
-    try:
-        tokens = list(processor.process(decoded).filled)
-    except DataError as error:
-        raise UserError(str(error)) from error
-    if image.expected_tokens not in (None, len(tokens)):
-        raise UserError(
-            f"an image of {decoded.width} x {decoded.height} pixels has expected_tokens={image.expected_tokens}, but "
-            f"the model's processor makes {len(tokens)} tokens of it; count from its first to its last placeholder"
-        )
-    return tokens, decoded
+
+    def __init__(self, processor: ImageProcessor) -> None:
+        self._processor = processor
+        self._known: OrderedDict[str, _KnownImage] = OrderedDict()  # by digest, most recently used last
+        self._n_bytes = 0
+
+    def read(self, image: ImageInput) -> tuple[list[int], EncodedImage]:
+        """Return an image's tokens, from its first to its last placeholder, and the decoded image.
+
+        Raises:
+            UserError: the image cannot be decoded or processed, or it has other than its expected tokens.
+        """
+        check_format(image)
+        digest = hash_content(image.content)
+        known = self._known.get(digest) or self._add(digest, image)
+        self._known.move_to_end(digest)
+        n_tokens = len(known.tokens)
+        if image.expected_tokens not in (None, n_tokens):
+            raise UserError(
+                f"an image of {known.width} x {known.height} pixels has expected_tokens={image.expected_tokens}, but "
+                f"the model's processor makes {n_tokens} tokens of it; count from its first to its last placeholder"
+            )
+        return known.tokens.tolist(), EncodedImage(image.content, digest, known.width, known.height)
+
+    def _add(self, digest: str, image: ImageInput) -> "_KnownImage":
+        decoded = decode_image(image)
+        try:
+            tokens = np.array(self._processor.process(decoded).filled, np.int32)
+        except DataError as error:
+            raise UserError(str(error)) from error
+        known = self._known[digest] = _KnownImage(decoded.width, decoded.height, tokens)
+        self._n_bytes += known.n_bytes
+        while self._n_bytes > KNOWN_BYTES and len(self._known) > 1:
+            self._n_bytes -= self._known.popitem(last=False)[1].n_bytes
+        return known
 
 
-def check_apart(model: PreTrainedModel, images: Sequence[PlacedImage]) -> None:
-    """Check that there is text between images, if the model's positions depend on it (M-RoPE).
+@dataclass(frozen=True, slots=True)
+class _KnownImage:
+    """The size and the tokens of an image, without its content."""
+
+    width: int
+    height: int
+    tokens: np.ndarray  # (n,) int32
+
+    @property
+    def n_bytes(self) -> int:
+        return self.tokens.nbytes + 512  # with the objects around them
+
+
+def check_separated(model: PreTrainedModel, images: Sequence[PlacedImage]) -> None:
+    """Check that there is text between images, if the model finds images by the types of tokens.
+
+    Such a model reads images that touch as one: Gemma 3 would let them attend to each other, and Qwen's positions
+    (M-RoPE) would be wrong.
 
     Raises:
         UserError: two images touch.
     """
+    encoder = find_encoder(model)
     touching = [second.start for first, second in pairwise(images) if first.end == second.start]
-    if touching and hasattr(model.base_model, "get_rope_index"):
+    if touching and encoder is not None and encoder.type_argument is not None:
         raise UserError(
             f"two images touch at token {touching[0]}; send the text tokens around each image, e.g. <|vision_start|>"
         )
 
 
-def spans_of(images: Sequence[PlacedImage]) -> list[ImageSpan]:
+def to_spans(images: Sequence[PlacedImage]) -> list[ImageSpan]:
     """Return images as `skyrl_train` represents them."""
     return [ImageSpan(placed.start, placed.end, placed.image) for placed in images]
 
@@ -80,7 +127,7 @@ def read_with_images(
     encoder = find_encoder(model)
     assert encoder is not None
     assert sequence.region is not None
-    tokens, spans = sequence.token_ids[:n_tokens], spans_of(images)
+    tokens, spans = sequence.token_ids[:n_tokens], to_spans(images)
     input_ids = torch.tensor([tokens], device=model.device)
     for span in spans:  # one by one, so that the features do not depend on the other images of the prompt
         encoder.arguments(input_ids[:, span.start : span.end], [[span.shift(-span.start)]], caches=True)

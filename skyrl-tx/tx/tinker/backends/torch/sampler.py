@@ -156,15 +156,16 @@ class TorchSampler:
             request.record_prompt(found)
 
     def _prefill(self, request: TorchRequestState, sequence: CachedSequence) -> Iterator[torch.Tensor]:
-        """Read the prompt, in chunks unless it has images. Yield the hidden states (n, H) of each chunk."""
-        model, n_tokens = request.weights.model, request.n_prefilled
-        if images := request.spec.images:
-            states, request.position_offset = read_with_images(model, self._memory, sequence, images, n_tokens)
-            request.last_state = states[-1:] if n_tokens == len(request.spec.prompt) else None
-            yield states
-            return
+        """Read the prompt: up to its last image in one pass, then in chunks. Yield each pass's hidden states (n, H)."""
+        model, n_tokens, n_read = request.weights.model, request.n_prefilled, 0
         assert sequence.region is not None
-        for start in range(0, n_tokens, PROMPT_CHUNK):
+        if images := request.spec.images:
+            n_read = images[-1].end
+            states, request.position_offset = read_with_images(model, self._memory, sequence, images, n_read)
+            sequence.position_offset = request.position_offset
+            request.last_state = states[-1:] if n_read == len(request.spec.prompt) else None
+            yield states
+        for start in range(n_read, n_tokens, PROMPT_CHUNK):
             sequence.region.n_cached = start
             yield hidden_states(model, self._memory, [Row(sequence, min(PROMPT_CHUNK, n_tokens - start))])
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from skyrl_train.media.spans import Spans
 from skyrl_train.models.loading import checkpointed_layers
 from skyrl_train.models.logprobs import CHUNK_LOGITS, hidden_states, lm_head_logits
-from tx.tinker.backends.torch.images import spans_of
+from tx.tinker.backends.torch.images import to_spans
 from tx.tinker.backends.torch.weights import Weights
 from tx.tinker.losses import token_losses
 from tx.tinker.types import Datum, Pass
@@ -60,7 +60,7 @@ def micro_batch(
     tokens, mask, inputs = _pad(data, weights.model.device)
     loss_inputs = {name: tensor for name, tensor in inputs.items() if name != "target_tokens"}
     with torch.set_grad_enabled(not pass_.is_forward_only), weights.applied(), checkpointed_layers(weights.model):
-        images = [spans_of(datum.images) for datum in data]
+        images = [to_spans(datum.images) for datum in data]
         lp = target_logprobs(weights.model, tokens, mask, inputs["target_tokens"], images)
         losses = token_losses(pass_.loss_fn, XP, lp, loss_inputs, pass_.settings)
         gradients = None
