@@ -196,7 +196,8 @@ class ImageProcessor:
         return spans
 
 
-def reads_images(path: str) -> bool:
+@lru_cache(maxsize=8)
+def is_vision_model(path: str) -> bool:
     """Return True if the model at `path` reads images. Its image processor, which may need packages, is not loaded."""
     try:
         return has_vision(AutoConfig.from_pretrained(path))
@@ -211,7 +212,7 @@ def load_image_processor(path: str) -> ImageProcessor | None:
     Raises:
         ConfigError: the processor of a vision-language model cannot be loaded, e.g. because a package is missing.
     """
-    if not reads_images(path):
+    if not is_vision_model(path):
         return None
     try:
         token_id = int(AutoConfig.from_pretrained(path).image_token_id)
@@ -224,21 +225,18 @@ def load_image_processor(path: str) -> ImageProcessor | None:
 
 
 def find_text_model(path: str) -> str | None:
-    """Return the path if the model there reads only text ("this model" if it is empty), or None if it reads images.
-
-    Raises as `load_image_processor` does.
-    """
-    return None if load_image_processor(path) else path or "this model"
+    """Return the path if the model there reads only text ("this model" if it is empty), or None if it reads images."""
+    return None if is_vision_model(path) else path or "this model"
 
 
 PROBED_SIZES = ((64, 48), (1600, 1200))
 """Sizes of images whose tokens are compared. Limits of pixels differ between settings of the same processor."""
 
 
-def check_same_images(path: str, key: str, policy_path: str) -> None:
+def check_same_images(path: str, name: str, policy_path: str) -> None:
     """Raise ConfigError if the model at `path` has other tokens for an image than the policy.
 
-    `key` is the configuration key of `path`. If one of the models reads only text, there is nothing to compare.
+    `name` is the model's name in the error. If one of the models reads only text, there is nothing to compare.
     """
     policy, other = load_image_processor(policy_path), load_image_processor(path)
     if policy is None or other is None or policy is other:
@@ -248,7 +246,7 @@ def check_same_images(path: str, key: str, policy_path: str) -> None:
         ours, theirs = policy.tokens(image), other.tokens(image)
         if (ours.text, policy.token_id) != (theirs.text, other.token_id):
             raise ConfigError(
-                f"{key}={path} reads an image of {width} x {height} pixels as {theirs.n_tokens} tokens "
+                f"{name} reads an image of {width} x {height} pixels as {theirs.n_tokens} tokens "
                 f"{other.placeholder}, but the policy reads it as {ours.n_tokens} tokens {policy.placeholder}; use a "
                 "model of the policy's family with the policy's image processor"
             )
