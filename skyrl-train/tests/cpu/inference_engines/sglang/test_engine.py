@@ -89,7 +89,7 @@ async def test_images_are_refused(engine_kit: EngineKit) -> None:
     engine = engine_kit.new()
     assert not engine.info.reads_images
     request = replace(engine_kit.request(5), images=(ImageSpan(0, 1, read_image(picture(0))),))
-    with pytest.raises(EngineError, match=r"has images, which SGLang 0\.5\.23 may tokenize again.*backend=hf or vllm"):
+    with pytest.raises(EngineError, match=r"has images, but SGLang 0\.5\.23 keeps image features.*backend=hf or vllm"):
         await engine.generate([request])
 
 
