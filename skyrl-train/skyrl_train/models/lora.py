@@ -259,7 +259,7 @@ def read_changes(path: str, base: str) -> tuple[Changes, dict[str, list[str]], l
     frozen = {name: parameter for name, parameter in own.items() if not parameter.requires_grad}
     files = {name: list(revert_weight_conversion(model, {name: own[name]})) for name in own}
     # A tied head has no parameter of its own, so it has no files.
-    in_files = {name: files.get(name, ()) for name in changes}
+    in_files = {name: files.get(name, []) for name in changes}
     changes = {in_files[name][0] if len(in_files[name]) == 1 else name: change for name, change in changes.items()}
     return changes, {name: files[name] for name in frozen}, list(revert_weight_conversion(model, merged_buffers(model)))
 
