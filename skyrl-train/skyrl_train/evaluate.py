@@ -122,20 +122,12 @@ def trajectory_row(trajectory: Trajectory, chat: ChatEncoder, success_reward: fl
 
 
 def _segment_row(segment: Segment, chat: ChatEncoder, is_valid: bool) -> dict[str, Any]:
+    def decode(start: int, end: int) -> str:
+        return chat.decode_segment(segment, start, end, lambda span: format_marker(span.image.file_name))
+
     return {
-        "input_prompt": _decode(segment, 0, segment.n_prompt, chat),
-        "output_response": _decode(segment, segment.n_prompt, len(segment.token_ids), chat),
+        "input_prompt": decode(0, segment.n_prompt),
+        "output_response": decode(segment.n_prompt, len(segment.token_ids)),
         "images": [span.image.file_name for span in segment.images],  # in the prompt and the response
         "score": segment.rewards if is_valid else None,  # for each token
     }
-
-
-def _decode(segment: Segment, start: int, end: int, chat: ChatEncoder) -> str:
-    """Return the text of the tokens between `start` and `end`, with a marker for the tokens of each image."""
-    images = [span for span in segment.images if start <= span.start < end]
-    starts, ends = [start, *(span.end for span in images)], [*(span.start for span in images), end]
-    first, *rest = [segment.token_ids[i:j] for i, j in zip(starts, ends, strict=True)]
-    text = chat.decode_all(first)
-    for span, token_ids in zip(images, rest, strict=True):
-        text += format_marker(span.image.file_name) + chat.decode_after(token_ids, shows_all=True)
-    return text

@@ -24,7 +24,7 @@ from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.chat_template import load_chat_template
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.models.loading import REF_PATH, check_same_vocabulary
+from skyrl_train.models.loading import REF_PATH, check_same_tokens
 
 ENV_CLASS = "openspiel_game"
 MODEL_NAME = "opponent"
@@ -40,7 +40,7 @@ class SelfPlayExp(RLExperiment):
     async def playing(self, model: PreTrainedModel | None) -> AsyncIterator[tuple[InferenceEngine, RolloutGenerator]]:
         """Serve the opponent while the run's engine and generator are open."""
         path, generator = self.cfg.trainer.ref.model.path, self.cfg.generator
-        check_same_vocabulary(path, REF_PATH, self.tokenizer)
+        check_same_tokens(path, REF_PATH, self.tokenizer)
         async with AsyncExitStack() as stack:
             engine = self.get_engine(self.get_model(path, REF_PATH))
             stack.push_async_callback(engine.close)

@@ -31,7 +31,7 @@ class ReplyEnd:
 
     row: int
     n_tokens: int
-    was_stopped: bool  # False: truncated at the token limit
+    was_stopped: bool  # False: truncated or aborted
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Prompt:
 class Recording(TokenConversation):
     """The parallel conversations of a session. A request continues one by repeating its history.
 
-    Only complete replies are kept.
+    Replies are recorded when the engine finishes them, including truncated and aborted ones.
     """
 
     def __init__(self, chat: ChatEncoder, *, ends_stopped_turns: bool = True) -> None:
@@ -93,7 +93,7 @@ class Recording(TokenConversation):
         return prompt.origin is not None and len(self.rows[prompt.origin.row].token_ids) == prompt.origin.n_tokens
 
     def record(self, prompt: Prompt, result: EngineResult, reply: str) -> int:
-        """Record a reply and return its row. `reply` is its text as sent to the agent."""
+        """Record a reply and return the index of its row. `reply` is the text sent to the agent."""
         if prompt.origin is not None and self.extends_row(prompt):
             index, n_known = prompt.origin.row, prompt.origin.n_tokens
             images = [span.shift(-n_known) for span in prompt.images if span.start >= n_known]
@@ -107,7 +107,8 @@ class Recording(TokenConversation):
         if prompt.digest is not None:
             self._by_digest[_next_digest(prompt.digest, {"role": "assistant", "content": reply})] = end
         if prompt.text is not None:
-            # text includes the stop string; a last token without text, such as EOS, is not part of the history
+            # Unlike `reply`, `text` includes the stop string. A client repeats text, so a last token without text (EOS)
+            # cannot be matched: leave it out.
             last = result.token_ids[-1:]
             n_hidden = 0 if self._chat.decode_after(last) else len(last)
             text = prompt.text + self._chat.decode_after(result.token_ids)

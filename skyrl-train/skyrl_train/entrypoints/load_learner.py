@@ -25,8 +25,8 @@ from skyrl_train.config.supervised import DPOTrainerConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.launcher import Launcher, ModelLauncher
 from skyrl_train.learner import Learner
-from skyrl_train.media.processing import check_same_images, save_tokenizer
-from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, REF_PATH, check_same_vocabulary, check_vocabulary_size
+from skyrl_train.media.processing import save_tokenizer
+from skyrl_train.models.loading import CRITIC_PATH, POLICY_PATH, REF_PATH, check_same_tokens, check_vocabulary_size
 from skyrl_train.types.specs import ModelSpec, OptimizerSpec, Role, lora_spec
 from skyrl_train.workers.group import WorkerGroup
 
@@ -82,18 +82,13 @@ class ModelLoader:
             return policy
         path, model = trainer.ref.model.path, trainer.policy.model
         if path != model.path:
-            self.check_same_tokens(path, REF_PATH)
+            check_same_tokens(path, REF_PATH, self.tokenizer)
         has_adapter = trainer.ref.shares_adapter_with(model)
         lora = lora_spec(model, "trainer.policy.model.lora", trainer.seed) if has_adapter else None
         spec = self._spec("ref", partial(load, path, REF_PATH), trainer.ref)
         ref = await self.launcher.load(replace(spec, lora=lora), None)
         check_vocabulary_size(ref.facts.n_embeddings, REF_PATH, path, policy.facts.n_embeddings)
         return ref
-
-    def check_same_tokens(self, path: str, key: str) -> None:
-        """Raise ConfigError if the model at `path`, the value of `key`, has other tokens than the policy."""
-        check_same_vocabulary(path, key, self.tokenizer)
-        check_same_images(path, key, self.tokenizer.name_or_path)
 
     def _spec(self, role: Role, load: Callable[[], PreTrainedModel], sharding: ShardedModelConfig) -> ModelSpec:
         save, eos_ids = partial(save_tokenizer, self.tokenizer), [self.tokenizer.eos_token_id, *self.stop_token_ids]
@@ -117,7 +112,7 @@ async def load_learner(
     n_prompts = total_steps * cfg.train_batch_size * cfg.update_epochs_per_batch
     loader = ModelLoader(cfg, launcher, tokenizer, cfg.algorithm.temperature, stop_token_ids)
     if (critic_path := cfg.critic.model.path) is not None:
-        loader.check_same_tokens(critic_path, CRITIC_PATH)
+        check_same_tokens(critic_path, CRITIC_PATH, tokenizer)
     policy = await loader.load_trained(
         "policy",
         partial(get_model, cfg.policy.model.path, POLICY_PATH),

@@ -124,7 +124,9 @@ def check_answers(cfg: SupervisedConfig) -> None:
     Raises:
         DataError: a row cannot be read or has no answer to train on, or the training data does not fill a batch.
     """
-    data, find_text_model = cfg.data, partial(_find_text_model, cfg.trainer.policy.model.path)
+    data, read_by = cfg.data, [cfg.trainer.policy.model.path]  # models that read the rows
+    read_by += [cfg.trainer.ref.model.path] if isinstance(cfg, DPOConfig) else []
+    find_text_model = partial(_find_local_text_model, *read_by)
     for sources, max_rows in (
         (data.train_data, data.max_checked_rows),
         (data.val_data if cfg.trainer.eval_interval > 0 else [], None),
@@ -209,7 +211,7 @@ def check_data(cfg: SkyRLConfig, *, trains: bool) -> bool:
         rows = JoinedRows(files)
         n_rows.append(len(rows) if files == sources else None)
         sample = rows.sample(max_rows)
-        checked.append(read_prompt_rows(rows, sample, partial(_find_text_model, *read_by)))
+        checked.append(read_prompt_rows(rows, sample, partial(_find_local_text_model, *read_by)))
         is_local = is_local and files == sources
         is_complete = is_complete and len(sample) == len(rows)
     prompts = (
@@ -309,7 +311,7 @@ def _read_model_config(path: str) -> dict[str, Any]:
     return config if file.is_file() and isinstance(config := _parse_json(file), dict) else {}
 
 
-def _find_text_model(*paths: str) -> str | None:
+def _find_local_text_model(*paths: str) -> str | None:
     """Return the first path of a model that reads only text, or None if all read images or are not on this machine."""
     models = {path: _read_model_config(path) for path in paths}
     return next((path for path, model in models.items() if model and model.get("vision_config") is None), None)

@@ -17,6 +17,7 @@ from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.media.spans import ImageSpan
 from skyrl_train.rendering.template import MARK, ChatTemplate, Messages
+from skyrl_train.types import Segment
 
 CONTEXT_TOKENS = 32  # last tokens of a row that are decoded to tokenize the text after them
 CACHED_TOKENS = 2**18  # the samples of a group share a prompt, and many environments repeat observations
@@ -148,6 +149,16 @@ class ChatEncoder:
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Decode for display, with all special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def decode_segment(self, segment: Segment, start: int, end: int, mark: Callable[[ImageSpan], str]) -> str:
+        """Decode the tokens between `start` and `end` for display. `mark` returns the text for an image."""
+        images = [span for span in segment.images if start <= span.start < end]
+        starts, ends = [start, *(span.end for span in images)], [*(span.start for span in images), end]
+        first, *rest = [segment.token_ids[i:j] for i, j in zip(starts, ends, strict=True)]
+        text = self.decode_all(first)
+        for span, token_ids in zip(images, rest, strict=True):
+            text += mark(span) + self.decode_after(token_ids, shows_all=True)
+        return text
 
     def _encode_messages(self, render: Callable[[Messages], str], messages: Messages) -> list[int]:
         self._template.check_written(messages)

@@ -270,7 +270,8 @@ class _LocalEpisode(Episode):
 async def await_with_timeout(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
     """Await a coroutine of an environment, an agent, a task or a tool, or raise EnvTimeout after `limit_s` seconds.
 
-    `errors_as_exceptions` converts the coroutine's own errors.
+    Exceptions pass through unchanged. SystemExit and a CancelledError that the coroutine raises itself become
+    RuntimeError. `limit_s=None` sets no limit.
     """
     limit = asyncio.timeout(limit_s)
     try:

@@ -35,8 +35,9 @@ from skyrl_train.distributed import SingleStrategy
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.env_pool import call_contained, errors_as_exceptions
-from skyrl_train.media.processing import check_same_images, find_text_model
-from skyrl_train.models.loading import check_same_vocabulary, default_device, load_model
+from skyrl_train.media.processing import is_vision_model
+from skyrl_train.media.spans import ImageSpan
+from skyrl_train.models.loading import check_same_tokens, default_device, load_model
 from skyrl_train.models.lora import adapter_role, read_config
 from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 from skyrl_train.types.specs import LoraSpec, ModelSpec, World
@@ -212,13 +213,13 @@ class RewardFunctions:
     def _sample(self, trajectory: Trajectory) -> RewardSample:
         """Decode the last segment, with the first of the placeholder tokens of each image."""
         segment = trajectory.segments[-1]
-        left_out = {i for span in segment.images for i in range(span.start + 1, span.end)}
 
-        def decode(start: int, end: int) -> str:
-            return self._chat.decode_all([segment.token_ids[i] for i in range(start, end) if i not in left_out])
+        def mark(span: ImageSpan) -> str:
+            return self._chat.decode_all(segment.token_ids[span.start : span.start + 1])
 
         n_prompt, n_tokens = segment.n_prompt, len(segment.token_ids)
-        return RewardSample(trajectory, decode(0, n_prompt), decode(n_prompt, n_tokens))
+        texts = [self._chat.decode_segment(segment, *ends, mark) for ends in ((0, n_prompt), (n_prompt, n_tokens))]
+        return RewardSample(trajectory, *texts)
 
 
 class RewardModel:
@@ -231,19 +232,21 @@ class RewardModel:
     def __init__(self, cfg: RewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """Load the model. Raise ConfigError if there is none, or if its tokenizer differs."""
         assert cfg.path is not None, f"{MODEL_KEY} is not set"
-        check_same_vocabulary(cfg.path, MODEL_KEY, tokenizer)
         device, lora = default_device(), _find_adapter(cfg.path)
-        path, policy_path = cfg.path if lora is None else lora.base_path, tokenizer.name_or_path
-        check_same_images(path, MODEL_KEY, policy_path)
-        if find_text_model(path) is not None and find_text_model(policy_path) is None:
-            raise ConfigError(f"{MODEL_KEY}={path} reads only text, but the policy reads images; use a model that does")
+        path = cfg.path if lora is None else lora.base_path
+        check_same_tokens(cfg.path, MODEL_KEY, tokenizer, base_path=path)
+        if is_vision_model(tokenizer.name_or_path) and not is_vision_model(path):
+            raise ConfigError(
+                f"{MODEL_KEY}={cfg.path} reads only text, but the policy reads images; use a vision-language reward "
+                "model"
+            )
         load = partial(
             load_model,
             path,
             "reward",
             dtype=getattr(torch, cfg.dtype),
             device=device,
-            key=MODEL_KEY,
+            key=MODEL_KEY if lora is None else f"{MODEL_KEY}={cfg.path} with base_model_name_or_path",
             pad_token_id=None if lora is None else tokenizer.pad_token_id,
         )
         spec = ModelSpec(

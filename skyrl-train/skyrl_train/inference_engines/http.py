@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.runtime.text import describe_error
 from skyrl_train.errors import EngineError, EngineLostError, SkyRLError
 from skyrl_train.inference_engines.scheduled import AsyncEngine, Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
@@ -21,6 +22,10 @@ CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
 HEALTH_INTERVAL_S = 10.0
 MAX_ERROR_CHARS = 500
+
+
+class RejectedRequest(EngineError):
+    """The server rejected a request with HTTP status 4xx, so it would reject it again."""
 
 
 class HTTPEngine(AsyncEngine):
@@ -61,27 +66,34 @@ class HTTPEngine(AsyncEngine):
             self._watching = asyncio.create_task(self._watch())
 
     async def _read(self, request_id: str, sequence: ActiveSequence) -> None:
-        """Stream one response, and report how it ended."""
+        """Stream one response, and report how it ended. The request waits for this report."""
         problem = f"the server at {self._url} ended a response early"
         try:
-            await self._stream(request_id, sequence)
+            body = self._body(request_id, sequence)
+        except Exception as error:  # noqa: BLE001, the boundary of a request
+            self._streams.pop(request_id, None)
+            problem = f"cannot send the request: {describe_error(error)}"
+            self._outputs.put_nowait(Output(request_id, [], is_over=True, error=problem))
+            return
+        try:
+            await self._stream(request_id, sequence, body)
         except httpx.HTTPError as error:
             self._outputs.put_nowait(EngineLostError(f"the server at {self._url} broke off a response: {error!r}"))
             return
-        except (SkyRLError, KeyError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001, the boundary of a response
             problem = str(error) if isinstance(error, SkyRLError) else f"{self._url} sent an unknown event: {error!r}"
         finally:
             self._streams.pop(request_id, None)
         self._outputs.put_nowait(Output(request_id, [], is_over=True, error=problem))
 
-    async def _stream(self, request_id: str, sequence: ActiveSequence) -> None:
-        """Stream one response and put its tokens into the queue."""
+    async def _stream(self, request_id: str, sequence: ActiveSequence, body: Mapping[str, Any]) -> None:
+        """Stream the response to `body` and put its tokens into the queue."""
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)  # `_watch` notices a server that hangs
-        body = self._body(request_id, sequence)
         async with self._http.stream("POST", self.GENERATE, json=body, timeout=timeout) as response:
             if response.is_error:
                 await response.aread()
-                raise EngineError(f"the server at {self._url} rejected a request: {describe_response(response)}")
+                kind = RejectedRequest if response.is_client_error else EngineError
+                raise kind(f"the server at {self._url} rejected a request: {describe_response(response)}")
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     self._outputs.put_nowait(self._read_event(request_id, sequence, json.loads(line[6:])))

@@ -88,9 +88,9 @@ class SteppedEngine(ABC, Generic[S]):
     """Base class of engines with everything in `InferenceEngine` except running the model."""
 
     _image_fault: ClassVar[str] = (
-        "this engine does not read; use a vision-language model with generator.backend=hf or vllm"
+        "this engine reads only text; use a vision-language model with generator.backend=hf or vllm"
     )
-    """Ending of the error for a request with images, if the engine reads none."""
+    """End of the error for a request with images, if the engine reads none."""
 
     def __init__(self, facts: EngineFacts, tokenizer: PreTrainedTokenizerBase, thread: EngineThread) -> None:
         weight_dtype = getattr(torch, facts.dtype or "", None)  # None for "auto"
@@ -346,7 +346,7 @@ class SteppedEngine(ABC, Generic[S]):
 
     def _admit(self, request: EngineRequest) -> S:
         if request.images and not self.info.reads_images:
-            raise EngineError(f"a request has images, which {self._image_fault}")
+            raise EngineError(f"a request has images, but {self._image_fault}")
         n_prompt = len(request.prompt_ids)
         if not 0 < n_prompt < self.info.context_length:
             raise EngineError(

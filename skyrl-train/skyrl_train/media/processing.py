@@ -15,7 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from threading import Lock
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,16 +29,27 @@ from skyrl_train.media.spans import ImageSpan, Spans
 CACHED_BYTES = 2**28
 """Memory for processed images. The samples of a group and the turns of an episode show the same images."""
 
+CACHED_TOKENS = 2**20
+"""Maximum number of tokens of images. They take about 30 MB, and outlast the images' tensors."""
 
-@dataclass(frozen=True, slots=True)
-class ProcessedImage:
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageTokens:
+    """The tokens that stand for an image."""
+
+    text: str  # replaces the template's placeholder
+    token_ids: tuple[int, ...]  # of the text
+    filled: tuple[int, ...]  # tokens from the first to the last placeholder
+    n_tokens: int  # placeholder tokens in the text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedImage(ImageTokens):
     """An image as a model reads it."""
 
     inputs: Mapping[str, torch.Tensor]  # arguments of the model, e.g. "pixel_values" and "image_grid_thw"
-    text: str  # replaces the template's placeholder
-    token_ids: tuple[int, ...]  # of the text
-    filled: tuple[int, ...]  # those from the first to the last placeholder
-    n_tokens: int  # placeholder tokens in the text
 
     @property
     def n_bytes(self) -> int:
@@ -45,8 +57,34 @@ class ProcessedImage:
         return sum(tensor.nbytes for tensor in self.inputs.values())
 
 
+class _Cache(Generic[T]):
+    """An LRU cache by digest that several threads use. It keeps at least the last value."""
+
+    def __init__(self, max_size: int, measure: Callable[[T], int]) -> None:
+        self._max_size, self._measure = max_size, measure
+        self._size = 0
+        self._values: OrderedDict[str, T] = OrderedDict()  # most recently used last
+        self._lock = Lock()
+
+    def get(self, digest: str) -> T | None:
+        with self._lock:
+            if digest in self._values:
+                self._values.move_to_end(digest)
+            return self._values.get(digest)
+
+    def put(self, digest: str, value: T) -> None:
+        """Add a value, unless another thread has added it."""
+        with self._lock:
+            if digest in self._values:
+                return
+            self._values[digest] = value
+            self._size += self._measure(value)
+            while self._size > self._max_size and len(self._values) > 1:
+                self._size -= self._measure(self._values.popitem(last=False)[1])
+
+
 class ImageProcessor:
-    """The processor of a vision-language model, with the images that it has processed last."""
+    """The processor of a vision-language model, with the images that it has processed last. Threads may share it."""
 
     def __init__(self, processor: Any, token_id: int) -> None:
         """`token_id` is the token that features of an image replace."""
@@ -55,8 +93,8 @@ class ImageProcessor:
         """Text that a chat template writes for an image."""
         self._reserved = {self.placeholder, processor.tokenizer.convert_ids_to_tokens(token_id)}
         self._processor = processor
-        self._cache: OrderedDict[str, ProcessedImage] = OrderedDict()  # by digest, most recently used last
-        self._n_bytes = 0
+        self._processed = _Cache[ProcessedImage](CACHED_BYTES, lambda processed: processed.n_bytes)
+        self._tokens = _Cache[ImageTokens](CACHED_TOKENS, lambda tokens: len(tokens.token_ids))
 
     def save(self, folder: str) -> None:
         """Write the processor's settings."""
@@ -64,9 +102,8 @@ class ImageProcessor:
 
     def process(self, image: EncodedImage) -> ProcessedImage:
         """Return an image as the model reads it. Raise DataError if the processor rejects it."""
-        if image.digest in self._cache:
-            self._cache.move_to_end(image.digest)
-            return self._cache[image.digest]
+        if (known := self._processed.get(image.digest)) is not None:
+            return known
         options = {"return_tensors": "pt", "add_special_tokens": False, "return_text_replacement_offsets": True}
         try:
             output = self._processor(images=[image.open()], text=[self.placeholder], **options)
@@ -79,11 +116,15 @@ class ImageProcessor:
         text_inputs = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
         inputs = {name: tensor for name, tensor in output.items() if name not in text_inputs}
         text = str(replacement["replacement"])
-        processed = self._cache[image.digest] = ProcessedImage(inputs, text, token_ids, filled, len(places))
-        self._n_bytes += processed.n_bytes
-        while self._n_bytes > CACHED_BYTES and len(self._cache) > 1:
-            self._n_bytes -= self._cache.popitem(last=False)[1].n_bytes
+        tokens = ImageTokens(text=text, token_ids=token_ids, filled=filled, n_tokens=len(places))
+        processed = ProcessedImage(text=text, token_ids=token_ids, filled=filled, n_tokens=len(places), inputs=inputs)
+        self._tokens.put(image.digest, tokens)
+        self._processed.put(image.digest, processed)
         return processed
+
+    def tokens(self, image: EncodedImage) -> ImageTokens:
+        """Return the tokens that stand for an image. Raise DataError if the processor rejects it."""
+        return self._tokens.get(image.digest) or self.process(image)
 
     def escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Write placeholders in a message's text as `< image>`, so that they are text. A model may write them."""
@@ -112,7 +153,7 @@ class ImageProcessor:
                 f"{self.placeholder!r}; use a chat template that writes one for each image"
             )
         texts = iter(images)
-        return re.sub(placeholder, lambda _: self.process(next(texts)).text, text)
+        return re.sub(placeholder, lambda _: self.tokens(next(texts)).text, text)
 
     def collapse(self, token_ids: Sequence[int], spans: Spans) -> list[int]:
         """Undo `expand` for tokens: replace the tokens of each image by the template's placeholder.
@@ -123,7 +164,7 @@ class ImageProcessor:
         collapsed = list(token_ids)
         placeholder = self._encode(self.placeholder)
         for span in reversed(spans):  # the positions of earlier images stay valid
-            own = self.process(span.image).token_ids
+            own = self.tokens(span.image).token_ids
             start = span.start - own.index(self.token_id)
             end = start + len(own)
             before = self._cut(collapsed[start], own[0], str.removesuffix)
@@ -147,7 +188,7 @@ class ImageProcessor:
         positions = [position for position, token in enumerate(token_ids) if token == self.token_id]
         spans, n_before = [], 0
         for image in images:
-            n_tokens = self.process(image).n_tokens
+            n_tokens = self.tokens(image).n_tokens
             filled = positions[n_before : n_before + n_tokens]
             spans.append(ImageSpan(filled[0], filled[-1] + 1, image))
             n_before += n_tokens
@@ -155,7 +196,8 @@ class ImageProcessor:
         return spans
 
 
-def reads_images(path: str) -> bool:
+@lru_cache(maxsize=8)
+def is_vision_model(path: str) -> bool:
     """Return True if the model at `path` reads images. Its image processor, which may need packages, is not loaded."""
     try:
         return has_vision(AutoConfig.from_pretrained(path))
@@ -170,7 +212,7 @@ def load_image_processor(path: str) -> ImageProcessor | None:
     Raises:
         ConfigError: the processor of a vision-language model cannot be loaded, e.g. because a package is missing.
     """
-    if not reads_images(path):
+    if not is_vision_model(path):
         return None
     try:
         token_id = int(AutoConfig.from_pretrained(path).image_token_id)
@@ -183,31 +225,28 @@ def load_image_processor(path: str) -> ImageProcessor | None:
 
 
 def find_text_model(path: str) -> str | None:
-    """Return the path if the model there reads only text ("this model" if it is empty), or None if it reads images.
-
-    Raises as `load_image_processor` does.
-    """
-    return None if load_image_processor(path) else path or "this model"
+    """Return the path if the model there reads only text ("this model" if it is empty), or None if it reads images."""
+    return None if is_vision_model(path) else path or "this model"
 
 
 PROBED_SIZES = ((64, 48), (1600, 1200))
 """Sizes of images whose tokens are compared. Limits of pixels differ between settings of the same processor."""
 
 
-def check_same_images(path: str, key: str, policy_path: str) -> None:
+def check_same_images(path: str, name: str, policy_path: str) -> None:
     """Raise ConfigError if the model at `path` has other tokens for an image than the policy.
 
-    `key` is the configuration key of `path`. If one of the models reads only text, there is nothing to compare.
+    `name` is the model's name in the error. If one of the models reads only text, there is nothing to compare.
     """
     policy, other = load_image_processor(policy_path), load_image_processor(path)
     if policy is None or other is None or policy is other:
         return
     for width, height in PROBED_SIZES:
         image = read_image(np.zeros((height, width, 3), np.uint8))
-        ours, theirs = policy.process(image), other.process(image)
+        ours, theirs = policy.tokens(image), other.tokens(image)
         if (ours.text, policy.token_id) != (theirs.text, other.token_id):
             raise ConfigError(
-                f"{key}={path} reads an image of {width} x {height} pixels as {theirs.n_tokens} tokens "
+                f"{name} reads an image of {width} x {height} pixels as {theirs.n_tokens} tokens "
                 f"{other.placeholder}, but the policy reads it as {ours.n_tokens} tokens {policy.placeholder}; use a "
                 "model of the policy's family with the policy's image processor"
             )

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.media.processing import has_vision
+from skyrl_train.media.processing import check_same_images, has_vision
 from skyrl_train.models.attributes import with_attribute
 from skyrl_train.models.deferred import create_without_weights
 from skyrl_train.models.fused import fuse_operations
@@ -132,7 +132,17 @@ def _check_embeddings(tokenizer: PreTrainedTokenizerBase, key: str, path: str) -
         )
 
 
-def check_same_vocabulary(path: str, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_same_tokens(path: str, key: str, tokenizer: PreTrainedTokenizerBase, *, base_path: str | None = None) -> None:
+    """Raise ConfigError if the model at `path`, the value of `key`, has other tokens than the policy.
+
+    Both text and images are checked. `tokenizer` is the policy's. If `path` is an adapter, `base_path` is its base
+    model.
+    """
+    _check_same_vocabulary(path, key, tokenizer)
+    check_same_images(base_path or path, f"{key}={path}", tokenizer.name_or_path)
+
+
+def _check_same_vocabulary(path: str, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError if the tokenizer at `path` maps a token of the policy to a different id."""
     try:
         other = AutoTokenizer.from_pretrained(path)

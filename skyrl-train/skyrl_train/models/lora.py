@@ -258,7 +258,9 @@ def read_changes(path: str, base: str) -> tuple[Changes, dict[str, list[str]], l
     changes |= {name: TrainedHead(tensors[FILE_PREFIX + name]) for name, p in own.items() if p.requires_grad}
     frozen = {name: parameter for name, parameter in own.items() if not parameter.requires_grad}
     files = {name: list(revert_weight_conversion(model, {name: own[name]})) for name in own}
-    changes = {files[name][0] if len(files[name]) == 1 else name: change for name, change in changes.items()}
+    # A tied head has no parameter of its own, so it has no files.
+    in_files = {name: files.get(name, []) for name in changes}
+    changes = {in_files[name][0] if len(in_files[name]) == 1 else name: change for name, change in changes.items()}
     return changes, {name: files[name] for name in frozen}, list(revert_weight_conversion(model, merged_buffers(model)))
 
 
@@ -398,8 +400,9 @@ def read_tensors(path: str, source: str) -> dict[str, torch.Tensor]:
 def _check_tensors(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], source: str) -> None:
     """Raise ConfigError if tensors from peft's files differ from the model's adapter in names or shapes."""
     expected = {_name_in_file(name): parameter for name, parameter in trained_parameters(model).items()}
-    # peft saves a copy of the base's matrix next to a head adapter
-    copies = {FILE_PREFIX + name: p for name, p in model.named_parameters() if ".base_layer." in name}
+    # peft saves a copy of the base's matrix next to a head adapter, also if the head is tied
+    own = dict(model.named_parameters(remove_duplicate=False))
+    copies = {FILE_PREFIX + name: p for name, p in own.items() if ".base_layer." in name}
     expected |= {name: copies[name] for name in copies.keys() & tensors.keys()}
     for name in sorted(expected.keys() | tensors.keys()):
         shapes = [tuple(named[name].shape) if name in named else "none" for named in (tensors, expected)]

@@ -1,7 +1,7 @@
 """Classes of vision-language critics and reward models.
 
-Transformers has generic heads, but classes of vision-language models with them only for a few families, e.g.
-`Gemma3ForSequenceClassification`. Missing classes are derived in the same way and registered with transformers.
+Transformers has vision-language models with a value or reward head only for a few families, e.g.
+`Gemma3ForSequenceClassification`. Derive the missing classes the same way and register them.
 """
 
 from collections.abc import Mapping

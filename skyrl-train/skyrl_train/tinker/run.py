@@ -30,7 +30,7 @@ from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
-from skyrl_train.media.processing import reads_images
+from skyrl_train.media.processing import is_vision_model
 from skyrl_train.models.loading import load_tokenizer
 from skyrl_train.tinker.data import training_data
 from skyrl_train.tinker.engine import TinkerEngine
@@ -98,7 +98,7 @@ class TinkerRun:
             prompts.load_state_dict(state["prompts"])
             logger.info("Resuming after step %d from %s", state["step"], state["path"])
         context_length = options.max_input_length + options.max_generate_length
-        engine = TinkerEngine(context_length, reads_images=reads_images(tokenizer.name_or_path))
+        engine = TinkerEngine(context_length, reads_images=is_vision_model(tokenizer.name_or_path))
         generator = self.get_generator(cast(InferenceEngine, engine), tokenizer)  # it has what a generator calls
         names, folder = (options.project_name, options.run_name), self.run_folder.path
         async with self._training_client(state) as trainer:

@@ -26,7 +26,7 @@ from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.base import RolloutGenerator
-from skyrl_train.media.processing import reads_images
+from skyrl_train.media.processing import is_vision_model
 from skyrl_train.tracking import Tracking
 
 PROJECT_NAME = "fleet-task-grpo"
@@ -38,7 +38,7 @@ class FleetExp(RLExperiment):
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
         """Check all rows. Raise DataError if some have screenshots and the model reads only text."""
         super().check_environments(datasets)
-        if reads_images(self.tokenizer.name_or_path):
+        if is_vision_model(self.tokenizer.name_or_path):
             return
         for location, row in (located for dataset in datasets for located in dataset.checked_rows()):
             if (modality := row.env_extras.get("modality", TOOL_USE)) != TOOL_USE:

@@ -1,4 +1,7 @@
-"""A model that scores the last tokens of each row, with SkyRL's constructor and `forward`."""
+"""Log-probs of the last tokens of each row, behind a subset of SkyRL's `HFModelWrapper` interface.
+
+Pass constructor arguments by keyword, because their order may differ from SkyRL's.
+"""
 
 from typing import Any
 
@@ -35,10 +38,11 @@ class HFModelWrapper(torch.nn.Module):
         """Load a model by path or name, in bfloat16 or float32, or wrap a loaded model.
 
         `lora_rank` > 0 adds an adapter and freezes everything else. `temperature` divides the logits.
-        `use_flash_attention_2` has no effect, because PyTorch's attention already uses a flash kernel on GPUs.
+        `use_flash_attention_2` is accepted for compatibility and ignored. So is `bf16` if the model is already loaded.
 
         Raises:
-            ConfigError: there is no model at the path, its log-probs would be wrong, or `lora_dropout` > 0.
+            ConfigError: there is no model at the path, the log-probs would be wrong, `lora_dropout` > 0, or the model
+                has no modules that match `target_modules`.
         """
         super().__init__()
         if lora_dropout > 0:

@@ -60,7 +60,7 @@ class SGLangEngine(HTTPEngine):
     GENERATE = "/generate"
     _limits = SamplingLimits("SGLang", "use generator.backend=vllm")
     _image_fault = (
-        "SGLang 0.5.23 may tokenize again, and whose features it keeps when weights change; use "
+        "SGLang 0.5.23 keeps image features when weights change, and may tokenize the prompt again; use "
         "generator.backend=hf or vllm"
     )
     HEALTH = "/server_info"  # SGLang's /health generates a token, even while the model's memory is released

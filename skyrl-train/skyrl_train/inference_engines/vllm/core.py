@@ -34,7 +34,7 @@ from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineFacts
 from skyrl_train.inference_engines.vllm.sampler import from_columns
 from skyrl_train.inference_engines.vllm.wire import EXTENSION, NATIVE_LOGPROBS, as_requested, encode_request
-from skyrl_train.media.processing import reads_images
+from skyrl_train.media.processing import is_vision_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,7 +65,7 @@ def create_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> VllmCon
     if clashes := sorted(own.keys() & options.keys()):
         raise EngineError(f"engine_init_kwargs.{clashes[0]} is set by the engine itself; remove it")
     options = {"enable_sleep_mode": current_platform.is_sleep_mode_available(), **options}
-    own = {**own, "skip_tokenizer_init": not reads_images(str(options["model"]))}  # images need vLLM's
+    own = {**own, "skip_tokenizer_init": not is_vision_model(str(options["model"]))}  # images need vLLM's
     return EngineArgs(**own, **options).create_engine_config()
 
 

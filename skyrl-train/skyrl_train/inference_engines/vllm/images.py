@@ -12,6 +12,7 @@ from vllm.multimodal.processing import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from skyrl_gym.images import EncodedImage
+from skyrl_train.inference_engines.vllm.wire import MAX_IMAGES
 from skyrl_train.media.processing import load_image_processor
 from skyrl_train.media.spans import ImageSpan, hide_placeholders
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from skyrl_train.inference_engines.sequence import ActiveSequence
-
-MAX_IMAGES = 64
-"""Number of processed images that are kept for other requests."""
 
 
 class RequestImages:

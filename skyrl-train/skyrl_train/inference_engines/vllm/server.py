@@ -15,6 +15,7 @@ If they are not ours, the request fails. This happens if the server's image proc
 """
 
 import asyncio
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -26,13 +27,14 @@ from skyrl_gym.images import EncodedImage, read_image
 from skyrl_train.config.generator import Sampler
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest
-from skyrl_train.inference_engines.http import HTTPEngine, call_server, server_url
+from skyrl_train.inference_engines.http import HTTPEngine, RejectedRequest, call_server, server_url
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.scheduled import Output
 from skyrl_train.inference_engines.sequence import ActiveSequence
 from skyrl_train.inference_engines.stepped import EngineFacts, MemoryPart
 from skyrl_train.inference_engines.vllm.wire import (
     EXTENSION,
+    MAX_IMAGES,
     N_LEADING,
     NATIVE_LIMITS,
     NATIVE_LOGPROBS,
@@ -57,7 +59,6 @@ START_COMMAND = (
 )
 MAX_DROP_S = 30.0
 MAX_RETRIES = 2
-MAX_IMAGES = 64  # encoded for the requests of their groups and episodes
 
 
 class VLLMServerEngine(HTTPEngine):
@@ -126,7 +127,7 @@ class VLLMServerEngine(HTTPEngine):
             "return_token_ids": True,
         }
 
-    async def _stream(self, request_id: str, sequence: ActiveSequence) -> None:
+    async def _stream(self, request_id: str, sequence: ActiveSequence, body: Mapping[str, Any]) -> None:
         """Stream one response. Send a request with images again if the server fails before it returns tokens.
 
         vLLM's front end does not send an image to its core if it believes that the core has the image. This is wrong
@@ -134,11 +135,13 @@ class VLLMServerEngine(HTTPEngine):
         """
         for _ in range(MAX_RETRIES):
             try:
-                return await super()._stream(request_id, sequence)
+                return await super()._stream(request_id, sequence, body)
+            except RejectedRequest:
+                raise
             except EngineError:
                 if request_id not in self._unconfirmed:
                     raise
-        return await super()._stream(request_id, sequence)
+        return await super()._stream(request_id, sequence, body)
 
     def _read_event(self, request_id: str, sequence: ActiveSequence, event: Mapping[str, Any]) -> Output:
         if "error" in event:
@@ -206,10 +209,23 @@ class VLLMServerEngine(HTTPEngine):
             await self._request("POST", "/wake_up", params={"tags": part})
 
 
-@lru_cache(maxsize=MAX_IMAGES)
 def _data_url(image: EncodedImage) -> str:
     """Return a data URL with the pixels that the trainer reads. vLLM decodes some transparent images differently."""
-    return read_image(image.open()).data_url
+    return (image if _is_plain_png(image) else _convert_to_png(image)).data_url
+
+
+def _is_plain_png(image: EncodedImage) -> bool:
+    """Return True for an opaque RGB file without text or EXIF data, which may contain an orientation."""
+    from PIL import Image  # an extra that text models do not need
+
+    file = Image.open(io.BytesIO(image.content))  # reads the header, not the pixels
+    has_metadata = any(chunk in image.content for chunk in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"))
+    return (file.format, file.mode) == ("PNG", "RGB") and not file.has_transparency_data and not has_metadata
+
+
+@lru_cache(maxsize=MAX_IMAGES)
+def _convert_to_png(image: EncodedImage) -> EncodedImage:
+    return read_image(image.open())
 
 
 def _with_sampled(columns: list[tuple[int, float]], request: EngineRequest) -> list[tuple[int, float]]:

@@ -24,6 +24,7 @@ EXTENSION = "skyrl_train.inference_engines.vllm.worker.WorkerExtension"
 REQUEST = "skyrl"  # key of our request in the `extra_args` of vLLM's sampling parameters
 N_LEADING = 2  # columns before the most likely tokens: `logprob`, `sampling_logprob`
 MISSING, SAMPLING = -1, -2  # token ids of columns, all different because vLLM's server makes a dict of them
+MAX_IMAGES = 64  # number of converted images that are kept for other requests
 NAN = 2.0  # stands for NaN, because JSON has none: no log-prob is that large
 
 

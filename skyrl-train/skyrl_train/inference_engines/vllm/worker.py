@@ -91,8 +91,8 @@ class WorkerExtension:
         """Make a vision-language model read placeholders that no image fills, such as sampled ones, as text."""
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
         placeholder_id = getattr(config.hf_config, "image_token_id", None)
-        is_done = "embed_input_ids" in vars(model)  # for an earlier client
-        if placeholder_id is None or not config.is_multimodal_model or is_done:
+        is_patched = "embed_input_ids" in vars(model)  # for an earlier client
+        if placeholder_id is None or not config.is_multimodal_model or is_patched:
             return
         embed = model.embed_input_ids
 

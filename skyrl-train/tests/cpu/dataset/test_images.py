@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.images import EncodedImage, find_images, read_image
 from skyrl_train.config.cli import parse
-from skyrl_train.config.supervised import SFT
+from skyrl_train.config.supervised import DPO, SFT
 from skyrl_train.dataset import files
 from skyrl_train.dataset.files import JoinedRows, open_source
 from skyrl_train.dataset.prompts import PromptDataset
@@ -194,6 +194,18 @@ def test_images_of_a_text_model_are_refused_before_anything_is_loaded(
         overrides = supervised_run(folder, f"data.train_data='{source}'", model=tiny_model_path, data=folder)
         with pytest.raises(DataError, match=f"row 1 of {source} has images in the column '{column}', but "):
             check_answers(parse(overrides, SFT))
+
+
+def test_images_of_a_text_reference_are_refused_before_anything_is_loaded(
+    folder: Path, vision_model_path: Path, tiny_model_path: Path
+) -> None:
+    pair = {"prompt": [user([image("red.png")])], "chosen": "Left", "rejected": "Right"}
+    source = write_rows(folder, [pair, pair])
+    reference = [f"data.train_data='{source}'", "trainer.train_batch_size=1", "trainer.eval_interval=-1"]
+    check_answers(parse(supervised_run(folder, *reference, model=vision_model_path, data=folder), DPO))
+    reference.append(f"trainer.ref.model.path='{tiny_model_path}'")
+    with pytest.raises(DataError, match=f"has images in the column 'prompt', but {tiny_model_path} reads only text"):
+        check_answers(parse(supervised_run(folder, *reference, model=vision_model_path, data=folder), DPO))
 
 
 def test_the_container_of_a_coding_task_is_not_an_image(

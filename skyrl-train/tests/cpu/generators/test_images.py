@@ -126,6 +126,7 @@ def test_memory_stays_flat_with_new_images(tmp_path: Path) -> None:
 if __name__ == "__main__":
     with (
         mock.patch("skyrl_train.media.processing.CACHED_BYTES", 2**18),
+        mock.patch("skyrl_train.media.processing.CACHED_TOKENS", 2**10),
         mock.patch("skyrl_train.models.vision.CACHED_BYTES", 2**14),
         mock.patch("skyrl_train.generators.chat_template.CACHED_TOKENS", 2**10),
     ):

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from PIL import Image
@@ -87,11 +88,18 @@ def test_images_are_read_as_by_transformers(vision_model_path: Path, tmp_path: P
 
 
 def test_a_text_model_does_not_reward_images(
-    reward_model_path: Path, vision_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    reward_model_path: Path, vision_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rewards, "check_same_vocabulary", lambda *_: None)
-    with pytest.raises(ConfigError, match="reads only text, but the policy reads images; use a model that does"):
-        RewardModel(RewardModelConfig(path=str(reward_model_path)), vision_tokenizer)
+    """The error has the configured path, also if it is an adapter."""
+    monkeypatch.setattr(rewards, "check_same_tokens", lambda *_, **__: None)
+    adapter = peft.LoraConfig(
+        base_model_name_or_path=str(reward_model_path), task_type="SEQ_CLS", modules_to_save=["score"]
+    )
+    adapter.save_pretrained(str(tmp_path))
+    for path in (reward_model_path, tmp_path):
+        message = f"path={path} reads only text, but the policy reads images; use a vision-language reward model"
+        with pytest.raises(ConfigError, match=message):
+            RewardModel(RewardModelConfig(path=str(path)), vision_tokenizer)
 
 
 def test_a_rollout_beyond_the_context_gets_none(

@@ -1,16 +1,19 @@
 """Placeholders of images in text and tokens."""
 
+from collections.abc import Callable
 from pathlib import Path
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
 from train_kit.vision_models import ask, each_family, picture, save_vision_model
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoProcessor, PreTrainedTokenizerBase
 
-from skyrl_gym.images import find_images
+from skyrl_gym.images import find_images, read_image
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.media.processing import load_image_processor
+from skyrl_train.media import processing
+from skyrl_train.media.processing import ImageProcessor, load_image_processor
 from skyrl_train.models.loading import load_tokenizer
 
 
@@ -99,3 +102,52 @@ def test_a_model_without_its_processor_is_refused(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(ConfigError, match=r"cannot load the image processor of .*needs its preprocessor_config\.json"):
         load_image_processor(str(folder))
+
+
+class CountedProcessor:
+    """A processor of Transformers that counts its calls. Each call first calls `wait`."""
+
+    def __init__(self, path: Path, wait: Callable[[], Any] = lambda: None) -> None:
+        self._processor, self._wait = AutoProcessor.from_pretrained(path), wait
+        self.n_calls = 0
+
+    def __call__(self, **options: Any) -> Any:
+        self._wait()
+        self.n_calls += 1
+        return self._processor(**options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+
+def test_threads_that_process_the_same_image_count_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both miss the cache, which has room for two images."""
+    token_id = load_tokenizer(str(save_vision_model(tmp_path, "idefics3"))).convert_tokens_to_ids("<image>")
+    first, second = read_image(picture(0)), read_image(picture(1))
+    n_bytes = ImageProcessor(CountedProcessor(tmp_path), token_id).process(first).n_bytes
+    monkeypatch.setattr(processing, "CACHED_BYTES", 2 * n_bytes)
+    barrier = Barrier(2)
+    counted = CountedProcessor(tmp_path, lambda: barrier.wait(30) if counted.n_calls < 2 else None)
+    processor = ImageProcessor(counted, token_id)
+    threads = [Thread(target=processor.process, args=[first]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counted.n_calls == 2
+    processor.process(second)
+    processor.process(first)
+    assert counted.n_calls == 3
+
+
+def test_tokens_outlast_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tensors fill the cache, so a text with images that do not fit is expanded without processing them again."""
+    tokenizer = load_tokenizer(str(save_vision_model(tmp_path, "idefics3")))
+    monkeypatch.setattr(processing, "CACHED_BYTES", 1)
+    counted = CountedProcessor(tmp_path)
+    processor = ImageProcessor(counted, tokenizer.convert_tokens_to_ids("<image>"))
+    images, text = [read_image(picture(seed)) for seed in range(3)], 3 * processor.placeholder
+    for _ in range(2):
+        token_ids = tokenizer(processor.expand(text, images), add_special_tokens=False)["input_ids"]
+        processor.collapse(token_ids, processor.find_spans(token_ids, images))
+    assert counted.n_calls == 3

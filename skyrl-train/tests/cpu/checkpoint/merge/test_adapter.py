@@ -80,6 +80,20 @@ def test_every_linear_architecture_can_be_merged(other_model: PreTrainedModel, t
     assert merge_adapter(str(adapter), tmp_path / "merged").logit_gap < 1e-5
 
 
+def test_an_adapter_of_a_tied_head_is_refused(tmp_path: Path) -> None:
+    """The base's files have no matrix that it could change."""
+    base = save_base(tmp_path / "base", is_tied=True)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["lm_head"])
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    without_copy = {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
+    assert len(without_copy) < len(tensors)
+    for kept in (tensors, without_copy):
+        save_file(kept, file)
+        with pytest.raises(ConfigError, match=r"base lacks lm_head\.weight, which the adapter .* needs"):
+            merge_adapter(str(adapter), tmp_path / "merged")
+
+
 def test_foreign_files_and_copies_beside_the_base_are_left_alone(adapter: Path, base: Path, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "base")
     weights = load_file(base / "model.safetensors")

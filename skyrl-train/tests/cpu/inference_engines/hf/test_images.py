@@ -35,6 +35,6 @@ async def test_a_text_model_refuses_images(
 ) -> None:
     engine = create_engine(tiny_model, tiny_tokenizer, **LIMITS)
     span = ImageSpan(0, 1, read_image(picture(0)))
-    with pytest.raises(EngineError, match="has images, which this engine does not read; use a vision-language model"):
+    with pytest.raises(EngineError, match="has images, but this engine reads only text; use a vision-language model"):
         await engine.generate([EngineRequest([5, 6], SamplingParams(1), 0, images=(span,))])
     await engine.close()

@@ -8,6 +8,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from train_kit.vision_models import picture
 from train_kit.weight_sync import AdapterSource, TensorSource, add_random_adapter, change_adapter
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skyrl_gym.error import InvalidAnswer
 from skyrl_gym.images import read_image
 from skyrl_train.config import load_config
 from skyrl_train.entrypoints import engine as entrypoint
@@ -87,8 +89,17 @@ async def test_images_are_refused(engine_kit: EngineKit) -> None:
     engine = engine_kit.new()
     assert not engine.info.reads_images
     request = replace(engine_kit.request(5), images=(ImageSpan(0, 1, read_image(picture(0))),))
-    with pytest.raises(EngineError, match=r"has images, which SGLang 0\.5\.23 may tokenize again.*backend=hf or vllm"):
+    with pytest.raises(EngineError, match=r"has images, but SGLang 0\.5\.23 keeps image features.*backend=hf or vllm"):
         await engine.generate([request])
+
+
+async def test_a_request_that_cannot_be_written_fails(engine_kit: EngineKit, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_kit.new()
+    with monkeypatch.context() as patches:
+        patches.setattr(engine, "_body", Mock(side_effect=InvalidAnswer("the image is gone")))
+        with pytest.raises(EngineError, match=r"^cannot send the request: .*the image is gone"):
+            await asyncio.wait_for(engine.generate([engine_kit.request(5)]), 30)
+    assert (await engine.generate([engine_kit.request(5)]))[0].token_ids
 
 
 @pytest.mark.parametrize("is_incremental", [False, True])
