@@ -64,8 +64,9 @@ class Recipe:
     overrides: tuple[str, ...]
     metric: str  # name of an evaluation metric
     required: float  # value of the metric that counts as learned
-    chance: float  # the metric's value for random attempts or, with `make_model`, without the warm start
+    chance: float  # the metric's value of the baseline
     n_steps: int
+    baseline: str = "random attempts"
     context_length: int = 512
     n_start_steps: int = N_STEPS  # steps of the warm start
     vocab_size: int = 512  # more would merge longer fixed wordings into single tokens
@@ -196,14 +197,13 @@ def learn(run: LearningRun, command: str, title: str) -> bool:
     if run.is_finished:
         run.move_aside()
     run.train()
-    baseline = "random attempts" if recipe.make_model is None else "pretrained"
-    lines = {"required": recipe.required, baseline: recipe.chance}
+    lines = {"required": recipe.required, recipe.baseline: recipe.chance}
     plot_learning_curve(run.metrics(), run.folder.learning_curve, metric=recipe.metric, title=title, baselines=lines)
     write_report(run.folder, command=command, baselines={recipe.metric: lines})
     values = {row["step"]: row[recipe.metric] for row in run.metrics() if recipe.metric in row}
     after = values[max(values)]
     print(f"\n{recipe.metric} ({run.n_steps} steps, {time.monotonic() - started:.0f} s)\n")
-    for label, value in ((baseline, recipe.chance), ("before training", values.get(0)), ("after", after)):
+    for label, value in ((recipe.baseline, recipe.chance), ("before training", values.get(0)), ("after", after)):
         if value is not None:
             print(f"  {label:<16} {value:6.1%}   {'█' * round(40 * max(0.0, value))}")
     print_improvement(_episodes(run.folder.evals(min(values))), _episodes(run.folder.evals(max(values))))

@@ -104,6 +104,7 @@ RECIPE = Recipe(
     metric="eval/all/avg_score",
     required=0.85,
     chance=0.0,  # measured
+    baseline="pretrained",
     n_steps=12,
 )
 

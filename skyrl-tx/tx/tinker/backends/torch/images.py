@@ -70,7 +70,7 @@ class ImageReader:
     def _add(self, digest: str, image: ImageInput) -> "_KnownImage":
         decoded = decode_image(image)
         try:
-            tokens = np.array(self._processor.process(decoded).filled, np.int32)
+            tokens = np.array(self._processor.tokens(decoded).filled, np.int32)
         except DataError as error:
             raise UserError(str(error)) from error
         known = self._known[digest] = _KnownImage(decoded.width, decoded.height, tokens)
