@@ -125,6 +125,14 @@ async def test_a_vision_language_model_sees_the_images_of_a_prompt(tmp_path: Pat
     assert [span.image for span in trajectory.segments[0].images] == [read_image(picture(1)), read_image(picture(2))]
 
 
+async def test_an_engine_that_reads_only_text_refuses_the_images_of_a_prompt(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(save_vision_model(tmp_path, "idefics3")))
+    cfg = AgentConfig.model_validate({"task": GENERAL, "tools": ("finish",), "generator": {"n_retries": 0}})
+    row = {**ROW, "prompt": ask("Whose capital is this? ", picture(1))}
+    (trajectory,) = await play_row(AutoAgentRunner.from_task(cfg, ScriptedEngine([FINISH]), tokenizer), row)
+    assert "this engine reads only text" in str(trajectory.error)
+
+
 async def test_a_text_model_refuses_the_images_of_a_prompt() -> None:
     trajectory, _ = await play_one([FINISH], {**ROW, "prompt": ask("Whose capital is this? ", picture(1))})
     assert "reads only text; use a vision-language model" in str(trajectory.error)

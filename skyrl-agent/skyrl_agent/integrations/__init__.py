@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_agent.chat import SamplingEngine
 from skyrl_agent.config import AgentGeneration
 from skyrl_train.errors import ConfigError
+from skyrl_train.media.processing import is_vision_model
 
 
 def create_engine(settings: AgentGeneration, infer_engine: Any, tokenizer: PreTrainedTokenizerBase) -> SamplingEngine:
@@ -36,13 +37,13 @@ def create_engine(settings: AgentGeneration, infer_engine: Any, tokenizer: PreTr
         assert backend.api_url is not None
         return OpenAIEngine(backend.api_url, backend.model_name, backend.model_max_len, tokenizer)
     if settings.infer_backend == "verl":
-        from skyrl_agent.integrations.verl import VerlEngine
+        from skyrl_agent.integrations.verl_engine import VerlEngine
 
         return VerlEngine(infer_engine, backend.model_max_len)
     from skyrl_train.tinker.engine import TinkerEngine
 
     if isinstance(infer_engine, TinkerEngine):
         return infer_engine
-    engine = TinkerEngine(backend.model_max_len)
+    engine = TinkerEngine(backend.model_max_len, reads_images=is_vision_model(tokenizer.name_or_path))
     engine.load(infer_engine, 0)
     return engine

@@ -7,14 +7,8 @@ from typing import Any
 from skyrl_gym.core import Env, EnvStepOutput
 from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_gym.tools.core import ToolGroup
-
-MessageType = dict[str, Any]
-"""A chat message: ``role``, ``content``, and any other key the chat template understands (``tool_calls``, …).
-
-The content is text, or a list of parts if it has images (`skyrl_gym.images`).
-"""
-
-ConversationType = list[MessageType]
+from skyrl_gym.tools.messages import ConversationType as ConversationType
+from skyrl_gym.tools.messages import MessageType as MessageType
 
 
 class BaseTextEnvStepOutput(EnvStepOutput[ConversationType], total=False):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
-if TYPE_CHECKING:
-    from skyrl_gym.envs.base_text_env import ConversationType, MessageType
+MessageType = dict[str, Any]
+"""A chat message: ``role``, ``content``, and any other key the chat template understands (``tool_calls``, …).
+
+The content is text, or a list of parts if it has images (`skyrl_gym.images`).
+"""
+
+ConversationType = list[MessageType]
 
 Content = str | list[dict[str, Any]]
 """Content of a message: text, or a list of parts with images (`skyrl_gym.images`)."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from skyrl_train.config import config_dir
 from skyrl_train.entrypoints import cli
 from skyrl_train.entrypoints.command import parse_cli, run_command, validate_cfg
+from skyrl_train.entrypoints.start import Program
 
 if TYPE_CHECKING:
     from skyrl_train.config import SkyRLConfig
@@ -32,7 +33,7 @@ def main(
         experiment: creates your own experiment, e.g. a subclass of `RLExperiment`.
         parse: parses the overrides instead of `parse_cli`, with the same arguments.
     """
-    cli.run_subcommand("train", argv, cli.Program(experiment, parse))
+    cli.run_subcommand("train", argv, Program(experiment, parse))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from skyrl_train.entrypoints.cli import RUN_SETTINGS, DryRun, PrintConfig, start_rl, start_supervised
 from skyrl_train.entrypoints.command import as_command
+from skyrl_train.entrypoints.start import RUN_SETTINGS, DryRun, PrintConfig, start_rl, start_supervised
 
 
 def add_to(app: typer.Typer) -> None:
