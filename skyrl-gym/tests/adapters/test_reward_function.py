@@ -55,7 +55,7 @@ def test_no_score_is_an_error(file: str, name: str, error: type[Exception]) -> N
 def test_missing_files_and_functions_are_named(file: str) -> None:
     with pytest.raises(ValueError, match=r"has no attribute 'lenght'.* Did you mean 'length'"):
         make(file, "lenght")
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="is not a file"):
         make(file + ".txt", "length")
     with pytest.raises(ValueError, match="must be a function"):
         make(file, "number")

@@ -173,8 +173,8 @@ class _ArrowSource(RowSource):
             try:
                 yield from rows.to_pylist(maps_as_pydicts="strict")
             except (KeyError, ValueError) as error:  # a map with equal keys, or bytes that are not UTF-8
-                last = self.location(first + n_rows - 1)
-                raise DataError(f"cannot read a row between {self.location(first)} and {last}: {error}") from error
+                which = "" if n_rows == 1 else f"one of the {n_rows:,} rows from "
+                raise DataError(f"cannot read {which}{self.location(first)}: {error}") from error
 
     def read_column(self, name: str) -> Iterator[Any]:
         if name not in self._table.column_names:
