@@ -173,7 +173,7 @@ class _ArrowSource(RowSource):
             try:
                 yield from rows.to_pylist(maps_as_pydicts="strict")
             except (KeyError, ValueError) as error:  # a map with equal keys, or bytes that are not UTF-8
-                which = "" if n_rows == 1 else f"one of the {n_rows:,} rows from "
+                which = "" if n_rows == 1 else f"one of the {n_rows:,} rows starting at "
                 raise DataError(f"cannot read {which}{self.location(first)}: {error}") from error
 
     def read_column(self, name: str) -> Iterator[Any]:
