@@ -12,7 +12,6 @@ import asyncio
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 from examples.browser.browser_dataset import main as write_tasks
 from examples.learning import Recipe, main
@@ -20,6 +19,7 @@ from examples.tiny_vision_model import Example, make_tiny_vision_model
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.browser.env import BrowserEnv
 from skyrl_gym.envs.browser.sites.button import HEIGHT, WIDTH, ButtonSite
+from skyrl_gym.images import join_texts
 from skyrl_train.dataset.files import Row, read_rows
 from skyrl_train.entrypoints.tiny import TURN_END
 
@@ -43,7 +43,7 @@ def make_model(data: Path, model: Path, seed: int) -> None:
     rows = list(read_rows(str(data / "train.parquet")))[:N_SCREENSHOTS]
     starts = asyncio.run(_open_all(rows))
     cells = [(column, row) for column in range(N_COLUMNS) for row in range(N_ROWS)]
-    texts = [[*_texts(starts[0][0]), {"role": "assistant", "content": _reply(cell, cell)}] for cell in cells]
+    texts = [[*_remove_images(starts[0][0]), {"role": "assistant", "content": _reply(cell, cell)}] for cell in cells]
 
     def draw_example(rng: random.Random) -> Example:
         prompt, cell = rng.choice(starts)
@@ -87,13 +87,8 @@ def _center(cell: Cell) -> list[int]:
     return [(2 * index + 1) * 1000 // (2 * n) for index, n in zip(cell, (N_COLUMNS, N_ROWS), strict=True)]
 
 
-def _texts(prompt: ConversationType) -> list[dict[str, Any]]:
-    """Return a prompt without its image."""
-    return [{**m, "content": m["content"] if isinstance(m["content"], str) else _join(m["content"])} for m in prompt]
-
-
-def _join(parts: list[dict[str, Any]]) -> str:
-    return "".join(part.get("text", "") for part in parts)
+def _remove_images(prompt: ConversationType) -> ConversationType:
+    return [{**message, "content": join_texts(message["content"])} for message in prompt]
 
 
 RECIPE = Recipe(
