@@ -17,9 +17,9 @@ def train_pictures(folder: Path, *overrides: str, model: Path, name: str = "test
     return train(*picture_run(folder, *overrides, model=model, name=name))
 
 
-def check(run: Run, last_step: int = 2) -> None:
+def check(run: Run, last_step: int = 2, gap: float = 1e-6) -> None:
     for step in run.metrics[1 : last_step + 1]:
-        assert step["policy/rollout_train_logprobs_abs_diff_mean"] < 2e-6
+        assert step["policy/rollout_train_logprobs_abs_diff_mean"] < gap
         assert step["policy/grad_norm"] > 0
         assert step["generate/n_invalid"] == 0
 
@@ -35,7 +35,7 @@ def test_a_family_trains(family: str, tmp_path: Path) -> None:
         "rows": ["generator.step_wise_trajectories=true"],
     }.items():
         run = train_pictures(tmp_path, *overrides, model=model, name=name)
-        check(run)
+        check(run, gap=2e-6 if family == "qwen3_5" else 1e-6)  # its recurrent layers round more
         if name == "adapter":  # the model and its files may name tensors differently
             assert main(["merge", "checkpoint", str(run.folder / "ckpts"), str(tmp_path / "merged")]) == 0
 
