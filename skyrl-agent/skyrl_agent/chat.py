@@ -194,7 +194,10 @@ class Chat:
         started, rollout = time.perf_counter(), self._rollout
         prompt_ids, images = conversation.next_prompt(), conversation.images
         if images and not self._engine.info.reads_images:
-            raise EngineError("the prompt has images, but this engine reads only text; use another infer_backend")
+            raise EngineError(
+                "the prompt has images, but this engine reads only text; use infer_backend=skyrl-train with the "
+                "embedded engine or vLLM"
+            )
         try:
             request = EngineRequest(prompt_ids, sampling, rollout.seed, rollout.session_id, images)
             (result,) = await self._engine.generate([request])

@@ -34,7 +34,7 @@ def load_attribute(name: str) -> Any:
 
 
 def load_from_file(path: str, attribute: str) -> Any:
-    """Load an attribute of a Python file, whose name need not be that of a module. A file runs once per process.
+    """Load an attribute of a Python file. Its name need not be a valid module name. A file runs once per process.
 
     Raises:
         InvalidSpec: the file does not exist, or has no such attribute.

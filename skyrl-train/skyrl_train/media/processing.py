@@ -45,10 +45,11 @@ class ImageTokens:
     n_tokens: int  # placeholder tokens in the text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessedImage(ImageTokens):
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
     """An image as a model reads it."""
 
+    tokens: ImageTokens
     inputs: Mapping[str, torch.Tensor]  # arguments of the model, e.g. "pixel_values" and "image_grid_thw"
 
     @property
@@ -117,14 +118,14 @@ class ImageProcessor:
         inputs = {name: tensor for name, tensor in output.items() if name not in text_inputs}
         text = str(replacement["replacement"])
         tokens = ImageTokens(text=text, token_ids=token_ids, filled=filled, n_tokens=len(places))
-        processed = ProcessedImage(text=text, token_ids=token_ids, filled=filled, n_tokens=len(places), inputs=inputs)
+        processed = ProcessedImage(tokens, inputs)
         self._tokens.put(image.digest, tokens)
         self._processed.put(image.digest, processed)
         return processed
 
     def tokens(self, image: EncodedImage) -> ImageTokens:
         """Return the tokens that stand for an image. Raise DataError if the processor rejects it."""
-        return self._tokens.get(image.digest) or self.process(image)
+        return self._tokens.get(image.digest) or self.process(image).tokens
 
     def escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Write placeholders in a message's text as `< image>`, so that they are text. A model may write them."""

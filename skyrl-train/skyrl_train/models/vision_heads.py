@@ -26,8 +26,9 @@ HEADS: Mapping[str, tuple[Any, type, str]] = {
 
 
 def register_head(role: Literal["critic", "reward"], config: PretrainedConfig) -> None:
-    """Make transformers' automatic class create a vision-language critic or reward model. Raise ConfigError if none
-    can be derived, because the family has no `<Name>ForConditionalGeneration`.
+    """Let transformers' automatic classes create a vision-language critic or reward model.
+
+    Raise ConfigError if none can be derived, because the family has no `<Name>ForConditionalGeneration`.
     """
     auto_class, generic, suffix = HEADS[role]
     if type(config) in auto_class._model_mapping:

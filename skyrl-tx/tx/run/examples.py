@@ -67,8 +67,9 @@ class ExampleBuilder:
         self._max_length = max_length
 
     def convert(self, row_number: int, row: Mapping[str, Any]) -> list[Datum]:
-        """Convert a row to one datum, or to several if the chat template rewrites earlier replies, e.g. strips their
-        reasoning. Data without a trained token within `max_length` are dropped.
+        """Convert a row to one datum, or to several if the chat template rewrites earlier replies.
+
+        It may strip their reasoning, for example. Data without a trained token within `max_length` are dropped.
 
         Raises:
             UserError: the row has an unknown format or no trained token, or the chat template rejects it.

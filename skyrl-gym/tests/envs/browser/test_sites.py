@@ -9,6 +9,7 @@ from skyrl_gym.envs.browser.sites.books import QUESTIONS, BooksSite
 from skyrl_gym.envs.browser.sites.registration import RegistrationSite
 from skyrl_gym.envs.browser.sites.shop import ShopSite
 
+PAGES = ("", "sent", "confirmed", "ordered", "cart", "checkout", "send", "select", "confirm", "add", "order", "open")
 HOSTILE = "</td><script>alert('$title')</script>\""
 
 
@@ -30,20 +31,7 @@ def test_a_seed_decides_the_task(name: str) -> None:
 def test_pages_change_no_state(name: str) -> None:
     site = make_site(name, 0)
     before = copy.deepcopy(vars(site))
-    for page in (
-        "",
-        "sent",
-        "confirmed",
-        "ordered",
-        "cart",
-        "checkout",
-        "send",
-        "select",
-        "confirm",
-        "add",
-        "order",
-        "open",
-    ):
+    for page in PAGES:
         site.get(page, {"title": "x", "product": "x", "q": "x", "sort": "price"})
         assert vars(site) == before
     assert site.get("no/such/page", {}) is None

@@ -138,7 +138,7 @@ def read_pictured(folder: Path) -> list[tuple[list[Any], list[Path], list[str]]]
 @pytest.mark.parametrize("max_rows", ["null", "2"])
 @pytest.mark.parametrize("command", ["dpo", "reward"])
 def test_pairs_with_images_are_learned(command: str, max_rows: str, vision_model_path: Path, tmp_path: Path) -> None:
-    """The margins equal those of the models' own forward passes."""
+    """The margins match transformers' own forward passes."""
     pairs = read_pictured(tmp_path)
     settings = [f"dpo.beta={BETA}"] if command == "dpo" else []
     settings += ["train_batch_size=3", "epochs=1", f"micro_train_batch_size_per_gpu={max_rows}"]

@@ -1,6 +1,7 @@
 """The examples that train a vision-language model, with a budget too small to learn anything."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,10 +25,10 @@ def _short_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_vision_model, "BATCH_SIZE", 4)
 
 
-def run(main: object, output_dir: Path, *arguments: str) -> int:
+def run(main: Callable[[list[str]], None], output_dir: Path, *arguments: str) -> int:
     """Return the exit status."""
     with pytest.raises(SystemExit) as status:
-        main(["--steps", "1", "--output_dir", str(output_dir), *arguments, *SMALL])  # type: ignore[operator]
+        main(["--steps", "1", "--output_dir", str(output_dir), *arguments, *SMALL])
     return int(str(status.value.code))
 
 

@@ -30,7 +30,7 @@ def test_only_placeholders_of_images_are_filled(family: str, tmp_path: Path) -> 
     spans = chat.find_spans(token_ids, messages)
     assert [span.image for span in spans] == find_images(messages)
     filled = [token_ids[span.start : span.end].count(processor.token_id) for span in spans]
-    assert filled == [processor.process(span.image).n_tokens for span in spans]
+    assert filled == [processor.tokens(span.image).n_tokens for span in spans]
     assert token_ids.count(processor.token_id) == sum(filled)
 
 

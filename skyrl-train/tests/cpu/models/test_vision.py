@@ -189,7 +189,7 @@ def test_an_engine_forgets_features_after_an_update(folders: Any) -> None:
     assert encoder is not None
     assert processor is not None
     image = TURNS[0][0]["content"][0]["image"]
-    token_ids = torch.full((1, processor.process(image).n_tokens), processor.token_id)
+    token_ids = torch.full((1, processor.tokens(image).n_tokens), processor.token_id)
     spans = [processor.find_spans(token_ids[0].tolist(), [image])]
 
     def features() -> torch.Tensor:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -95,8 +94,12 @@ async def test_images_are_refused(engine_kit: EngineKit) -> None:
 
 async def test_a_request_that_cannot_be_written_fails(engine_kit: EngineKit, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_kit.new()
+
+    def fail(*_: object) -> NoReturn:
+        raise InvalidAnswer("the image is gone")
+
     with monkeypatch.context() as patches:
-        patches.setattr(engine, "_body", Mock(side_effect=InvalidAnswer("the image is gone")))
+        patches.setattr(engine, "_body", fail)
         with pytest.raises(EngineError, match=r"^cannot send the request: .*the image is gone"):
             await asyncio.wait_for(engine.generate([engine_kit.request(5)]), 30)
     assert (await engine.generate([engine_kit.request(5)]))[0].token_ids
