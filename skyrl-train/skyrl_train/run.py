@@ -278,8 +278,9 @@ class Run(ABC):
         started = time.monotonic()
 
         async def copy(folder: Path) -> Awaitable[None]:
-            writing = await self.models.save(folder)
-            self.gauges["timing/checkpoint_pause"] = time.monotonic() - started
+            with (copying := StepTimer())("checkpoint_pause"):
+                writing = await self.models.save(folder)
+            self.gauges |= copying.metrics()
 
             async def write() -> None:
                 await writing

@@ -33,6 +33,7 @@ from skyrl_train.models.loading import CRITIC_PATH, default_device, load_model
 from skyrl_train.plan import RunPlan
 from skyrl_train.run import Run
 from skyrl_train.threads import compute_thread
+from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.types.specs import Role
 from skyrl_train.weight_sync import SyncOptions
@@ -249,8 +250,9 @@ class Experiment(ABC):
         """Load the models and data, and train."""
 
 
-async def train(trainer: Run) -> None:
-    """Train to the last step. Raise KeyboardInterrupt if the run stops earlier."""
+async def train(trainer: Run, loading: StepTimer) -> None:
+    """Train to the last step, and report the time and memory of `loading` with each. KeyboardInterrupt if it stops."""
+    trainer.gauges |= loading.metrics()
     with on_first_interrupt(lambda: trainer.request_stop("interrupted")):
         await trainer.train()
     if trainer.is_stopping and trainer.global_step < trainer.total_steps:

@@ -37,6 +37,7 @@ from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.inference_engines.base import InferenceEngine, weight_folder
 from skyrl_train.plan import RunPlan, limit_steps
+from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import Tracking
 from skyrl_train.trainer import Trainer
 
@@ -167,14 +168,15 @@ class RLExperiment(Experiment):
         if not self.replaces("get_model", "get_value_model"):
             check_memory(self.plan)
         async with self.launching(self.plan, self.plan.roles, sync_options(self.cfg.generator)) as launcher:
-            learner = await load_learner(
-                self.cfg, launcher, self.tokenizer, self.get_model, self.get_value_model, total_steps
-            )
+            with (loading := StepTimer())("load"):
+                learner = await load_learner(
+                    self.cfg, launcher, self.tokenizer, self.get_model, self.get_value_model, total_steps
+                )
             self._reserved_bytes = launcher.bytes_beside_engine(learner.checkpoint_bytes)
             async with self.playing(launcher.policy) as (engine, generator):
                 with self.open_tracker() as tracker:
                     parts = RunParts(launcher, learner, engine, generator, tracker, *data, total_steps)
-                    await train(self.new_trainer(parts))
+                    await train(self.new_trainer(parts), loading)
 
     def new_trainer(self, parts: RunParts) -> Trainer:
         """Create the trainer: an instance of `trainer_class`."""

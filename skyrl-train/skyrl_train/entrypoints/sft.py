@@ -24,6 +24,7 @@ from skyrl_train.models.loading import POLICY_PATH, load_tokenizer
 from skyrl_train.plan import TrainingPlan, limit_steps
 from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.supervised_trainer import SupervisedRows, SupervisedTrainer, Validation
+from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import Tracking
 
 
@@ -102,10 +103,11 @@ class SupervisedExp(Experiment):
             check_memory(plan)
         async with started(self.new_model_launcher(plan.roles)) as launcher:
             loader, role, objective = ModelLoader(cfg, launcher, self.tokenizer), plan.roles[0], self.get_objective()
-            policy = await loader.load_trained(role, self.get_model, objective, cfg.policy, total_steps)
-            ref = None
-            if isinstance(cfg, DPOTrainerConfig):
-                ref = await loader.load_reference(cfg, self.load_language_model, policy)
+            with (loading := StepTimer())("load"):
+                policy = await loader.load_trained(role, self.get_model, objective, cfg.policy, total_steps)
+                ref = None
+                if isinstance(cfg, DPOTrainerConfig):
+                    ref = await loader.load_reference(cfg, self.load_language_model, policy)
             models = TrainedModels(cfg, policy, ref)
             with self.open_tracker() as tracker:
                 trainer = SupervisedTrainer(
@@ -115,7 +117,7 @@ class SupervisedExp(Experiment):
                     total_steps=total_steps,
                     callbacks=self.get_callbacks(val_dataset, models, tracker),
                 )
-                await train(trainer)
+                await train(trainer, loading)
 
 
 class SFTExp(SupervisedExp):

@@ -6,7 +6,7 @@ from contextlib import suppress
 import psutil
 import torch
 
-GIGABYTE = 1e9
+from skyrl_train.timer import GIGABYTE, peak_memory
 
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -46,7 +46,7 @@ def system_metrics() -> dict[str, float]:
     metrics = {"system/cpu_utilization": psutil.cpu_percent()}
     if not torch.cuda.is_available():
         return metrics | {"system/memory_usage": psutil.Process().memory_info().rss / GIGABYTE}
-    metrics["system/memory_usage"] = torch.cuda.max_memory_allocated() / GIGABYTE
+    metrics["system/memory_usage"] = max(peak_memory.highest, torch.cuda.max_memory_reserved()) / GIGABYTE
     with suppress(Exception):  # no nvidia-ml-py, a slice of a GPU (MIG), a driver that does not answer
         metrics["system/gpu_utilization"] = float(torch.cuda.utilization())
     return metrics

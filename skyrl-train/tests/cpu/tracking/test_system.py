@@ -61,7 +61,7 @@ def test_the_utilization_of_a_gpu_is_left_out_if_the_driver_does_not_report_it(
         return 40
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2_000_000_000)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2_000_000_000)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     metrics = system_metrics()
     assert metrics["system/memory_usage"] == 2

@@ -24,7 +24,15 @@ from skyrl_train.entrypoints.preferences import DPOExp, RewardExp
 from skyrl_train.entrypoints.sft import SFTExp
 from skyrl_train.trainer import Trainer
 
-UNTIMED = ("timing/", "storage/", "trainer/tokens_per_second", "train/time(s)", "train/throughput", "system/")
+UNTIMED = (
+    "timing/",
+    "memory/",
+    "storage/",
+    "trainer/tokens_per_second",
+    "train/time(s)",
+    "train/throughput",
+    "system/",
+)
 """Prefixes of metrics that differ between two equal runs."""
 
 EXPERIMENTS: dict[str, tuple[type[Any], Callable[[Sequence[str]], Any]]] = {
