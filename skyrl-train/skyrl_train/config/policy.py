@@ -55,6 +55,15 @@ class LoraConfig(Section):
     """Export the full model with the adapter merged in, plus the adapter in the subfolder `lora_adapter`. `false`
     exports only the adapter."""
 
+    quantize_base: Literal["none", "nf4"] = "none"
+    """`nf4` holds the frozen matrices of the transformer blocks in 4 bits (QLoRA): 0.52 bytes per parameter instead of
+    2 or 4. The adapter stays float32. Embeddings, heads, norms, experts and image encoders are not quantized."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the frozen matrices are held in 4 bits."""
+        return self.quantize_base != "none"
+
     @property
     def is_used(self) -> bool:
         """True if an adapter is trained."""

@@ -51,6 +51,7 @@ from skyrl_train.models.lora import (
     merged_names,
 )
 from skyrl_train.models.prefix_sharing import use_attention
+from skyrl_train.models.quantization import quantize_base
 from skyrl_train.models.scoring_module import ScoringModule
 from skyrl_train.models.sequence_parallel import SequenceGroup
 from skyrl_train.models.vision import freeze_vision
@@ -67,10 +68,13 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
     """Base class of strategies for Hugging Face models, with or without an adapter."""
 
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> ScoringModule:
-        with deferring(self.world.size > 1) as weights:
+        is_quantized = spec.lora is not None and spec.lora.config.is_quantized
+        with deferring(self.world.size > 1 or is_quantized) as weights:
             model = spec.load()
         dtypes = train_in_float32(model, is_empty=weights.source is not None) if spec.trains_all_weights else {}
         if spec.lora is not None:
+            if is_quantized:
+                quantize_base(model, spec.lora.key, torch.device(self.world.device), weights)
             add_adapter(model, spec.lora)
         elif has_vision(model.config) and not spec.trains_vision:
             freeze_vision(model)
@@ -84,7 +88,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         )
         module.export_dtypes = dtypes
         module = self._wrap(module, spec)
-        if weights.source is not None:
+        if weights.source is not None and not is_quantized:
             continues = spec.lora is not None and spec.lora.config.lora_path is not None
             for name, parameter in merged_names(module.hf_model):
                 # The adapter in lora_path includes the trained head, so the head is not read from the base.

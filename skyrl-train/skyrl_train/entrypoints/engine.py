@@ -18,8 +18,10 @@ from skyrl_train.inference_engines.base import EngineSetup, InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.launch.launcher import Launcher
 from skyrl_train.launch.weight_syncs import EngineSync
-from skyrl_train.models.loading import POLICY_PATH
+from skyrl_train.models.deferred import deferring
+from skyrl_train.models.loading import POLICY_PATH, default_device
 from skyrl_train.models.lora import add_adapter
+from skyrl_train.models.quantization import quantize_base
 from skyrl_train.plan import RunPlan
 from skyrl_train.types.specs import lora_spec
 from skyrl_train.weight_sync import SyncOptions
@@ -62,8 +64,13 @@ def new_engine(
 def load_engine_model(cfg: SkyRLConfig, load: Callable[[str, str], PreTrainedModel]) -> PreTrainedModel:
     """Load a copy of the policy for an engine that cannot share it. `load` takes a path and its configuration key."""
     section = cfg.trainer.policy.model
-    model = load(section.path, POLICY_PATH)
-    if (lora := lora_spec(section, "trainer.policy.model.lora", cfg.trainer.seed)) is not None:
+    lora = lora_spec(section, "trainer.policy.model.lora", cfg.trainer.seed)
+    is_quantized = lora is not None and lora.config.is_quantized
+    with deferring(is_quantized) as weights:
+        model = load(section.path, POLICY_PATH)
+    if lora is not None:
+        if is_quantized:
+            quantize_base(model, lora.key, default_device(), weights)
         add_adapter(model, lora)
     return model
 

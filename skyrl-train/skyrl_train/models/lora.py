@@ -25,7 +25,9 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.media.processing import has_vision
 from skyrl_train.models.attributes import with_attribute
 from skyrl_train.models.loading import create_empty
+from skyrl_train.models.checksum import tensor_checksum
 from skyrl_train.models.low_rank import LEFT, RIGHT, MatrixChange
+from skyrl_train.models.quantization import QuantizedLinear, quantized_layers
 from skyrl_train.models.vision import language_model_name
 from skyrl_train.models.weight_files import suggest_folder
 from skyrl_train.types.specs import LoraSpec, Role, SyncKind
@@ -99,7 +101,9 @@ def adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     """Return the (trained, total) parameter counts."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad), sum(p.numel() for p in model.parameters())
+    n_quantized = sum(layer.in_features * layer.out_features for layer in quantized_layers(model).values())
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return n_trained, n_quantized + sum(p.numel() for p in model.parameters())
 
 
 def count_trained(path: str, lora: LoraSpec, role: Role = "policy") -> int:
@@ -136,11 +140,19 @@ def trained_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def merged_names(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the model's own parameters under their names without the adapter."""
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), parameter
+def merged_names(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's own parameters under their names without the adapter.
+
+    Matrices in 4 bits are dequantized one at a time, in the place that they have in an unquantized model.
+    """
+    quantized = quantized_layers(model)
+    own = {id(parameter): name for name, parameter in model.named_parameters() if ".lora_" not in name}
+    for path, module in model.named_modules():
+        if path in quantized:
+            yield f"{path}.weight".replace(".base_layer.", "."), quantized[path].weight
+        for parameter in module.parameters(recurse=False):
+            if (name := own.pop(id(parameter), None)) is not None:
+                yield name.replace(".base_layer.", "."), parameter
 
 
 def merged_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -154,6 +166,18 @@ def frozen_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str
     for name, parameter in merged_names(model):
         if not parameter.requires_grad:
             yield name, gather(parameter)
+
+
+def base_checksum(model: PreTrainedModel, gather: Gather) -> str:
+    """Return the checksum of the frozen weights as they are in the model's files, and the type of their quantization.
+
+    Quantized on another device, the same weights could differ in the last bit.
+    """
+    quantized = quantized_layers(model).values()
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    total = sum(tensor_checksum(name.replace(".base_layer.", "."), gather(p)) for name, p in frozen)
+    total = (total + sum(layer.checksum for layer in quantized)) % 2**64
+    return f"{total} nf4" if quantized else str(total)
 
 
 def sync_tensors(model: PreTrainedModel, kind: SyncKind, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
@@ -420,7 +444,7 @@ def _name_in_file(name: str) -> str:
 def _is_router(layer: Any) -> bool:
     """Return True for subclasses of linear layers that compute something else, such as Llama 4's router."""
     base = layer.get_base_layer()
-    return isinstance(base, torch.nn.Linear) and type(base).forward is not torch.nn.Linear.forward
+    return isinstance(base, torch.nn.Linear) and not isinstance(base, QuantizedLinear) and type(base).forward is not torch.nn.Linear.forward
 
 
 def _check_layers(model: PreTrainedModel, lora: LoraSpec) -> None:

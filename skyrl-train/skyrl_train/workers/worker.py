@@ -27,9 +27,9 @@ from skyrl_train.models.generation import save_generation_config
 from skyrl_train.models.lora import (
     ADAPTER_FOLDER,
     BASE_CHECKSUM,
+    base_checksum,
     change_norm,
     count_parameters,
-    frozen_tensors,
     save_adapter,
 )
 from skyrl_train.models.memory import default_max_tokens
@@ -37,7 +37,6 @@ from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelPart, ModelSpec, OptimizerSpec, SyncKind, TensorSpec, absolute
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
-from skyrl_train.weight_sync.checksum import tensor_checksum
 from skyrl_train.weight_sync.transfer import SentWeights
 from skyrl_train.workers.random_state import random_state, set_random_state
 
@@ -375,10 +374,9 @@ class Worker:
         return receiver.receipt
 
     @cached_property
-    def _base_checksum(self) -> int:
+    def _base_checksum(self) -> str:
         """Checksum of the frozen weights. Computing it is collective."""
-        tensors = frozen_tensors(self.module.hf_model, self._strategy.gather_from(self.module))
-        return sum(tensor_checksum(name, tensor) for name, tensor in tensors) % 2**64
+        return base_checksum(self.module.hf_model, self._strategy.gather_from(self.module))
 
     def _check_base(self, folder: Path, lora: LoraSpec) -> None:
         """Raise ValueError if a checkpoint has no adapter, or if its adapter has another base model."""
@@ -393,8 +391,14 @@ class Worker:
                 lora.base_path,
             )
             return
-        if path.read_text(encoding="utf-8").strip() != str(self._base_checksum):
+        expected, found = path.read_text(encoding="utf-8").split(), self._base_checksum.split()
+        if expected[0] != found[0]:
             raise ValueError(f"its adapter was trained on weights that differ from {lora.base_path}")
+        if expected != found:
+            raise ValueError(
+                f"its adapter was trained with {lora.key}.quantize_base={(*expected, 'none')[1]}, not "
+                f"{(*found, 'none')[1]}; set it to the same value"
+            )
 
     def close(self) -> None:
         """Wait for a save in progress."""

@@ -39,7 +39,7 @@ from skyrl_train.models.lora import (
     read_config,
 )
 from skyrl_train.types.specs import Role, TensorSpec
-from skyrl_train.weight_sync.checksum import tensor_checksum
+from skyrl_train.models.checksum import tensor_checksum
 
 
 def merge_adapter(
@@ -172,7 +172,7 @@ def _apply_changes(
 
 def _check_base(checkpoint: Path, base: str, checksum: int) -> None:
     """Raise CheckpointError if the adapter in a checkpoint was trained on different weights."""
-    expected = (checkpoint / BASE_CHECKSUM).read_text(encoding="utf-8").strip()
+    expected = (checkpoint / BASE_CHECKSUM).read_text(encoding="utf-8").split()[0]
     if expected != str(checksum):
         raise CheckpointError(
             f"the adapter in {checkpoint} was trained on weights that differ from {base} (checksum {expected}, not "

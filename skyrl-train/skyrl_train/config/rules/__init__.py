@@ -13,6 +13,7 @@ RUN_RULES: tuple[Rule, ...] = (
     placement.strategy_fits_the_models,
     run.optimizers_can_learn,
     run.adapters_are_possible,
+    run.bases_can_be_quantized,
     run.names_are_folders,
     data.sources_can_be_read,
     run.resume_path_is_a_checkpoint,

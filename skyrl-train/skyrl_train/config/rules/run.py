@@ -60,6 +60,36 @@ def adapters_are_possible(cfg: Any) -> Iterator[str]:
             )
 
 
+def bases_can_be_quantized(cfg: Any) -> Iterator[str]:
+    """Reject settings that need the unquantized weights of a base in 4 bits, and strategies that split its matrices."""
+    trainer = cfg.trainer
+    for key, lora in _trained_sections(cfg, "model.lora"):
+        if not (lora.is_used and lora.is_quantized):
+            continue
+        setting, fix = f"{key}.quantize_base={lora.quantize_base}", f"set {key}.quantize_base=none"
+        if lora.merge_on_export:
+            yield (
+                f"{key}.merge_on_export=true needs the unquantized weights, which {setting} does not keep; set "
+                f"{key}.merge_on_export=false and merge the exported adapter with skyrl merge adapter, or {fix}"
+            )
+        if trainer.strategy_traits.is_model_parallel:
+            yield (
+                f"{setting} does not work with trainer.strategy={trainer.strategy}, which splits matrices over ranks; "
+                f"set trainer.strategy=fsdp2, or {fix}"
+            )
+        fsdp = key.replace("model.lora", "fsdp_config")
+        if value_at(cfg, fsdp).cpu_offload:
+            yield (
+                f"{fsdp}.cpu_offload=true moves only parameters, and {setting} keeps the base on the device; set "
+                f"{fsdp}.cpu_offload=false, or {fix}"
+            )
+        if isinstance(cfg, SkyRLConfig) and trainer.update_ref_every_epoch and key.startswith("trainer.policy"):
+            yield (
+                f"trainer.update_ref_every_epoch=true loads an unquantized reference, from which a policy with "
+                f"{setting} differs before it is trained; set trainer.update_ref_every_epoch=false, or {fix}"
+            )
+
+
 def settings_have_an_effect(cfg: Any) -> Iterator[str]:
     """Warn about settings that have no effect, e.g. of a disabled adapter or of disabled asynchronous training."""
     for key, reason in WITHOUT_EFFECT.items() if isinstance(cfg, SkyRLConfig) else ():

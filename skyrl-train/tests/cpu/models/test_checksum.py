@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.weight_sync.checksum import BLOCK_BYTES, ROW_WORDS, WORD_BYTES, Checksum, flat_bytes, tensor_checksum
+from skyrl_train.models.checksum import BLOCK_BYTES, ROW_WORDS, WORD_BYTES, Checksum, flat_bytes, tensor_checksum
 
 
 @given(st.binary(max_size=70))
