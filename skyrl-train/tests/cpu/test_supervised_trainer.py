@@ -247,6 +247,17 @@ def test_a_run_that_stops_at_any_step_resumes_exactly(step: int, whole: Run, nam
     assert_equal_runs(sft(*parts), whole)
 
 
+def test_an_adapter_on_a_base_in_4_bits_learns_like_one_on_the_base(named: Overrides) -> None:
+    settings = ["trainer.policy.model.lora.rank=8", "trainer.policy.optimizer_config.lr=1e-2", "trainer.eval_before_train=true"]
+    gains = []
+    for quantize_base in ("none", "nf4"):
+        run = sft(*named(quantize_base, *settings, f"trainer.policy.model.lora.quantize_base={quantize_base}"))
+        losses = [row["val/loss"] for row in run.metrics if "val/loss" in row]
+        gains.append(losses[0] - losses[-1])
+    assert gains[0] > 0.5
+    assert gains[1] == pytest.approx(gains[0], rel=0.2)
+
+
 def test_the_dropout_of_an_adapter_is_applied_in_training_only_and_resumes_exactly(named: Overrides) -> None:
     intervals = ["trainer.eval_before_train=true", "trainer.eval_interval=1", "trainer.ckpt_interval=1"]
     lora = ["trainer.policy.model.lora.rank=4", "trainer.epochs=1", *intervals]

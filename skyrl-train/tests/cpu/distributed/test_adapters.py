@@ -54,6 +54,42 @@ async def test_a_float32_adapter_on_a_bfloat16_model(strategies: Strategies, lay
         assert metrics[1][name] == pytest.approx(metrics[0][name], rel=5e-2)
 
 
+@layouts("fsdp2", nightly=["sequence"])
+async def test_ranks_with_a_base_in_4_bits_compute_and_send_what_one_process_does(
+    strategies: Strategies, layout: str
+) -> None:
+    batch, options, found = strategies.batch("qwen3"), SyncOptions("gloo", timeout_s=60), []
+
+    def quantized(spec: ModelSpec) -> ModelSpec:
+        return replace(spec, lora=replace(spec.lora, config=spec.lora.config.model_copy(update={"quantize_base": "nf4"})))
+
+    original = await strategies.load("qwen3", None, strategies.adapter("qwen3"))
+    for each in (None, layout):
+        group = await strategies.load("qwen3", each, strategies.adapter("qwen3"), change=quantized)
+        assert group.facts.n_parameters == original.facts.n_parameters
+        base = (await group.score(batch, adapter=False))["logprobs"]
+        await group.update(batch)
+        folder = await strategies.save(group)
+        await group.update(batch)
+        mirrored = MirroredSink()
+        sync = WeightSync(group, {"mirrored": mirrored}, options, kind="factors")
+        await sync(0)
+        scores = (await group.score(batch))["logprobs"]
+        found.append((base, scores, mirrored.tensors))
+        await group.load_state(folder)
+        await group.update(batch)
+        torch.testing.assert_close((await group.score(batch))["logprobs"], scores, rtol=0, atol=1e-6)
+    (base, scores, tensors), (base_of_ranks, scores_of_ranks, tensors_of_ranks) = found
+    torch.testing.assert_close(base_of_ranks, base, rtol=0, atol=2e-5)
+    torch.testing.assert_close(scores_of_ranks, scores, rtol=0, atol=2e-5)
+    assert ((await original.score(batch, adapter=False))["logprobs"] - base).abs().max() > 1e-2
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensors_of_ranks[name], tensor, rtol=0, atol=2e-5)
+    engine = await strategies.load("qwen3")  # an engine that holds whole matrices
+    await WeightSync(group, {"engine": engine}, options)(1)
+    torch.testing.assert_close((await engine.score(batch))["logprobs"], scores, rtol=0, atol=2e-5)
+
+
 async def test_a_continued_adapter_of_a_critic_keeps_its_head(strategies: Strategies) -> None:
     async def load(layout: str | None, **lora: Any) -> Any:
         return await strategies.load("qwen3", layout, lora, role="critic", objective=ValueObjective(1e9))

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from train_kit.checkpoints import assert_a_changed_byte_is_named
+from train_kit.models import load_on_cpu
 from train_kit.runs import assert_equal_runs, stop_after, train
 from transformers import AutoModelForCausalLM
 
@@ -88,6 +90,27 @@ def test_a_critic_and_a_reference_that_follows_an_adapter(catch_run: list[str], 
     assert kl[2] < 1e-8, "the reference is the policy after the first epoch"
     assert (run.export(4, "critic") / "lora_adapter/adapter_config.json").exists()
     assert "score.weight" in run.weights(4, "critic")
+
+
+def test_a_run_with_a_base_in_4_bits(catch_run: list[str], tmp_path: Path, tiny_model_path: Path) -> None:
+    quantized = [*LORA, "trainer.policy.model.lora.quantize_base=nf4", "trainer.gradient_checkpointing=true"]
+    run = train(*catch_run, *quantized)
+    for step in run.metrics[1:]:
+        assert step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-5
+    assert run.metrics[1]["policy/policy_kl"] == 0, "the reference is the policy before the first update"
+
+    # The reference of a continued adapter has a separate base in 4 bits.
+    settings = [f"trainer.policy.model.lora.lora_path='{run.export(2)}'", "trainer.max_training_steps=1"]
+    continued = train(*catch_run, *quantized, *settings, "trainer.run_name=continued")
+    assert continued.metrics[1]["policy/policy_kl"] == pytest.approx(0, abs=1e-6)
+
+    merged = tmp_path / "merged"
+    assert main(["merge", "checkpoint", str(run.folder / "ckpts"), str(merged)]) == 0
+    tokens = torch.arange(3, 23)[None]
+    theirs = peft.PeftModel.from_pretrained(load_on_cpu(tiny_model_path), str(run.export(2)))
+    expected = theirs(input_ids=tokens).logits.log_softmax(-1)
+    found = load_on_cpu(merged)(input_ids=tokens).logits.log_softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_stopped_run_has_a_whole_checkpoint_and_resumes_exactly(catch_run: list[str]) -> None:

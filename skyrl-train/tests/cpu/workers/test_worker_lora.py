@@ -66,16 +66,17 @@ def test_the_reference_is_bitwise_the_base(policy: PreTrainedModel, tiny_model: 
     assert (worker.score(rows)["logprobs"] - expected).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("quantize_base", ["none", "nf4"])
 def test_save_and_load_continue_bit_for_bit(
-    policy: PreTrainedModel, tiny_model: PreTrainedModel, tmp_path: Path
+    policy: PreTrainedModel, tiny_model: PreTrainedModel, tmp_path: Path, quantize_base: str
 ) -> None:
-    first = lora_worker(policy)
+    first = lora_worker(policy, quantize_base=quantize_base)
     for seed in range(2):
         first.update(random_batch(seed))
     first.save(tmp_path / "policy")
     names = FileSystemReader(tmp_path / "policy").read_metadata().state_dict_metadata
     assert all(".lora_" in name for name in names if name.startswith("model."))
-    second = lora_worker(copy.deepcopy(tiny_model))
+    second = lora_worker(copy.deepcopy(tiny_model), quantize_base=quantize_base)
     second.load(tmp_path / "policy")
     for seed in range(2, 4):
         assert first.update(random_batch(seed)) == second.update(random_batch(seed))
@@ -109,6 +110,8 @@ def test_a_checkpoint_holds_the_adapter_in_the_format_of_peft_and_the_checksum_o
         ({"rank": 8}, "Size mismatch.*lora_A"),
         ({"target_modules": ["q_proj"]}, r"the model lacks 24 of its 28 tensors, among them .*lora_A"),
         ({"base": True}, "trained on weights that differ from"),
+        ({"base": True, "quantize_base": "nf4"}, "trained on weights that differ from"),
+        ({"quantize_base": "nf4"}, "trained with trainer.policy.model.lora.quantize_base=none, not nf4"),
         ({"saved_full": True}, "holds a full model, but trainer.policy.model.lora trains an adapter"),
         ({"loaded_full": True}, "Missing key"),
     ],
@@ -124,7 +127,7 @@ def test_a_checkpoint_of_another_adapter_or_base_is_refused(
     if "loaded_full" in changes:
         other = make_worker(model)
     else:
-        lora = {key: value for key, value in changes.items() if key in ("rank", "target_modules")}
+        lora = {key: value for key, value in changes.items() if key in ("rank", "target_modules", "quantize_base")}
         other = lora_worker(model, **lora)
     with pytest.raises(CheckpointError, match=rf"cannot resume the policy from .*{fault}"):
         other.load(tmp_path / "policy")
