@@ -305,7 +305,7 @@ def _prepare(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     role = {POLICY_PATH: "policy", REF_PATH: "reference", CRITIC_PATH: "critic"}.get(key, "model")
     n_parameters = f"{model.num_parameters():,}"
-    place = "sharded" if is_deferred else f"on {device}"
+    place = "read tensor by tensor" if is_deferred else f"on {device}"
     logger.info("Loaded the %s from %s: %s parameters, %s %s", role, path, n_parameters, model.dtype, place)
 
 

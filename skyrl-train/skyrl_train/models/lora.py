@@ -24,8 +24,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from skyrl_train.errors import ConfigError
 from skyrl_train.media.processing import has_vision
 from skyrl_train.models.attributes import with_attribute
-from skyrl_train.models.loading import create_empty
 from skyrl_train.models.checksum import tensor_checksum
+from skyrl_train.models.loading import create_empty
 from skyrl_train.models.low_rank import LEFT, RIGHT, MatrixChange
 from skyrl_train.models.quantization import QuantizedLinear, quantized_layers
 from skyrl_train.models.vision import language_model_name
@@ -444,7 +444,11 @@ def _name_in_file(name: str) -> str:
 def _is_router(layer: Any) -> bool:
     """Return True for subclasses of linear layers that compute something else, such as Llama 4's router."""
     base = layer.get_base_layer()
-    return isinstance(base, torch.nn.Linear) and not isinstance(base, QuantizedLinear) and type(base).forward is not torch.nn.Linear.forward
+    return (
+        isinstance(base, torch.nn.Linear)
+        and not isinstance(base, QuantizedLinear)
+        and type(base).forward is not torch.nn.Linear.forward
+    )
 
 
 def _check_layers(model: PreTrainedModel, lora: LoraSpec) -> None:

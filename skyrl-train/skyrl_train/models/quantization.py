@@ -82,9 +82,6 @@ class QuantizedLinear(torch.nn.Linear):
         return (self.scale_codes * step).add_(low).exp_().view(-1)[: self.out_features * self.in_features // BLOCK]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
         if torch.is_grad_enabled():
             output: torch.Tensor = _Product.apply(input, self)
             return output

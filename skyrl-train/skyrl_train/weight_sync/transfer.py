@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from skyrl_train.errors import SyncError
+from skyrl_train.models.checksum import Checksum, flat_bytes, split_into_blocks, tensor_checksum
 from skyrl_train.threads import half_of_cores
 from skyrl_train.types.specs import TensorSpec
 from skyrl_train.weight_sync.base import Receipt, SyncPlan
-from skyrl_train.models.checksum import Checksum, flat_bytes, split_into_blocks, tensor_checksum
 from skyrl_train.weight_sync.stream import StreamReader, StreamWriter
 
 INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per value

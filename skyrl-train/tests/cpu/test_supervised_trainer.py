@@ -248,7 +248,11 @@ def test_a_run_that_stops_at_any_step_resumes_exactly(step: int, whole: Run, nam
 
 
 def test_an_adapter_on_a_base_in_4_bits_learns_like_one_on_the_base(named: Overrides) -> None:
-    settings = ["trainer.policy.model.lora.rank=8", "trainer.policy.optimizer_config.lr=1e-2", "trainer.eval_before_train=true"]
+    settings = [
+        "trainer.policy.model.lora.rank=8",
+        "trainer.policy.optimizer_config.lr=1e-2",
+        "trainer.eval_before_train=true",
+    ]
     gains = []
     for quantize_base in ("none", "nf4"):
         run = sft(*named(quantize_base, *settings, f"trainer.policy.model.lora.quantize_base={quantize_base}"))

@@ -14,9 +14,9 @@ from train_kit.weight_sync import Tensors, plan_for, random_tensors
 
 from skyrl_train.entrypoints import main_base
 from skyrl_train.errors import SyncError
+from skyrl_train.models.checksum import tensor_checksum
 from skyrl_train.weight_sync import Receiver, SyncPlan, send
 from skyrl_train.weight_sync.base import Transport
-from skyrl_train.models.checksum import tensor_checksum
 
 SHAPES = [(7,), (300, 300), (), (0, 3), (1000, 1000)]  # the second fills the first piece, but not all slots
 TRANSPORTS = [

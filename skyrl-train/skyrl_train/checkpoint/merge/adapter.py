@@ -27,6 +27,7 @@ from skyrl_train.checkpoint.model_folder import (
     write_model,
 )
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.models.checksum import tensor_checksum
 from skyrl_train.models.generation import add_eos_ids
 from skyrl_train.models.loading import create_empty
 from skyrl_train.models.lora import (
@@ -39,7 +40,6 @@ from skyrl_train.models.lora import (
     read_config,
 )
 from skyrl_train.types.specs import Role, TensorSpec
-from skyrl_train.models.checksum import tensor_checksum
 
 
 def merge_adapter(

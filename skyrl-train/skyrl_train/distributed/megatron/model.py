@@ -239,7 +239,7 @@ class MegatronScorer(Scorer):
     def hf_model(self) -> PreTrainedModel:
         return self._hf_models[0]
 
-    def hf_parameters(self) -> dict[str, torch.nn.Parameter]:
+    def hf_parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters of the Hugging Face model and of its adapter, under the names of `parts`."""
         return dict(merged_names(self.hf_model)) | trained_parameters(self.hf_model)
 

@@ -54,14 +54,16 @@ async def test_a_float32_adapter_on_a_bfloat16_model(strategies: Strategies, lay
         assert metrics[1][name] == pytest.approx(metrics[0][name], rel=5e-2)
 
 
-@layouts("fsdp2", nightly=["sequence"])
+@layouts("fsdp2", nightly=["tokens"])
 async def test_ranks_with_a_base_in_4_bits_compute_and_send_what_one_process_does(
     strategies: Strategies, layout: str
 ) -> None:
     batch, options, found = strategies.batch("qwen3"), SyncOptions("gloo", timeout_s=60), []
 
     def quantized(spec: ModelSpec) -> ModelSpec:
-        return replace(spec, lora=replace(spec.lora, config=spec.lora.config.model_copy(update={"quantize_base": "nf4"})))
+        return replace(
+            spec, lora=replace(spec.lora, config=spec.lora.config.model_copy(update={"quantize_base": "nf4"}))
+        )
 
     original = await strategies.load("qwen3", None, strategies.adapter("qwen3"))
     for each in (None, layout):

@@ -67,7 +67,7 @@ def test_gradients_equal_those_through_the_dequantized_matrices(tmp_path: Path) 
         torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-6, atol=1e-6)
 
 
-def test_a_matrix_computes_in_the_dtype_of_its_input() -> None:
+def test_a_matrix_computes_in_the_dtype_of_autocast() -> None:
     layer = QuantizedLinear(torch.randn(64, 32), torch.nn.Parameter(torch.randn(64), requires_grad=False), 0)
     x = torch.randn(3, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -81,7 +81,11 @@ def test_a_matrix_computes_in_the_dtype_of_its_input() -> None:
 
 @pytest.mark.parametrize("kind", ["text", "experts", "images"])
 def test_what_is_quantized_is_measured_without_loading_weights(kind: str, tmp_path: Path) -> None:
-    create = {"text": save_tiny_model, "experts": save_experts, "images": lambda path: save_vision_model(path, "gemma3")}
+    create = {
+        "text": save_tiny_model,
+        "experts": save_experts,
+        "images": lambda path: save_vision_model(path, "gemma3"),
+    }
     path = create[kind](tmp_path / kind)
     with deferring() as weights:
         model = load_on_cpu(path)
