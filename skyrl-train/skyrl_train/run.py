@@ -206,7 +206,8 @@ class Run(ABC):
         self.global_step = step.number
         is_last = step.number == self.total_steps
         failures: list[tuple[str, Exception]] = []
-        report = StepReport(step.number, is_last, step.metrics.numbers() | self.gauges, step.played, step.timer)
+        gauges = self.gauges if step.number > 0 else {}
+        report = StepReport(step.number, is_last, step.metrics.numbers() | gauges, step.played, step.timer)
         for callback in self._callbacks:
             try:
                 await callback.on_step_end(self, report)
