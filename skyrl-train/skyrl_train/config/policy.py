@@ -12,6 +12,8 @@ from skyrl_train.config.base import Allowed, Count, OptionalStringList, Resolved
 SchedulerName = Literal[
     "constant_with_warmup", "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"
 ]
+TrainDtype = Literal["float32", "bfloat16"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 LearningRate = Annotated[float, Ge(0), Le(1000)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[
@@ -78,8 +80,13 @@ class PolicyModelConfig(Section):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of frozen weights (the reference, or the model under an adapter), of exports, and of the weights sent to
-    engines. Trained weights, gradients and optimizer state are always float32: most updates are too small to change a
-    bfloat16 number. The dtype of the forward pass is set by `trainer.bf16`."""
+    engines. The dtype of trained weights is `train_dtype`. On GPUs, `trainer.bf16` sets the dtype of the forward
+    pass."""
+
+    train_dtype: TrainDtype = "float32"
+    """Dtype of trained weights. `bfloat16` takes 2 bytes per weight instead of 4, and computes in bfloat16 on all
+    devices. Gradients are still added up in float32, and the optimizer computes in float32 and rounds stochastically
+    (`optimizer_config.stochastic_rounding`). Adapters and value heads are always float32."""
 
     lora: LoraConfig = LoraConfig()
 
@@ -89,7 +96,20 @@ class PolicyModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW, one step per mini-batch."""
+    """The optimizer, one step per mini-batch."""
+
+    name: OptimizerName = "adamw"
+    """`adamw` has two float32 moments per weight: 8 bytes. `adamw_8bit` is AdamW with moments in 8 bits, in blocks of
+    256 values with one scale: 2 bytes. `muon` is Muon for hidden matrices, with one float32 moment (4 bytes), and AdamW
+    for embeddings, heads and vectors. Its updates have the size of AdamW's, so the same learning rates work."""
+
+    stochastic_rounding: bool = True
+    """Round updated bfloat16 weights up or down at random, so that the expected weight is exact. `false` rounds to
+    nearest, and most updates are then lost. No effect with `train_dtype=float32` or `cpu_offload`."""
+
+    cpu_offload: bool = False
+    """Keep gradients, optimizer state and float32 master weights in host memory, and run the optimizer step on the CPU.
+    For one rank: with several, set `fsdp_config.cpu_offload`."""
 
     lr: LearningRate = 1e-6
     """Learning rate after warm-up."""
@@ -224,8 +244,12 @@ class CriticModelConfig(Section):
     value head that starts at zero. null trains no critic."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of exports and of the frozen model under an adapter. Trained weights, gradients and optimizer state are
-    always float32."""
+    """Dtype of exports and of the frozen model under an adapter. The dtype of trained weights is `train_dtype`."""
+
+    train_dtype: TrainDtype = "float32"
+    """Dtype of trained weights. `bfloat16` takes 2 bytes per weight instead of 4, and computes in bfloat16 on all
+    devices. Gradients are still added up in float32, and the optimizer computes in float32 and rounds stochastically
+    (`optimizer_config.stochastic_rounding`). Adapters and value heads are always float32."""
 
     lora: LoraConfig = LoraConfig()
     """LoRA adapter, trained together with the value head instead of the weights."""

@@ -117,9 +117,13 @@ class RunConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Saves memory and costs about a third more compute."""
 
+    activation_offload: bool = False
+    """Keep activations in host memory between the forward and the backward pass: with `gradient_checkpointing` the
+    inputs of the layers, otherwise all of them. Needs a GPU and a single rank per model."""
+
     bf16: bool = True
-    """Run forward and backward passes in bfloat16 on GPUs. CPUs always use float32. The dtype of the weights is set by
-    `trainer.policy.model.dtype`."""
+    """Run forward and backward passes in bfloat16 on GPUs. CPUs use the dtype of the weights:
+    `trainer.policy.model.train_dtype` for trained weights and `trainer.policy.model.dtype` for frozen ones."""
 
     eval_interval: CountOrMinusOne = 5
     """Evaluate every N steps and after the last step. -1 disables evaluation."""

@@ -79,7 +79,7 @@ class SFTDataConfig(SupervisedDataConfig):
 
 
 class SFTOptimizerConfig(OptimizerConfig):
-    """AdamW, one step per batch."""
+    """The optimizer, one step per batch."""
 
     lr: LearningRate = 2e-6
 

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -40,7 +38,7 @@ from skyrl_train.distributed.strategy import (
 from skyrl_train.media.processing import has_vision
 from skyrl_train.models.deferred import deferring
 from skyrl_train.models.generation import save_model
-from skyrl_train.models.loading import autocast, checkpointed_layers, train_in_float32
+from skyrl_train.models.loading import autocast, checkpointed_layers, set_train_dtype
 from skyrl_train.models.lora import (
     Gather,
     adapter_config,
@@ -50,6 +48,7 @@ from skyrl_train.models.lora import (
     merged_buffers,
     merged_names,
 )
+from skyrl_train.models.offload import activations_in_host_memory
 from skyrl_train.models.prefix_sharing import use_attention
 from skyrl_train.models.quantization import quantize_base
 from skyrl_train.models.scoring_module import ScoringModule
@@ -61,9 +60,6 @@ from skyrl_train.types.specs import ModelSpec, World
 
 T = TypeVar("T")
 
-OPTIMIZER_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
 class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
     """Base class of strategies for Hugging Face models, with or without an adapter."""
 
@@ -71,7 +67,10 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         is_quantized = spec.lora is not None and spec.lora.config.is_quantized
         with deferring(self.world.size > 1 or is_quantized) as weights:
             model = spec.load()
-        dtypes = train_in_float32(model, is_empty=weights.source is not None) if spec.trains_all_weights else {}
+        dtypes = {}
+        if spec.trains_all_weights:
+            train_dtype = getattr(torch, spec.train_dtype)
+            dtypes = set_train_dtype(model, train_dtype, is_empty=weights.source is not None)
         if spec.lora is not None:
             if is_quantized:
                 quantize_base(model, spec.lora.key, torch.device(self.world.device), weights)
@@ -113,8 +112,9 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
                 continue
             recomputed = use_attention(module.hf_model) if module.can_share(rows) else nullcontext()
             dropped = adapter_dropout(module.hf_model) if settings.dropout else nullcontext()
+            offloaded = activations_in_host_memory(module) if settings.activation_offload else nullcontext()
             with checkpointed_layers(module.hf_model), recomputed, dropped:
-                with autocast(device, settings.bf16):
+                with autocast(device, settings.bf16), offloaded:
                     scores = module(rows)
                 loss, result = consume(scores, rows)
                 assert loss is not None
@@ -129,16 +129,17 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         if adapter_config(module.hf_model) is not None:  # torch does not drop the second name of frozen tied weights
             trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
             saved["model"] = {name: tensor for name, tensor in saved["model"].items() if name in trained}
+        if state.host_weights is not None:  # tied weights have two names
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if name in saved["model"]:
+                    saved["model"][name] = state.updated_tensor(parameter).detach()
         if with_moments:
-            assert state.optimizer is not None
-            saved["optimizer"] = get_optimizer_state_dict(module, state.optimizer, options=OPTIMIZER_OPTIONS)
+            saved["optimizer"] = optimizer_state_dict(state)
         return saved
 
     def _load_state_dict(self, state: TrainState[ScoringModule], saved: dict[str, Any]) -> None:
+        # Moments and master weights are loaded in place.
         set_model_state_dict(state.module, saved["model"], options=_model_options(state.module))
-        if "optimizer" in saved:
-            assert state.optimizer is not None
-            set_optimizer_state_dict(state.module, state.optimizer, saved["optimizer"], options=OPTIMIZER_OPTIONS)
 
     def gather_from(self, module: ScoringModule) -> Gather:
         return gather
@@ -152,8 +153,11 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
                 tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(tensor)
 
-    def clip_gradients(self, module: ScoringModule, max_norm: float) -> float:
-        return gather(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)).item()
+    def clip_gradients(self, state: TrainState[ScoringModule], max_norm: float) -> float:
+        assert state.optimizer is not None
+        if state.host_weights is not None:
+            state.host_weights.finish_gradients()
+        return gather(torch.nn.utils.clip_grad_norm_(state.optimizer.parameters, max_norm)).item()
 
     def _sequence_group(self, spec: ModelSpec) -> SequenceGroup | None:
         """Return the ranks that split a row's tokens with this rank, or None if it computes whole rows."""
@@ -204,6 +208,9 @@ class FSDP2Strategy(HuggingFaceStrategy):
                 mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
                 **options,
             )
+        head = getattr(module.hf_model, "score", None)
+        if head is not None and len({p.dtype for p in module.parameters() if p.requires_grad}) > 1:
+            fully_shard(head, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
         # The head stays in float32: with bfloat16 weights, logits and values would move by more than an update moves.
         fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
         register_fsdp_forward_method(module, "probe")
@@ -229,6 +236,21 @@ class FSDP2Strategy(HuggingFaceStrategy):
         mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=("copies", "shards"))
         set_timeout(mesh, self._timeout)
         return mesh
+
+
+def optimizer_state_dict(state: TrainState[ScoringModule]) -> dict[str, Any]:
+    """Return the optimizer's state by parameter name. It has the format of `flatten_optimizer_state_dict` in PyTorch."""
+    optimizer = state.optimizer
+    assert optimizer is not None
+    optimizer.init_state()
+    (group,) = optimizer.param_groups
+    saved = {}
+    for name, parameter in state.module.named_parameters():
+        if parameter.requires_grad:
+            values = optimizer.state[state.updated_tensor(parameter)]
+            saved |= {f"state.{name}.{key}": value for key, value in values.items()}
+            saved |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
+    return saved
 
 
 def _model_options(module: ScoringModule) -> StateDictOptions:

@@ -2,7 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.lr_scheduler import LambdaLR
 
+from skyrl_train.config.policy import OptimizerName
 from skyrl_train.models.generation import save_model
 from skyrl_train.models.lora import Gather, merged_buffers, merged_names, sync_tensors
 from skyrl_train.models.scoring_module import Scorer
+from skyrl_train.optimizers import AdamW, HostWeights
 from skyrl_train.types import Shard, TrainingBatch
 from skyrl_train.types.specs import ModelSpec, SyncKind, TensorSpec, World
 
@@ -49,8 +51,15 @@ class TrainState(Generic[M]):
     """The state of a model that training changes, except random generators."""
 
     module: M
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: AdamW | None = None
     scheduler: LambdaLR | None = None
+    host_weights: HostWeights | None = None
+    """With `cpu_offload`: the master weights that the optimizer updates."""
+
+    def updated_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that the optimizer updates for a parameter: its master copy or itself."""
+        masters = {} if self.host_weights is None else self.host_weights.masters
+        return masters.get(parameter, parameter)  # type: ignore[call-overload,no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,7 @@ class Pass:
     backward: bool = False  # differentiate the loss
     adapter: bool = True  # False: compute without the adapter
     dropout: bool = False  # apply the adapter's dropout
+    activation_offload: bool = False  # keep activations for the backward pass in host memory
 
 
 Consume = Callable[[Any, TrainingBatch], tuple[torch.Tensor | None, T]]
@@ -116,7 +126,7 @@ class DistributedStrategy(ABC, Generic[M]):
         """
 
     @abstractmethod
-    def clip_gradients(self, module: M, max_norm: float) -> float:
+    def clip_gradients(self, state: TrainState[M], max_norm: float) -> float:
         """Complete the gradients, and scale them down to a global norm of `max_norm` if it is larger.
 
         Call it once per step. Returns the norm before scaling. It may be NaN.
@@ -207,6 +217,7 @@ class DistributedStrategy(ABC, Generic[M]):
         names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         has_moments = state.optimizer is not None and any(name.startswith("optimizer.") for name in names)
         saved = self._state_dict(state, with_moments=has_moments)
+        check_same_state(saved, names)
         group = self._save_group
         planner = _CompletePlanner()
         groups = [] if state.optimizer is None else state.optimizer.param_groups
@@ -217,7 +228,7 @@ class DistributedStrategy(ABC, Generic[M]):
             state.scheduler.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
         for i, settings in enumerate(configured):
             assert state.optimizer is not None
-            state.optimizer.param_groups[i].update(settings)  # `groups` is stale: loading may replace param_groups
+            state.optimizer.param_groups[i].update(settings)
             if state.scheduler is not None:
                 state.scheduler.base_lrs[i] = settings["initial_lr"]
 
@@ -229,6 +240,36 @@ class DistributedStrategy(ABC, Generic[M]):
                 tensors[name] = tensor.cpu()
         if self.world.rank == 0:
             save_model(module.hf_model, folder, tensors | merged_buffers(module.hf_model))
+
+
+def check_same_state(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if a checkpoint has moments of another optimizer, or wider weights than training has.
+
+    `saved` describes the tensors of the checkpoint by name, and `state` those to load. Rounding float32 weights to
+    bfloat16 would change the model, but bfloat16 weights fit exactly into float32 weights.
+    """
+    ours = {name.rpartition(".")[2] for name in state.get("optimizer", {}) if name.startswith("state.")}
+    theirs = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.state.")}
+    if ours and (name := optimizer_name(ours)) != (saved_name := optimizer_name(theirs)):
+        raise ValueError(
+            f"its optimizer state is for optimizer_config.name={saved_name}, but this run has name={name}; set "
+            f"optimizer_config.name={saved_name}, or start a new run from an export"
+        )
+    for name, tensor in state["model"].items():
+        description = saved.get(f"model.{name}")
+        dtype = getattr(getattr(description, "properties", None), "dtype", tensor.dtype)
+        if dtype == torch.float32 and tensor.dtype == torch.bfloat16:
+            raise ValueError(
+                "its trained weights are float32, but this run has model.train_dtype=bfloat16, which would round them; "
+                "set model.train_dtype=float32, or start a new run from an export"
+            )
+
+
+def optimizer_name(tensors: Collection[str]) -> OptimizerName:
+    """Return the optimizer whose state has tensors of these names."""
+    if "momentum_buffer" in tensors:
+        return "muon"
+    return "adamw_8bit" if "exp_avg_codes" in tensors else "adamw"
 
 
 def new_save_group() -> dist.ProcessGroup:

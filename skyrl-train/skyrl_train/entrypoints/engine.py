@@ -131,7 +131,8 @@ def sync_tolerance(
     if cfg.generator.weight_sync_tolerance is not None:
         return cfg.generator.weight_sync_tolerance
     computes_in_bf16 = cfg.trainer.bf16 and device.type == "cuda"
-    dtypes = {getattr(torch, cfg.trainer.policy.model.dtype), engine_dtype or torch.float32}
+    model = cfg.trainer.policy.model
+    dtypes = {getattr(torch, model.dtype), getattr(torch, model.train_dtype), engine_dtype or torch.float32}
     return BF16_TOLERANCE if computes_in_bf16 or dtypes != {torch.float32} else FLOAT32_TOLERANCE
 
 

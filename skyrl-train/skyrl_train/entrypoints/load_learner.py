@@ -56,12 +56,13 @@ class ModelLoader:
     ) -> WorkerGroup:
         """Load a model to train for `n_steps` optimizer steps. `section` has its settings."""
         key = f"trainer.{'critic' if role == 'critic' else 'policy'}"
-        optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps)
+        optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps, self.cfg.seed)
         lora = lora_spec(section.model, f"{key}.model.lora", self.cfg.seed)
         spec = replace(
             self._spec(role, load, section),
             optimizer=optimizer,
             lora=lora,
+            train_dtype=section.model.train_dtype,
             trains_vision=not section.model.freeze_vision,
             replays_experts=replays_experts,
         )
@@ -163,16 +164,18 @@ def model_spec(
         megatron=megatron if cfg.strategy_traits.is_model_parallel else None,
         temperature=temperature,
         bf16=cfg.bf16,
+        activation_offload=cfg.activation_offload,
         max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch,
         max_rows_forward=cfg.micro_forward_batch_size_per_gpu,
         max_rows_train=cfg.micro_train_batch_size_per_gpu,
     )
 
 
-def optimizer_spec(cfg: OptimizerConfig, key: str, n_steps: int) -> OptimizerSpec:
+def optimizer_spec(cfg: OptimizerConfig, key: str, n_steps: int, seed: int = 0) -> OptimizerSpec:
     """Return the specification of an optimizer whose schedule spans the run's `n_steps` optimizer steps.
 
-    Log a warning if warm-up takes the whole run. `key` is the optimizer's section, for the message.
+    Log a warning if warm-up takes the whole run. `key` is the optimizer's section, for the message. `seed` is for
+    stochastic rounding.
     """
     n_warmup_steps = cfg.num_warmup_steps or int(cfg.warmup_ratio * n_steps)
     if n_warmup_steps >= n_steps:
@@ -190,4 +193,8 @@ def optimizer_spec(cfg: OptimizerConfig, key: str, n_steps: int) -> OptimizerSpe
         n_warmup_steps=n_warmup_steps,
         n_steps=n_steps,
         n_decay_steps=round(cfg.wsd_decay_ratio * max(0, n_steps - n_warmup_steps)),
+        name=cfg.name,
+        stochastic_rounding=cfg.stochastic_rounding,
+        cpu_offload=cfg.cpu_offload,
+        seed=seed,
     )

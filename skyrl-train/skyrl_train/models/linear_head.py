@@ -187,8 +187,7 @@ class _LinearHeadScores(torch.autograd.Function):
                 _add_product(weight_grad[tokens], grad.T, operand[rows], ctx.scale)
             if bias_grad is not None:
                 bias_grad[tokens].add_(grad.sum(dim=0, dtype=torch.float32), alpha=ctx.scale)
-        gradients = zip((hidden_grad, weight_grad, bias_grad), (hidden, weight, bias), strict=True)
-        return (*(None if grad is None else grad.to(of.dtype) for grad, of in gradients), *(None,) * 5)
+        return hidden_grad, weight_grad, bias_grad, *(None,) * 5  # autograd casts them, unless `grad_dtype` is float32
 
 
 def _blocks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:

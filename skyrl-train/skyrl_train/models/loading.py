@@ -340,20 +340,24 @@ def check_head(model: PreTrainedModel, source: str) -> None:
         )
 
 
-def train_in_float32(model: PreTrainedModel, *, is_empty: bool) -> dict[str, torch.dtype]:
-    """Convert parameters of shorter dtypes to float32 in place, and return their previous dtypes by name.
+def set_train_dtype(model: PreTrainedModel, dtype: torch.dtype, *, is_empty: bool) -> dict[str, torch.dtype]:
+    """Convert parameters to the dtype of training in place, and return the previous dtypes of converted ones by name.
 
     A step of AdamW changes a weight by about the learning rate. A bfloat16 weight has 8 significant bits, so near 0.02
-    its neighbors are 1e-4 apart, and a step of 1e-6 would round to nothing. With `is_empty`, values are not copied,
-    because they are written later.
+    its neighbors are 1e-4 apart. A step of 1e-6 would round to nothing, unless the optimizer rounds stochastically.
+
+    Value heads stay float32, because bfloat16 is too coarse for values, as do weights that transformers never rounds.
+    With `is_empty`, values are not copied, because they are written later.
     """
-    dtype, dtypes = model.dtype, {}
+    loaded_dtype, dtypes = model.dtype, {}
+    is_wide = ["score.", *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
     for name, parameter in model.named_parameters():
-        if parameter.dtype.itemsize < torch.float32.itemsize:
+        new_dtype = torch.float32 if any(part in name for part in is_wide) else dtype
+        if parameter.dtype != new_dtype and min(parameter.dtype.itemsize, new_dtype.itemsize) < 4:  # float64 stays
             dtypes[name] = parameter.dtype
             values = parameter.detach()
-            parameter.data = torch.empty_like(values, dtype=torch.float32) if is_empty else values.float()
-    model.config.dtype = dtype  # a checkpoint's config.json describes exports, not the trained weights
+            parameter.data = torch.empty_like(values, dtype=new_dtype) if is_empty else values.to(new_dtype)
+    model.config.dtype = loaded_dtype  # a checkpoint's config.json describes exports, not the trained weights
     return dtypes
 
 

@@ -1,6 +1,6 @@
 """Offloading: release the device memory of tensors while their values wait in host memory."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -59,6 +59,29 @@ class OffloadedTensors:
                 values.copy_(piece, non_blocking=self._is_pinned)
             self._copies.pop()
         _synchronize(self._device)
+
+
+MIN_ACTIVATION_BYTES = 1 << 20
+"""Smaller activations stay on the device."""
+
+
+def activations_in_host_memory(module: torch.nn.Module) -> torch.autograd.graph.saved_tensors_hooks:
+    """Return a context for a forward pass whose saved activations wait in host memory for the backward pass.
+
+    With gradient checkpointing, these are the inputs of the layers. The module's weights stay on the device. Copies run
+    in the order of the device's stream, so neither pass waits for them on the CPU.
+    """
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if tensor.nbytes < MIN_ACTIVATION_BYTES or tensor.untyped_storage().data_ptr() in weights:
+            return lambda: tensor
+        device, is_pinned = tensor.device, tensor.is_cuda
+        host = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned, memory_format=torch.contiguous_format)
+        host.copy_(tensor, non_blocking=is_pinned)
+        return lambda: host.to(device, non_blocking=is_pinned)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda unpack: unpack())
 
 
 def release_cached_memory(device: torch.device) -> None:

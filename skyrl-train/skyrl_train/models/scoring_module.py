@@ -95,8 +95,11 @@ class ScoringModule(Scorer):
             )  # (N, H)
             head = cast(torch.nn.Linear, self.model.score)
             with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 is too coarse for values
-                bias = None if head.bias is None else head.bias.float()
-                values = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)  # (N, 1)
+                if head.weight.dtype == torch.float32:
+                    values = head(hidden.float())  # (N, 1), in a call, because FSDP2 may shard the head on its own
+                else:
+                    bias = None if head.bias is None else head.bias.float()
+                    values = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
             return ValueScores(on_mask(values[:, 0], mask, self._sequence_group))
         return response_logprobs(
             self.model,

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from skyrl_train.config.policy import CriticModelConfig, FSDPConfig, LoraConfig, MegatronConfig, PolicyModelConfig
+from skyrl_train.config.policy import (
+    CriticModelConfig,
+    FSDPConfig,
+    LoraConfig,
+    MegatronConfig,
+    OptimizerName,
+    PolicyModelConfig,
+    TrainDtype,
+)
 from skyrl_train.errors import ConfigError
 from skyrl_train.lazy import torch
 
@@ -80,7 +88,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """AdamW with a learning-rate schedule over `n_steps` optimizer steps."""
+    """An optimizer with a learning-rate schedule over `n_steps` optimizer steps."""
 
     lr: float
     betas: tuple[float, float]
@@ -90,6 +98,10 @@ class OptimizerSpec:
     n_warmup_steps: int
     n_steps: int
     n_decay_steps: int = 0  # last steps of the schedule wsd
+    name: OptimizerName = "adamw"
+    stochastic_rounding: bool = True  # of bfloat16 weights
+    cpu_offload: bool = False  # keep master weights, gradients and moments in host memory
+    seed: int = 0  # for stochastic rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +143,12 @@ class ModelSpec:
     sequence_parallel_size: int = 1  # ranks that get the same rows and split their tokens
     megatron: MegatronConfig | None = None  # if set, several ranks use Megatron-Core instead of FSDP2
     lora: LoraSpec | None = None  # if set, only the adapter and a critic's value head are trained
+    train_dtype: TrainDtype = "float32"  # of trained weights; adapters and value heads are float32
     trains_vision: bool = False  # train the image encoder of a vision-language model
     replays_experts: bool = False  # use the experts that the engine chose
     temperature: float = 1.0
     bf16: bool = False  # compute in bfloat16 on a GPU
+    activation_offload: bool = False  # keep activations for the backward pass in host memory
     max_tokens_per_micro_batch: int | None = None  # None: `default_max_tokens` of the model
     max_rows_forward: int | None = None
     max_rows_train: int | None = None

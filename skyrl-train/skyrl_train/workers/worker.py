@@ -34,8 +34,10 @@ from skyrl_train.models.lora import (
 )
 from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
+from skyrl_train.optimizers import HostWeights, create_optimizer, hidden_matrices
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelPart, ModelSpec, OptimizerSpec, SyncKind, TensorSpec, absolute
+from skyrl_train.types.training_memory import training_bytes
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
 from skyrl_train.weight_sync.transfer import SentWeights
 from skyrl_train.workers.random_state import random_state, set_random_state
@@ -101,13 +103,11 @@ class Worker:
         if spec.optimizer is None:
             self.module.requires_grad_(False)
         else:
-            self._state.optimizer = torch.optim.AdamW(
-                [parameter for parameter in self.module.parameters() if parameter.requires_grad],
-                lr=spec.optimizer.lr,
-                betas=spec.optimizer.betas,
-                weight_decay=spec.optimizer.weight_decay,
-                fused=True,
-            )
+            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            if spec.optimizer.cpu_offload:
+                self._state.host_weights = HostWeights(trained)
+                trained = list(self._state.host_weights.masters.values())
+            self._state.optimizer = create_optimizer(trained, spec.optimizer, self.module.hf_model)
             self._state.scheduler = make_scheduler(self._state.optimizer, spec.optimizer)
         if spec.lora is not None and spec.lora.config.dropout > 0:  # ranks with other rows draw other dropout masks
             torch.manual_seed((spec.lora.seed + strategy.random_stream) % 2**63)
@@ -147,8 +147,8 @@ class Worker:
             yield from self.module.parameters()
             yield from self.module.buffers()
             return
-        yield from (p.grad for p in self.module.parameters() if p.grad is not None)
         if self._state.optimizer is not None:
+            yield from (p.grad for p in self._state.optimizer.parameters if p.grad is not None)
             for values in self._state.optimizer.state.values():
                 yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
@@ -157,13 +157,27 @@ class Worker:
         model = self.module.hf_model
         n_trained, n_parameters = count_parameters(model)
         n_frozen_copies = 1 if self._spec.lora is None else 0  # the base of an adapter is not saved
+        checkpoint_bytes = sum(
+            p.numel() * p.dtype.itemsize * n_frozen_copies for p in model.parameters() if not p.requires_grad
+        )
+        if self._spec.optimizer is not None:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            matrices = set(hidden_matrices(trained, model))
+            for parameter in trained:
+                checkpoint_bytes += round(
+                    training_bytes(
+                        "float32" if parameter.dtype == torch.float32 else "bfloat16",
+                        self._spec.optimizer.name,
+                        cpu_offload=self._spec.optimizer.cpu_offload,
+                        shape=parameter.shape,
+                        is_hidden_matrix=parameter in matrices,
+                    ).in_checkpoint
+                )
         return ModelFacts(
             n_embeddings=len(model.get_input_embeddings().weight),
             n_trained=n_trained,
             n_parameters=n_parameters,
-            checkpoint_bytes=sum(
-                p.numel() * p.dtype.itemsize * (3 if p.requires_grad else n_frozen_copies) for p in model.parameters()
-            ),
+            checkpoint_bytes=checkpoint_bytes,
             shares_prefixes=self.module.shares_prefixes,
             max_tokens_per_micro_batch=self._spec.max_tokens_per_micro_batch
             or default_max_tokens(model.config, torch.device(self._strategy.world.device)),
@@ -191,7 +205,8 @@ class Worker:
     def forward_backward(self, shard: Shard) -> Metrics:
         """Add the gradient of the shard's part of the loss to the parameters."""
         assert self._objective is not None, f"the {self._spec.role} has no objective"
-        settings = Pass(self._spec.bf16, backward=True, dropout=True)
+        offload = self._spec.activation_offload
+        settings = Pass(self._spec.bf16, backward=True, dropout=True, activation_offload=offload)
         with self.module.measuring_experts() if self._spec.role == "policy" else nullcontext(Metrics()) as loads:
             metrics = Metrics().merge(*self._strategy.run(self.module, shard, self._objective, settings))
         return metrics.merge(loads)
@@ -203,7 +218,7 @@ class Worker:
         assert state.optimizer is not None
         assert state.scheduler is not None
         assert self._spec.optimizer is not None
-        norm = self._strategy.clip_gradients(self.module, self._spec.optimizer.max_grad_norm)
+        norm = self._strategy.clip_gradients(state, self._spec.optimizer.max_grad_norm)
         is_finite = math.isfinite(norm)
         metrics = Metrics(
             {
@@ -212,9 +227,11 @@ class Worker:
             }
         )
         if is_finite:
-            if any(parameter.grad is not None for parameter in self.module.parameters()):  # some token was trained
+            if any(parameter.grad is not None for parameter in state.optimizer.parameters):  # some token was trained
                 metrics["grad_norm"] = Metric("mean", norm)
             state.optimizer.step()
+            if state.host_weights is not None:
+                state.host_weights.publish()
             state.scheduler.step()
         elif not self._skipping_updates:
             logger.warning("The gradient norm of the %s is %s: updates are skipped until it is finite", role, norm)
@@ -241,7 +258,7 @@ class Worker:
 
         settings = Pass(self._spec.bf16, backward=True)
         metrics = Metrics().merge(*self._strategy.run(self.module, shard, consume, settings))
-        metrics["grad_norm"] = Metric("mean", self._strategy.clip_gradients(self.module, math.inf))
+        metrics["grad_norm"] = Metric("mean", self._strategy.clip_gradients(self._state, math.inf))
         self._state.optimizer.zero_grad(set_to_none=True)
         return metrics
 
@@ -303,6 +320,8 @@ class Worker:
             if self._spec.lora is not None:
                 self._check_base(folder, self._spec.lora)
             self._strategy.load(self._state, folder)
+            if self._state.host_weights is not None:
+                self._state.host_weights.publish()
             self._follow_schedule()
             rng = folder / f"rng_{self._strategy.random_stream}.pt"
             if rng.exists():  # the run that saved may have had fewer ranks

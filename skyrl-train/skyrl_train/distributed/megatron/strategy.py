@@ -41,15 +41,14 @@ from skyrl_train.distributed.strategy import (
 )
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.deferred import deferring
-from skyrl_train.models.loading import autocast, train_in_float32
+from skyrl_train.models.loading import autocast, set_train_dtype
 from skyrl_train.models.lora import Gather, adapter_disabled, adapter_dropout, add_adapter
+from skyrl_train.optimizers.adamw import MOMENTS
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Scores, Shard, TrainingBatch
 from skyrl_train.types.specs import Layout, LoraSpec, ModelSpec, SyncKind, World
 
 T = TypeVar("T")
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class _OnCPU(TorchFunctionMode):
@@ -153,7 +152,8 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> MegatronScorer:
         with deferring() as weights:
             model = spec.load()
-        dtypes = train_in_float32(model, is_empty=weights.source is not None) if spec.trains_all_weights else {}
+        is_empty = weights.source is not None
+        dtypes = set_train_dtype(model, torch.float32, is_empty=is_empty) if spec.trains_all_weights else {}
         source = weights.source or f"the model {model.name_or_path}"
         config = configure(model, source, self._config, spec.section, spec.lora)
         n_vocab_rows = self._own_slice(model.get_input_embeddings().weight.shape, 0)[0][0]
@@ -208,7 +208,8 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             )
         return results
 
-    def clip_gradients(self, module: MegatronScorer, max_norm: float) -> float:
+    def clip_gradients(self, state: TrainState[MegatronScorer], max_norm: float) -> float:
+        module = state.module
         self._sum_gradients(module)
         gradients = []
         for name, parameter in module.stage.named_parameters():
@@ -293,9 +294,10 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             return {"model": saved}
         assert state.optimizer is not None
         (group,) = state.optimizer.param_groups
+        state.optimizer.init_state()
         moments: dict[str, Any] = {}
         for name, part in module.saved_parts.items():
-            values = _moments(state.optimizer, module.parameter_of(part))
+            values = state.optimizer.state[module.parameter_of(part)]
             moments[f"state.model.{name}.step"] = values["step"]
             for kind in MOMENTS:
                 moments[f"state.model.{name}.{kind}"] = self._as_slice(part, values[kind], shapes[name])
@@ -309,7 +311,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
             part.write(parameter, local_part(saved["model"][f"model.{name}"])[0])
             if moments := saved.get("optimizer"):
                 assert state.optimizer is not None
-                values = _moments(state.optimizer, parameter)
+                values = state.optimizer.state[parameter]
                 values["step"].copy_(moments[f"state.model.{name}.step"])
                 for kind in MOMENTS:
                     part.write(values[kind], local_part(moments[f"state.model.{name}.{kind}"])[0])
@@ -339,12 +341,3 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
 
 def _slice(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> torch.Tensor:
     return tensor[tuple(slice(first, first + n) for first, n in zip(offset, shape, strict=True))]
-
-
-def _moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the moments of a parameter and their number of steps, all 0 before the first step."""
-    values: dict[str, torch.Tensor] = optimizer.state[parameter]
-    if not values:
-        values["step"] = torch.zeros((), device=parameter.device)
-        values |= {kind: torch.zeros_like(parameter) for kind in MOMENTS}
-    return values

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.models.generation import add_eos_ids, save_model
-from skyrl_train.models.loading import train_in_float32
+from skyrl_train.models.loading import set_train_dtype
 
 
 @pytest.mark.parametrize("is_empty", [False, True])
@@ -17,14 +17,14 @@ def test_all_weights_become_float32_and_stay_tied(tiny_model: PreTrainedModel, i
     model.lm_head.weight = model.model.embed_tokens.weight
     parameters = dict(model.named_parameters())
     expected = {name: parameter.detach().float() for name, parameter in parameters.items()}
-    dtypes = train_in_float32(model, is_empty=is_empty)
+    dtypes = set_train_dtype(model, torch.float32, is_empty=is_empty)
     assert dtypes == {name: torch.bfloat16 for name in parameters if name != "model.norm.weight"}
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():
         assert parameter is parameters[name], "an optimizer or an engine may have it"
         assert parameter.dtype == torch.float32
         assert is_empty or torch.equal(parameter, expected[name])
-    assert train_in_float32(model, is_empty=False) == {}
+    assert set_train_dtype(model, torch.float32, is_empty=False) == {}
 
 
 def test_the_configuration_of_a_folder_names_the_type_of_its_weights(

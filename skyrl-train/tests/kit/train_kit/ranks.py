@@ -98,6 +98,7 @@ def spec(role: Role, path: Path, cfg: TrainerConfig, *, max_grad_norm: float = 1
         model_spec(role, load, save_no_tokenizer, cfg, cfg.algorithm.temperature),
         optimizer=replace(optimizer, max_grad_norm=max_grad_norm, betas=BETAS),
         lora=lora_spec(section.model, f"trainer.{role}.model.lora", cfg.seed),
+        train_dtype=section.model.train_dtype,
     )
 
 

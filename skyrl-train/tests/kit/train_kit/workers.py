@@ -82,7 +82,7 @@ class SingleRankGroup:
         save_tokenizer = (lambda _: None) if tokenizer is None else tokenizer.save_pretrained
         lora = None if role == "ref" else lora_spec(section.model, f"{key}.model.lora", cfg.seed)
         spec = model_spec(role, lambda: model, save_tokenizer, cfg, cfg.algorithm.temperature)
-        spec = replace(spec, optimizer=optimizer, lora=lora)
+        spec = replace(spec, optimizer=optimizer, lora=lora, train_dtype=section.model.train_dtype)
         self.model = model
         self._role = role
         self.rank = LocalRank(InlineExecutor(), RankHost(World()))
