@@ -35,6 +35,7 @@ from skyrl_train.distributed.strategy import (
     new_save_group,
     set_timeout,
 )
+from skyrl_train.errors import ConfigError
 from skyrl_train.media.processing import has_vision
 from skyrl_train.models.deferred import deferring
 from skyrl_train.models.generation import save_model
@@ -64,6 +65,11 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
     """Base class of strategies for Hugging Face models, with or without an adapter."""
 
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> ScoringModule:
+        if spec.activation_offload and spec.optimizer is not None and self.world.device == "cpu":
+            raise ConfigError(
+                "trainer.activation_offload=true moves activations from a GPU to host memory, but this run uses the CPU; "
+                "set trainer.activation_offload=false"
+            )
         is_quantized = spec.lora is not None and spec.lora.config.is_quantized
         with deferring(self.world.size > 1 or is_quantized) as weights:
             model = spec.load()
@@ -208,9 +214,16 @@ class FSDP2Strategy(HuggingFaceStrategy):
                 mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
                 **options,
             )
-        head = getattr(module.hf_model, "score", None)
-        if head is not None and len({p.dtype for p in module.parameters() if p.requires_grad}) > 1:
-            fully_shard(head, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
+        if spec.train_dtype == "bfloat16" and spec.trains_all_weights:
+            head = getattr(module.hf_model, "score", None)  # float32, and a group of FSDP2 has one dtype
+            wide = [name for name, p in module.hf_model.named_parameters() if p.dtype != torch.bfloat16]
+            if wide := [name for name in wide if not name.startswith("score.")]:
+                raise ConfigError(
+                    f"{spec.section}.model.train_dtype=bfloat16: a {type(module.hf_model).__name__} keeps {wide[0]} in "
+                    f"float32, and FSDP2 needs one dtype; set {spec.section}.model.train_dtype=float32, or use one rank"
+                )
+            if head is not None:
+                fully_shard(head, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
         # The head stays in float32: with bfloat16 weights, logits and values would move by more than an update moves.
         fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
         register_fsdp_forward_method(module, "probe")

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import zeros as distributed_zeros
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from skyrl_train.optimizers.block_quantization import dequantize, quantize
@@ -63,16 +62,13 @@ class AdamW(torch.optim.AdamW):
     def _new_moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         if not (self._quantizes and is_quantized(parameter.shape)):
             return {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
-        moments, blocks = {}, (*parameter.shape[:-1], count_blocks(parameter.shape))
-        for name, is_signed in MOMENTS.items():
-            zero = quantize(torch.zeros(1, 1, device=parameter.device), is_signed=is_signed)[0].item()
-            moments[f"{name}_codes"] = torch.full_like(parameter, zero, dtype=torch.uint8)
-            if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                scales: torch.Tensor = distributed_zeros(*blocks, device_mesh=mesh, placements=placements)
-            else:
-                scales = torch.zeros(blocks, device=parameter.device)
-            moments[f"{name}_scales"] = scales
+        moments, block_starts = {}, parameter.narrow(-1, 0, count_blocks(parameter.shape))
+        for name in MOMENTS:
+            # Scales of 0 make every code a moment of 0. DTensors are sharded as the parameter.
+            moments[f"{name}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+            moments[f"{name}_scales"] = torch.zeros_like(
+                block_starts, dtype=torch.float32, memory_format=torch.contiguous_format
+            )
         return moments
 
     @torch.no_grad()

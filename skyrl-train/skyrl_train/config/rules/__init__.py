@@ -14,6 +14,7 @@ RUN_RULES: tuple[Rule, ...] = (
     run.optimizers_can_learn,
     run.adapters_are_possible,
     run.bases_can_be_quantized,
+    run.weights_can_be_short,
     run.names_are_folders,
     data.sources_can_be_read,
     run.resume_path_is_a_checkpoint,
@@ -49,6 +50,7 @@ RULES: tuple[Rule, ...] = (
 RUN_MACHINE_RULES: tuple[Rule, ...] = (
     placement.packages_are_installed,
     placement.sharding_fits_ranks,
+    placement.memory_settings_fit_the_ranks,
     run.wandb_can_start,
 )
 MACHINE_RULES = (engine.engine_is_installed, *RUN_MACHINE_RULES)

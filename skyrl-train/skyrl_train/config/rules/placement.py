@@ -173,6 +173,49 @@ def strategy_fits_the_models(cfg: Any) -> Iterator[str]:
             )
 
 
+def memory_settings_fit_the_ranks(cfg: Any) -> Iterator[str]:
+    """Reject settings of low-memory training that the strategy or several ranks do not support."""
+    trainer: RunConfig = cfg.trainer
+    is_model_parallel, trained = trainer.strategy_traits.is_model_parallel, set(get_args(PlacedRole)) - {"ref"}
+    for role, section in _models(trainer).items():
+        if role not in trained or section.model.path is None:
+            continue
+        key, optimizer, n_ranks = f"trainer.{role}", section.optimizer_config, _count_ranks(trainer.placement, role)
+        model_key, optimizer_key = f"{key}.model", f"{key}.optimizer_config"
+        if is_model_parallel:
+            for name, value, default in (
+                (f"{model_key}.train_dtype", section.model.train_dtype, "float32"),
+                (f"{optimizer_key}.name", optimizer.name, "adamw"),
+                (f"{optimizer_key}.cpu_offload", optimizer.cpu_offload, False),
+            ):
+                if value != default:
+                    yield (
+                        f"{name}={show(value)} needs trainer.strategy=fsdp2, not {trainer.strategy}; set "
+                        f"trainer.strategy=fsdp2, or {name}={show(default)}"
+                    )
+        elif n_ranks > 1:
+            if optimizer.cpu_offload:
+                yield (
+                    f"{optimizer_key}.cpu_offload=true is for a single rank, and the {role} has {n_ranks}; set "
+                    f"{key}.fsdp_config.cpu_offload=true instead"
+                )
+            if optimizer.name == "muon":
+                yield (
+                    f"{optimizer_key}.name=muon needs whole matrices, but the {n_ranks} ranks of the {role} shard them; "
+                    f"set {optimizer_key}.name=adamw or adamw_8bit"
+                )
+            if section.model.train_dtype == "bfloat16" and section.fsdp_config.param_dtype == "float32":
+                yield (
+                    f"{key}.fsdp_config.param_dtype=float32 with {model_key}.train_dtype=bfloat16 would compute in "
+                    f"another dtype than the weights; set {key}.fsdp_config.param_dtype=auto"
+                )
+        if trainer.activation_offload and (is_model_parallel or n_ranks > 1):
+            yield (
+                f"trainer.activation_offload=true needs a single rank per model, and the {role} has {n_ranks}; set "
+                "trainer.activation_offload=false, and trainer.gradient_checkpointing=true"
+            )
+
+
 def _models(trainer: RunConfig) -> dict[PlacedRole, Any]:
     """Return the sections of the models of a run."""
     return {role: getattr(trainer, role) for role in get_args(PlacedRole) if hasattr(trainer, role)}

@@ -90,6 +90,33 @@ def bases_can_be_quantized(cfg: Any) -> Iterator[str]:
             )
 
 
+def weights_can_be_short(cfg: Any) -> Iterator[str]:
+    """Reject bfloat16 weights and optimizers that do not fit an adapter, and computing in another dtype."""
+    for key, model in _trained_sections(cfg, "model"):
+        optimizer_key = f"{key.removesuffix('model')}optimizer_config"
+        optimizer = value_at(cfg, optimizer_key)
+        if model.lora.is_used and model.train_dtype != "float32":
+            yield (
+                f"{key}.train_dtype={model.train_dtype} does not apply to an adapter, which is always float32; set "
+                f"{key}.dtype={model.train_dtype} for the weights under it, and {key}.train_dtype=float32"
+            )
+        if model.lora.is_used and optimizer.name == "muon":
+            yield (
+                f"{optimizer_key}.name=muon is for whole matrices, not for the factors of an adapter; set "
+                f"{optimizer_key}.name=adamw or adamw_8bit"
+            )
+        if optimizer.cpu_offload and optimizer.name == "muon":
+            yield (
+                f"{optimizer_key}.cpu_offload=true runs the step on the CPU, where the matrix products of "
+                f"{optimizer_key}.name=muon would take minutes; set {optimizer_key}.name=adamw or adamw_8bit"
+            )
+        if model.train_dtype == "bfloat16" and not cfg.trainer.bf16:
+            yield (
+                f"trainer.bf16=false computes in float32, but {key}.train_dtype=bfloat16 computes in bfloat16; set "
+                f"trainer.bf16=true, or {key}.train_dtype=float32"
+            )
+
+
 def settings_have_an_effect(cfg: Any) -> Iterator[str]:
     """Warn about settings that have no effect, e.g. of a disabled adapter or of disabled asynchronous training."""
     for key, reason in WITHOUT_EFFECT.items() if isinstance(cfg, SkyRLConfig) else ():
@@ -107,6 +134,13 @@ def settings_have_an_effect(cfg: Any) -> Iterator[str]:
             yield (
                 f"{key}.{changed[0]}={show(value_at(lora, changed[0]))} has no effect, because {key}.rank=0 turns the "
                 f"adapter off; set {key}.rank=32, or remove {key}.{changed[0]}"
+            )
+    for key, optimizer in _trained_sections(cfg, "optimizer_config"):
+        model = value_at(cfg, key.replace("optimizer_config", "model"))
+        if not optimizer.stochastic_rounding and (model.train_dtype == "float32" or optimizer.cpu_offload):
+            yield (
+                f"{key}.stochastic_rounding=false has no effect on float32 weights; remove it, or set "
+                f"{key.replace('optimizer_config', 'model')}.train_dtype=bfloat16 without {key}.cpu_offload"
             )
     if cfg.trainer.resume_path is not None and cfg.trainer.resume_mode != "from_path":
         yield (
