@@ -11,6 +11,7 @@ from skyrl_train.config.rules import algorithm, data, engine, placement, run
 RUN_RULES: tuple[Rule, ...] = (
     placement.launcher_starts_every_process,
     placement.strategy_fits_the_models,
+    placement.memory_settings_fit_the_ranks,
     run.optimizers_can_learn,
     run.adapters_are_possible,
     run.bases_can_be_quantized,
@@ -50,7 +51,6 @@ RULES: tuple[Rule, ...] = (
 RUN_MACHINE_RULES: tuple[Rule, ...] = (
     placement.packages_are_installed,
     placement.sharding_fits_ranks,
-    placement.memory_settings_fit_the_ranks,
     run.wandb_can_start,
 )
 MACHINE_RULES = (engine.engine_is_installed, *RUN_MACHINE_RULES)

@@ -187,6 +187,7 @@ def memory_settings_fit_the_ranks(cfg: Any) -> Iterator[str]:
                 (f"{model_key}.train_dtype", section.model.train_dtype, "float32"),
                 (f"{optimizer_key}.name", optimizer.name, "adamw"),
                 (f"{optimizer_key}.cpu_offload", optimizer.cpu_offload, False),
+                ("trainer.activation_offload", trainer.activation_offload, False),
             ):
                 if value != default:
                     yield (
@@ -197,7 +198,7 @@ def memory_settings_fit_the_ranks(cfg: Any) -> Iterator[str]:
             if optimizer.cpu_offload:
                 yield (
                     f"{optimizer_key}.cpu_offload=true is for a single rank, and the {role} has {n_ranks}; set "
-                    f"{key}.fsdp_config.cpu_offload=true instead"
+                    f"{optimizer_key}.cpu_offload=false and {key}.fsdp_config.cpu_offload=true"
                 )
             if optimizer.name == "muon":
                 yield (
@@ -209,11 +210,11 @@ def memory_settings_fit_the_ranks(cfg: Any) -> Iterator[str]:
                     f"{key}.fsdp_config.param_dtype=float32 with {model_key}.train_dtype=bfloat16 would compute in "
                     f"another dtype than the weights; set {key}.fsdp_config.param_dtype=auto"
                 )
-        if trainer.activation_offload and (is_model_parallel or n_ranks > 1):
-            yield (
-                f"trainer.activation_offload=true needs a single rank per model, and the {role} has {n_ranks}; set "
-                "trainer.activation_offload=false, and trainer.gradient_checkpointing=true"
-            )
+            if trainer.activation_offload:
+                yield (
+                    f"trainer.activation_offload=true needs a single rank per model, and the {role} has {n_ranks}; set "
+                    "trainer.activation_offload=false and trainer.gradient_checkpointing=true"
+                )
 
 
 def _models(trainer: RunConfig) -> dict[PlacedRole, Any]:

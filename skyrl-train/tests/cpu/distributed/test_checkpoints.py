@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from train_kit.models import ROUTER_BIAS, load_on_cpu, save_biased_router
+from train_kit.models import ROUTER_BIAS, SMALL, create_model, load_on_cpu, save_biased_router
 from train_kit.ranks import load_group, new_ranks
-from train_kit.strategies import MERGED, Strategies, assert_same_weights, layouts, param
+from train_kit.strategies import MERGED, PADDING, Strategies, assert_same_weights, layouts, param
 from train_kit.workers import policy_objective
+from transformers import Qwen2Config
 
+from skyrl_train.algorithms.objectives import ValueObjective
 from skyrl_train.checkpoint.merge import merge_checkpoint
+from skyrl_train.types.specs import Role
 from skyrl_train.weight_sync import SyncOptions, WeightSync
+from skyrl_train.workers.group import WorkerGroup
 
 SCHEDULE = {"scheduler": "linear", "num_warmup_steps": 4, "lr": 1e-3}
 
@@ -59,6 +64,51 @@ async def test_a_checkpoint_resumes_in_other_layouts_in_one_process_and_back(
     expected = (await resumed.update(batches[2])).numbers()
     metrics = (await (await resume(first, folder)).update(batches[2])).numbers()
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@layouts("fsdp2", "fsdp2, two copies", nightly=["four, fsdp2, two copies"])
+async def test_short_weights_and_moments_resume_exactly_and_in_other_layouts(
+    strategies: Strategies, layout: str, role: Role
+) -> None:
+    """bfloat16 weights, a float32 value head, and moments in 8 bits, of which a rank holds rows."""
+    base = strategies.new_folder()
+    create_model(Qwen2Config(**SMALL | {"intermediate_size": 520}, pad_token_id=PADDING)).save_pretrained(base)
+    section = {
+        "model": {"path": str(base), "train_dtype": "bfloat16"},
+        "optimizer_config": {"name": "adamw_8bit", "lr": 1e-3},
+    }
+    batches = [strategies.batch("qwen2", seed) for seed in range(3)]
+
+    async def load(layout: str | None, folder: Path | None = None) -> WorkerGroup:
+        settings: dict[str, Any] = {"role": role, "trainer": {"policy": section, "critic": section}}
+        objective = ValueObjective(1e9) if role == "critic" else None
+        group = await strategies.load(base, layout, objective=objective, **settings)
+        if folder is not None:
+            await group.load_state(folder)
+        return group
+
+    group = await load(layout)
+    for batch in batches[:2]:
+        metrics = (await group.update(batch)).numbers()
+    assert metrics["grad_norm"] > 0
+    folder = await strategies.save(group)
+    names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    codes = names["optimizer.state.model.model.layers.0.mlp.up_proj.weight.exp_avg_codes"]
+    assert (codes.properties.dtype, codes.size) == (torch.uint8, (520, SMALL["hidden_size"]))
+    if role == "critic":
+        assert names["model.model.score.weight"].properties.dtype == torch.float32
+    expected, scores = (await group.update(batches[2])).numbers(), await group.score(batches[0])
+    resumed = await load(layout, folder)
+    assert (await resumed.update(batches[2])).numbers() == expected
+    for name, values in (await resumed.score(batches[0])).items():
+        assert torch.equal(values, scores[name])
+    single = await load(None, folder)
+    assert (await single.update(batches[2])).numbers()["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    folder = await strategies.save(single)
+    expected_scores, scores = await single.score(batches[0]), await (await load(layout, folder)).score(batches[0])
+    for name, values in scores.items():
+        torch.testing.assert_close(values, expected_scores[name], rtol=0.05, atol=0.05)
 
 
 @layouts("fsdp2", "tensor")
