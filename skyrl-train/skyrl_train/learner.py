@@ -82,6 +82,11 @@ class TrainedModels:
         """Estimated size of a checkpoint."""
         return sum(group.facts.checkpoint_bytes for group in self._saved_groups().values())
 
+    @property
+    def update_bytes(self) -> int:
+        """Memory of gradients and moments on the devices, which the first update allocates."""
+        return sum(group.facts.update_bytes for group in self._saved_groups().values())
+
     async def save(self, folder: Path) -> Awaitable[None]:
         """Copy the state of each model, and return once training may continue.
 

@@ -9,11 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -61,14 +57,15 @@ from skyrl_train.types.specs import ModelSpec, World
 
 T = TypeVar("T")
 
+
 class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
     """Base class of strategies for Hugging Face models, with or without an adapter."""
 
     def build(self, spec: ModelSpec, *, entropy_grad: bool) -> ScoringModule:
         if spec.activation_offload and spec.optimizer is not None and self.world.device == "cpu":
             raise ConfigError(
-                "trainer.activation_offload=true moves activations from a GPU to host memory, but this run uses the CPU; "
-                "set trainer.activation_offload=false"
+                "trainer.activation_offload=true moves activations from a GPU to host memory, but this run uses the "
+                "CPU; set trainer.activation_offload=false"
             )
         is_quantized = spec.lora is not None and spec.lora.config.is_quantized
         with deferring(self.world.size > 1 or is_quantized) as weights:
@@ -252,12 +249,12 @@ class FSDP2Strategy(HuggingFaceStrategy):
 
 
 def optimizer_state_dict(state: TrainState[ScoringModule]) -> dict[str, Any]:
-    """Return the optimizer's state by parameter name. It has the format of `flatten_optimizer_state_dict` in PyTorch."""
+    """Return the optimizer's state by parameter name, in the format of PyTorch's `flatten_optimizer_state_dict`."""
     optimizer = state.optimizer
     assert optimizer is not None
     optimizer.init_state()
     (group,) = optimizer.param_groups
-    saved = {}
+    saved: dict[str, Any] = {}
     for name, parameter in state.module.named_parameters():
         if parameter.requires_grad:
             values = optimizer.state[state.updated_tensor(parameter)]

@@ -59,7 +59,7 @@ class TrainState(Generic[M]):
     def updated_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the optimizer updates for a parameter: its master copy or itself."""
         masters = {} if self.host_weights is None else self.host_weights.masters
-        return masters.get(parameter, parameter)  # type: ignore[call-overload,no-any-return]
+        return masters.get(parameter, parameter)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True)

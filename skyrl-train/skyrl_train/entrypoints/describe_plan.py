@@ -92,7 +92,10 @@ def describe_supervised_plan(plan: TrainingPlan) -> str:
     lines.append(("each step", f"{rows} of ≤ {format_count(length, 'token')}"))
     optimizer = trainer.policy.optimizer_config
     lines.append(
-        ("optimizer", f"AdamW · lr {optimizer.lr:g} · {optimizer.scheduler} · decay {optimizer.weight_decay:g}")
+        (
+            "optimizer",
+            f"{optimizer.name} · lr {optimizer.lr:g} · {optimizer.scheduler} · decay {optimizer.weight_decay:g}",
+        )
     )
     from skyrl_train.launch.torchrun import Torchrun  # imports torch, as `_describe_device`
 
@@ -134,8 +137,11 @@ def _format_plan(lines: Iterable[tuple[str, str]]) -> str:
 
 def _describe_model(model: PlannedModel) -> Iterator[tuple[str, str]]:
     size = f"{model.n_parameters:,} parameters" if model.n_parameters else "size unknown before the download"
-    is_widened = model.dtype != "float32" and model.lora is None and model.role != "ref"
-    yield model.name, f"{model.path} · {size} · {model.dtype}{', trained in float32' if is_widened else ''}"
+    is_converted = model.dtype != model.train_dtype and model.lora is None and model.role != "ref"
+    yield (
+        model.name,
+        f"{model.path} · {size} · {model.dtype}{f', trained in {model.train_dtype}' if is_converted else ''}",
+    )
     if model.lora is not None:
         lora = model.lora
         kind = f"rank {lora.rank}, alpha {lora.alpha}" if lora.lora_path is None else f"of {lora.lora_path}"

@@ -172,7 +172,7 @@ class RLExperiment(Experiment):
                 learner = await load_learner(
                     self.cfg, launcher, self.tokenizer, self.get_model, self.get_value_model, total_steps
                 )
-            self._reserved_bytes = launcher.bytes_beside_engine(learner.checkpoint_bytes)
+            self._reserved_bytes = launcher.bytes_beside_engine(learner.update_bytes)
             async with self.playing(launcher.policy) as (engine, generator):
                 with self.open_tracker() as tracker:
                     parts = RunParts(launcher, learner, engine, generator, tracker, *data, total_steps)

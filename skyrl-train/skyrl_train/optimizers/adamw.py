@@ -72,7 +72,7 @@ class AdamW(torch.optim.AdamW):
         return moments
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient."""
         if self._is_plain:
             return super().step(closure)
@@ -127,13 +127,11 @@ class AdamW(torch.optim.AdamW):
 def _chunks(parameter: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Yield chunks of rows of this rank's part of a parameter, with the same rows of tensors of equal leading shape.
 
-    A tensor (a, b, n) has a · b rows of n values. Each chunk comes with the number of its first row in the whole tensor.
+    A tensor (a, b, n) has a · b rows of n values. A chunk comes with the number of its first row in the whole tensor.
     """
     first_row = 0
     if isinstance(parameter, DTensor):
-        _, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         first_row = offset[0] * math.prod(parameter.shape[1:-1])
     parts = []
     for tensor in (parameter, *others):

@@ -7,7 +7,7 @@ table is dynamic, i.e. finer near 0. Its k-th decade below 1 has half as many va
     signed:   64 values in (0.1, 1), 32 in (0.01, 0.1), …, 1 in (1e-7, 1e-6), the same below 0, and 0 and 1
     unsigned: 128 values in (0.1, 1), 64 in (0.01, 0.1), …, 2 in (1e-7, 1e-6), and 0 and 1
 
-Codes have the shape of the tensor and scales the shape (…, n_blocks), so both shard along dimension 0 as the tensor does.
+Codes have the shape of the tensor and scales the shape (…, n_blocks), so both shard along dimension 0 as the tensor.
 """
 
 from functools import cache

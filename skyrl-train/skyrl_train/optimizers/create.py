@@ -1,6 +1,7 @@
 """Create the optimizer of a model."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,7 @@ def create_optimizer(
     """Create the optimizer of `parameters`. Muon reads from `model` which of them are hidden matrices."""
     trained = list(parameters)
     accumulate_in_float32(trained)
-    settings = {
+    settings: dict[str, Any] = {
         "lr": spec.lr,
         "betas": spec.betas,
         "weight_decay": spec.weight_decay,

@@ -1,7 +1,7 @@
 """Stochastic rounding of float32 to bfloat16 (Gupta et al., 2015, arXiv:1502.02551).
 
-A bfloat16 number is the upper half of a float32 number. Rounding adds a random number below 2^16 to the float32 bits and
-drops the lower half. With a lower half of r, the sum carries into the upper half with probability r / 2^16, so the
+A bfloat16 number is the upper half of a float32 number. Rounding adds a random number below 2^16 to the float32 bits
+and drops the lower half. With a lower half of r, the sum carries into the upper half with probability r / 2^16, so the
 expected result is the float32 value itself:
 
     1.00390625 (0x3F80 8000), halfway between the bfloat16 neighbors 1.0 (0x3F80) and 1.0078125 (0x3F81),

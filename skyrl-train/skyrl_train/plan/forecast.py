@@ -3,20 +3,19 @@
 import math
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
-from skyrl_train.config.policy import LoraConfig
+from skyrl_train.config.policy import LoraConfig, TrainDtype
 from skyrl_train.models.weight_files import list_weight_files
 from skyrl_train.types.specs import Role, lora_spec
+from skyrl_train.types.training_memory import TrainingBytes, bytes_per_parameter
 
 BYTES = {"float32": 4, "bfloat16": 2}
-BYTES_WHEN_TRAINED = 4 * BYTES["float32"]  # weights, gradients and the two moments of AdamW
-COPIES_IN_CHECKPOINT = 3  # weights and moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,9 @@ class PlannedModel:
     n_parameters: int | None = None
     """None: unknown before the download."""
     n_trained: int | None = None
+    train_dtype: TrainDtype = "float32"
+    training: TrainingBytes = field(default_factory=lambda: bytes_per_parameter("float32", "adamw"))
+    """Bytes per trained parameter."""
 
     @property
     def name(self) -> str:
@@ -39,7 +41,7 @@ class PlannedModel:
     @property
     def checkpoint_bytes(self) -> int:
         """Size of what is trained in a checkpoint: values and moments."""
-        return (self.n_trained or 0) * BYTES["float32"] * COPIES_IN_CHECKPOINT
+        return round((self.n_trained or 0) * self.training.in_checkpoint)
 
     @property
     def weight_bytes(self) -> int:
@@ -48,25 +50,25 @@ class PlannedModel:
 
     @property
     def training_bytes(self) -> int:
-        """Memory for weights, gradients and optimizer state."""
-        frozen = self.weight_bytes if self.lora or self.role == "ref" else 0
-        return (self.n_trained or 0) * BYTES_WHEN_TRAINED + frozen
+        """Memory of a device for weights, gradients and optimizer state."""
+        return self.loaded_bytes + round((self.n_trained or 0) * (self.training.gradients + self.training.moments))
 
     @property
     def loaded_bytes(self) -> int:
-        """Memory for the weights alone. Trained weights are float32."""
-        return self.training_bytes - self.checkpoint_bytes
+        """Memory of a device for the weights alone."""
+        frozen = self.weight_bytes if self.lora or self.role == "ref" else 0
+        return round((self.n_trained or 0) * self.training.weights) + frozen
 
     @property
     def idle_bytes(self) -> int:
         """Memory for weights and optimizer state. Gradients exist only during updates."""
-        return self.training_bytes - self.checkpoint_bytes // COPIES_IN_CHECKPOINT
+        return self.training_bytes - round((self.n_trained or 0) * self.training.gradients)
 
     @property
     def export_bytes(self) -> int:
         """Size of an export: the weights, or the adapter alone."""
         is_adapter = self.lora is not None and not self.lora.merge_on_export
-        return self.checkpoint_bytes // COPIES_IN_CHECKPOINT if is_adapter else self.weight_bytes
+        return (self.n_trained or 0) * BYTES["float32"] if is_adapter else self.weight_bytes
 
 
 def plan_model(role: Role, trainer: Any) -> PlannedModel:
@@ -81,7 +83,11 @@ def plan_model(role: Role, trainer: Any) -> PlannedModel:
 
         n_trained = count_trained(section.path, lora, role)
     adapter = None if lora is None else lora.config
-    return PlannedModel(role, section.path, section.dtype, adapter, n_parameters, n_trained)
+    optimizer = (trainer.critic if role == "critic" else trainer.policy).optimizer_config
+    training = bytes_per_parameter(section.train_dtype, optimizer.name, cpu_offload=optimizer.cpu_offload)
+    return PlannedModel(
+        role, section.path, section.dtype, adapter, n_parameters, n_trained, section.train_dtype, training
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from skyrl_train.config.policy import OptimizerName, TrainDtype
 
@@ -41,10 +41,24 @@ class TrainingBytes:
         """Bytes in host memory during an update."""
         return self.host_weights + self.host_gradients + self.host_moments
 
+    def scaled(self, factor: float) -> "TrainingBytes":
+        """Return the bytes of `factor` times as many parameters."""
+        return TrainingBytes(*(factor * value for value in astuple(self)))
+
     @property
     def in_checkpoint(self) -> float:
         """Bytes in a checkpoint: the weights, or their master copies, and the moments."""
         return (self.host_weights or self.weights) + self.moments + self.host_moments
+
+
+def bytes_per_parameter(dtype: TrainDtype, optimizer: OptimizerName, *, cpu_offload: bool = False) -> TrainingBytes:
+    """Return the mean bytes per trained parameter of a model whose shapes are unknown: those of a typical matrix.
+
+    >>> bytes_per_parameter("bfloat16", "adamw_8bit").on_device
+    8.03125
+    """
+    whole = training_bytes(dtype, optimizer, cpu_offload=cpu_offload, shape=TYPICAL_SHAPE)
+    return whole.scaled(1 / math.prod(TYPICAL_SHAPE))
 
 
 def training_bytes(
@@ -52,16 +66,13 @@ def training_bytes(
     optimizer: OptimizerName,
     *,
     cpu_offload: bool = False,
-    shape: Sequence[int] = TYPICAL_SHAPE,
+    shape: Sequence[int],
     is_hidden_matrix: bool = True,
 ) -> TrainingBytes:
     """Return the bytes of a trained parameter of `shape`.
 
     Gradients are float32. With `cpu_offload`, a gradient leaves the device as soon as it is complete, so the device
     holds one at a time, which is not counted. Muon has one moment of a hidden matrix, and two of all other parameters.
-
-    >>> {name: training_bytes("bfloat16", name).on_device / 2048**2 for name in ("adamw", "adamw_8bit", "muon")}
-    {'adamw': 14.0, 'adamw_8bit': 8.03125, 'muon': 10.0}
     """
     n = math.prod(shape)
     weights = n * (4 if dtype == "float32" else 2)

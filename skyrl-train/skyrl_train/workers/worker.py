@@ -37,7 +37,7 @@ from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
 from skyrl_train.optimizers import HostWeights, create_optimizer, hidden_matrices
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelPart, ModelSpec, OptimizerSpec, SyncKind, TensorSpec, absolute
-from skyrl_train.types.training_memory import training_bytes
+from skyrl_train.types.training_memory import TrainingBytes, training_bytes
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan, send
 from skyrl_train.weight_sync.transfer import SentWeights
 from skyrl_train.workers.random_state import random_state, set_random_state
@@ -81,7 +81,8 @@ class ModelFacts:
     n_embeddings: int  # rows of the input embedding
     n_trained: int  # trained parameters
     n_parameters: int
-    checkpoint_bytes: int  # estimate: trained weights with two moments each, and frozen weights
+    checkpoint_bytes: int  # estimate: trained weights with their moments, and frozen weights
+    update_bytes: int  # gradients and moments on the device, which the first update allocates
     shares_prefixes: bool
     """True if prefixes shared within a micro-batch are computed once."""
     max_tokens_per_micro_batch: int
@@ -160,28 +161,38 @@ class Worker:
         checkpoint_bytes = sum(
             p.numel() * p.dtype.itemsize * n_frozen_copies for p in model.parameters() if not p.requires_grad
         )
-        if self._spec.optimizer is not None:
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            matrices = set(hidden_matrices(trained, model))
-            for parameter in trained:
-                checkpoint_bytes += round(
-                    training_bytes(
-                        "float32" if parameter.dtype == torch.float32 else "bfloat16",
-                        self._spec.optimizer.name,
-                        cpu_offload=self._spec.optimizer.cpu_offload,
-                        shape=parameter.shape,
-                        is_hidden_matrix=parameter in matrices,
-                    ).in_checkpoint
-                )
+        update_bytes = 0
+        for part in self._training_bytes():
+            checkpoint_bytes += round(part.in_checkpoint)
+            is_on_host = self._strategy.world.device == "cpu"
+            update_bytes += round(part.gradients + part.moments)
+            update_bytes += round(part.host_gradients + part.host_moments) if is_on_host else 0
         return ModelFacts(
             n_embeddings=len(model.get_input_embeddings().weight),
             n_trained=n_trained,
             n_parameters=n_parameters,
             checkpoint_bytes=checkpoint_bytes,
+            update_bytes=update_bytes,
             shares_prefixes=self.module.shares_prefixes,
             max_tokens_per_micro_batch=self._spec.max_tokens_per_micro_batch
             or default_max_tokens(model.config, torch.device(self._strategy.world.device)),
         )
+
+    def _training_bytes(self) -> Iterator[TrainingBytes]:
+        """Yield the bytes of each whole trained parameter."""
+        model, optimizer = self.module.hf_model, self._spec.optimizer
+        if optimizer is None:
+            return
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        matrices = set(hidden_matrices(trained, model))
+        for parameter in trained:
+            yield training_bytes(
+                "bfloat16" if parameter.dtype == torch.bfloat16 else "float32",
+                optimizer.name,
+                cpu_offload=optimizer.cpu_offload,
+                shape=parameter.shape,
+                is_hidden_matrix=parameter in matrices,
+            )
 
     @requires("weights")
     def score(self, shard: Shard, adapter: bool = True) -> dict[str, torch.Tensor]:

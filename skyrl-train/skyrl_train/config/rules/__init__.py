@@ -11,6 +11,7 @@ from skyrl_train.config.rules import algorithm, data, engine, placement, run
 RUN_RULES: tuple[Rule, ...] = (
     placement.launcher_starts_every_process,
     placement.strategy_fits_the_models,
+    placement.strategy_can_save_memory,
     placement.memory_settings_fit_the_ranks,
     run.optimizers_can_learn,
     run.adapters_are_possible,

@@ -173,48 +173,58 @@ def strategy_fits_the_models(cfg: Any) -> Iterator[str]:
             )
 
 
-def memory_settings_fit_the_ranks(cfg: Any) -> Iterator[str]:
-    """Reject settings of low-memory training that the strategy or several ranks do not support."""
+def _trained_models(trainer: RunConfig) -> list[tuple[PlacedRole, Any]]:
+    """Return the trained models of a run with their sections."""
+    models = _models(trainer).items()
+    return [(role, section) for role, section in models if role != "ref" and section.model.path is not None]
+
+
+def strategy_can_save_memory(cfg: Any) -> Iterator[str]:
+    """Reject settings of low-memory training that Megatron-Core does not support."""
     trainer: RunConfig = cfg.trainer
-    is_model_parallel, trained = trainer.strategy_traits.is_model_parallel, set(get_args(PlacedRole)) - {"ref"}
-    for role, section in _models(trainer).items():
-        if role not in trained or section.model.path is None:
+    if not trainer.strategy_traits.is_model_parallel:
+        return
+    settings: dict[str, Any] = {"trainer.activation_offload": False}
+    for role, _ in _trained_models(trainer):
+        optimizer = f"trainer.{role}.optimizer_config"
+        settings |= {f"trainer.{role}.model.train_dtype": "float32"}
+        settings |= {f"{optimizer}.name": "adamw", f"{optimizer}.cpu_offload": False}
+    for key, default in settings.items():
+        if (value := value_at(cfg, key)) != default:
+            yield (
+                f"{key}={show(value)} needs trainer.strategy=fsdp2, not {trainer.strategy}; set "
+                f"trainer.strategy=fsdp2, or {key}={show(default)}"
+            )
+
+
+def memory_settings_fit_the_ranks(cfg: Any) -> Iterator[str]:
+    """Reject settings of low-memory training that several ranks do not support."""
+    trainer: RunConfig = cfg.trainer
+    for role, section in _trained_models(trainer):
+        n_ranks = _count_ranks(trainer.placement, role)
+        if n_ranks == 1 or trainer.strategy_traits.is_model_parallel:
             continue
-        key, optimizer, n_ranks = f"trainer.{role}", section.optimizer_config, _count_ranks(trainer.placement, role)
-        model_key, optimizer_key = f"{key}.model", f"{key}.optimizer_config"
-        if is_model_parallel:
-            for name, value, default in (
-                (f"{model_key}.train_dtype", section.model.train_dtype, "float32"),
-                (f"{optimizer_key}.name", optimizer.name, "adamw"),
-                (f"{optimizer_key}.cpu_offload", optimizer.cpu_offload, False),
-                ("trainer.activation_offload", trainer.activation_offload, False),
-            ):
-                if value != default:
-                    yield (
-                        f"{name}={show(value)} needs trainer.strategy=fsdp2, not {trainer.strategy}; set "
-                        f"trainer.strategy=fsdp2, or {name}={show(default)}"
-                    )
-        elif n_ranks > 1:
-            if optimizer.cpu_offload:
-                yield (
-                    f"{optimizer_key}.cpu_offload=true is for a single rank, and the {role} has {n_ranks}; set "
-                    f"{optimizer_key}.cpu_offload=false and {key}.fsdp_config.cpu_offload=true"
-                )
-            if optimizer.name == "muon":
-                yield (
-                    f"{optimizer_key}.name=muon needs whole matrices, but the {n_ranks} ranks of the {role} shard them; "
-                    f"set {optimizer_key}.name=adamw or adamw_8bit"
-                )
-            if section.model.train_dtype == "bfloat16" and section.fsdp_config.param_dtype == "float32":
-                yield (
-                    f"{key}.fsdp_config.param_dtype=float32 with {model_key}.train_dtype=bfloat16 would compute in "
-                    f"another dtype than the weights; set {key}.fsdp_config.param_dtype=auto"
-                )
-            if trainer.activation_offload:
-                yield (
-                    f"trainer.activation_offload=true needs a single rank per model, and the {role} has {n_ranks}; set "
-                    "trainer.activation_offload=false and trainer.gradient_checkpointing=true"
-                )
+        key, optimizer = f"trainer.{role}", section.optimizer_config
+        if optimizer.cpu_offload:
+            yield (
+                f"{key}.optimizer_config.cpu_offload=true is for a single rank, and the {role} has {n_ranks}; set "
+                f"{key}.optimizer_config.cpu_offload=false and {key}.fsdp_config.cpu_offload=true"
+            )
+        if optimizer.name == "muon":
+            yield (
+                f"{key}.optimizer_config.name=muon needs whole matrices, but the {n_ranks} ranks of the {role} shard "
+                f"them; set {key}.optimizer_config.name=adamw or adamw_8bit"
+            )
+        if section.model.train_dtype == "bfloat16" and section.fsdp_config.param_dtype == "float32":
+            yield (
+                f"{key}.fsdp_config.param_dtype=float32 with {key}.model.train_dtype=bfloat16 would compute in another "
+                f"dtype than the weights; set {key}.fsdp_config.param_dtype=auto"
+            )
+        if trainer.activation_offload:
+            yield (
+                f"trainer.activation_offload=true needs a single rank per model, and the {role} has {n_ranks}; set "
+                "trainer.activation_offload=false and trainer.gradient_checkpointing=true"
+            )
 
 
 def _models(trainer: RunConfig) -> dict[PlacedRole, Any]:

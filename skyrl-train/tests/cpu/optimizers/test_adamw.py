@@ -48,9 +48,7 @@ def test_updates_below_the_distance_of_bfloat16_numbers_are_kept_on_average() ->
 
 
 @pytest.mark.parametrize("quantizes_moments", [False, True])
-def test_a_step_does_not_depend_on_the_size_of_chunks(
-    monkeypatch: pytest.MonkeyPatch, quantizes_moments: bool
-) -> None:
+def test_a_step_does_not_depend_on_the_size_of_chunks(monkeypatch: pytest.MonkeyPatch, quantizes_moments: bool) -> None:
     """Also compare with PyTorch: the first step has exact moments, whatever their dtype."""
     results = []
     for chunk in (1 << 21, 1000):

@@ -54,9 +54,7 @@ def test_a_run_resumes_bit_for_bit_in_the_planned_memory(
     weights = list(first.model.parameters())
     name, is_offloaded = optimizer["name"], optimizer.get("cpu_offload", False)
     planned = [
-        training_bytes(
-            dtype, name, cpu_offload=is_offloaded, shape=weight.shape, is_hidden_matrix=weight in matrices
-        )
+        training_bytes(dtype, name, cpu_offload=is_offloaded, shape=weight.shape, is_hidden_matrix=weight in matrices)
         for weight in weights
     ]
     updated = first.optimizer.param_groups[0]["params"]
@@ -67,7 +65,11 @@ def test_a_run_resumes_bit_for_bit_in_the_planned_memory(
     if is_offloaded:
         assert sum(part.host_weights for part in planned) == sum(weight.nbytes for weight in updated)
         assert sum(part.host_gradients for part in planned) == sum(weight.grad.nbytes for weight in updated)
-    assert first.worker.facts().checkpoint_bytes == sum(part.in_checkpoint for part in planned)
+    facts = first.worker.facts()
+    assert facts.checkpoint_bytes == sum(part.in_checkpoint for part in planned)
+    assert facts.update_bytes == sum(
+        part.on_device + part.on_host - part.weights - part.host_weights for part in planned
+    )
     for weight in updated:
         weight.grad = None
 
@@ -126,7 +128,11 @@ def test_gradients_of_bfloat16_weights_are_added_up_in_float32(model: PreTrained
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
-        (("float32", "adamw"), ("float32", "adamw_8bit"), "optimizer_config.name=adamw, but this run has name=adamw_8bit"),
+        (
+            ("float32", "adamw"),
+            ("float32", "adamw_8bit"),
+            "optimizer_config.name=adamw, but this run has name=adamw_8bit",
+        ),
         (("bfloat16", "adamw_8bit"), ("bfloat16", "muon"), "name=adamw_8bit, but this run has name=muon"),
         (("float32", "adamw"), ("bfloat16", "adamw"), "trained weights are float32, but .* model.train_dtype=bfloat16"),
     ],
@@ -157,13 +163,13 @@ def test_offloaded_activations_give_the_same_gradient(model: PreTrainedModel, mo
     gradients = []
     for is_offloaded in (False, True):
         trained = copy.deepcopy(model)
-        hidden = []
-        hook = trained.model.norm.register_forward_hook(lambda *args: hidden.append(args[2]))
+        outputs: list[torch.Tensor] = []
+        hook = trained.model.norm.register_forward_hook(lambda *args, outputs=outputs: outputs.append(args[2]))
         if is_offloaded:
             with activations_in_host_memory(trained):
                 loss = trained(BATCHES[0].sequences).logits.square().mean()
             with torch.no_grad():
-                hidden[0].zero_()  # the backward pass reads its copy
+                outputs[0].zero_()  # the backward pass reads its copy
         else:
             loss = trained(BATCHES[0].sequences).logits.square().mean()
         hook.remove()
