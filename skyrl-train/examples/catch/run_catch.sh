@@ -35,8 +35,10 @@ if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
     trainer.policy_mini_batch_size=32
     trainer.critic_mini_batch_size=32
     generator.n_samples_per_prompt=4
-    generator.gpu_memory_utilization=0.8
   )
+  if [[ "$*" != *preset=* ]]; then
+    MODEL+=(+preset=auto) # settings that fit the memory of this machine
+  fi
   if [[ "$*" == *generator.backend=* ]]; then
     : # the caller has chosen
   elif has vllm; then

@@ -7,7 +7,10 @@ get past it, so the RL YAML includes `OPEN_SECTIONS`. `load_config` then resolve
 for a mistyped one.
 """
 
+import logging
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +31,14 @@ from skyrl_train.config.problems import FIELDS, Fields, Rule, did_you_mean, rais
 from skyrl_train.config.root import SkyRLConfig
 from skyrl_train.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 config_dir = str(Path(__file__).parent)
 """The folder that `@hydra.main(config_path=config_dir, config_name="ppo_base_config")` reads."""
+
+PRESET = "preset"
+PRESETS = sorted(path.stem for path in (Path(__file__).parent / PRESET).glob("*.yaml"))
+"""Values of `+preset=NAME`: settings for a kind of machine, which other settings override."""
 
 OPEN_SECTIONS = DictConfig({name: DictConfig({}, flags={"struct": False}) for name in SkyRLConfig.model_fields})
 ConfigStore.instance().store(name="open_sections", node=OPEN_SECTIONS)
@@ -50,8 +59,9 @@ def parse_cli(argv: Sequence[str], extra_rules: tuple[Rule, ...] = (), file: Pat
 def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] = (), file: Path | None = None) -> C:
     """Parse a command line as `parse_cli` does, for any kind of run. Overrides then change the file's settings."""
     raise_problems(sentence for text in _join_flags(argv) for sentence in _not_one_override(text, schema.fields))
-    of_hydra = [text for text in argv if is_of_hydra(parse_override(text))]
-    overrides = [parse_override(text) for text in argv if text not in of_hydra]
+    overrides = [parse_override(text) for text in argv]
+    of_hydra = [_with_preset(override, schema) for override in overrides if is_of_hydra(override)]
+    overrides = [override for override in overrides if not is_of_hydra(override)]
     from_file = {} if file is None else _read_yaml(file)
     problems: list[str] = []
     defaults = OmegaConf.to_container(compose_config(of_hydra, schema.config_name))
@@ -63,6 +73,44 @@ def parse(argv: Sequence[str], schema: Schema[C], extra_rules: tuple[Rule, ...] 
         problems += _apply(override, settings, schema.fields)
     raise_problems(problems)
     return validate(settings, schema, extra_rules, positions)
+
+
+def _with_preset(override: Override, schema: Schema[C]) -> str:
+    """Return the text of one of Hydra's overrides. `+preset=auto` names the preset of this machine.
+
+    Raise ConfigError if there is no such preset, or if it has no settings for this kind of run.
+    """
+    text = str(override.input_line)
+    if override.key_or_group != PRESET:
+        return text
+    name = override.value()
+    if schema.config_name != RL.config_name:
+        raise ConfigError(f"{text}: presets are for reinforcement learning; set the keys one by one")
+    if name == "auto":
+        name = _choose_preset()
+        logger.info("This machine takes the settings of preset=%s", name)
+    if name not in PRESETS:
+        raise ConfigError(f"{text}: there is no such preset; use one of auto, {', '.join(PRESETS)}")
+    return f"+{PRESET}={name}"
+
+
+def _choose_preset() -> str:
+    """Return the name of the preset for the GPUs that `nvidia-smi` lists, without waiting for PyTorch to load."""
+    try:
+        query = [
+            shutil.which("nvidia-smi") or "nvidia-smi",
+            "--query-gpu=memory.total",
+            "--format=csv,noheader,nounits",
+        ]
+        output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "cpu_tiny"
+    sizes = [int(line) for line in output.split() if line.isdigit()]  # MiB
+    if not sizes:
+        return "cpu_tiny"
+    if len(sizes) >= 8:
+        return "eight_gpu"
+    return "single_gpu_80gb" if min(sizes) > 70_000 else "single_gpu_24gb"
 
 
 def _read_yaml(file: Path) -> dict[Any, Any]:
@@ -179,8 +227,9 @@ def quote_home(text: str) -> str:
 
 
 def is_of_hydra(override: Override) -> bool:
-    """Return True for Hydra's own keys."""
-    return str(override.key_or_group).startswith(("hydra.", "hydra/"))
+    """Return True for Hydra's own keys, and for `+preset=NAME`, which Hydra reads from the folder `config/preset`."""
+    key = str(override.key_or_group)
+    return key == PRESET or key.startswith(("hydra.", "hydra/"))
 
 
 def is_override(text: str) -> bool:

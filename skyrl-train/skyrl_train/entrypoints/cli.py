@@ -20,6 +20,7 @@ from skyrl_train.entrypoints.start import (
     RUN_SETTINGS,
     SUPERVISED,
     DryRun,
+    Fit,
     PrintConfig,
     Program,
     start_rl,
@@ -90,6 +91,7 @@ def train(
     config: ConfigFile = None,
     dry_run: DryRun = False,
     print_config: PrintConfig = False,
+    fit: Fit = False,
     help: Help = False,
     is_checked: Annotated[
         bool, typer.Option("--checked", hidden=True, help="Another process has checked the settings and logged them.")
@@ -102,9 +104,10 @@ def train(
     if help:
         _print_help(context, overrides)
     elif command in SUPERVISED:
-        start_supervised(command, overrides or [], config, print_config, dry_run, is_checked=is_checked)
+        start_supervised(command, overrides or [], config, print_config, dry_run, fit=fit, is_checked=is_checked)
     else:
-        start_rl(overrides or [], config, print_config, dry_run, trains=True, program=context.obj or Program())
+        program = context.obj or Program()
+        start_rl(overrides or [], config, print_config, dry_run, trains=True, fit=fit, program=program)
 
 
 for _name, _help in {
@@ -130,6 +133,38 @@ def generate(
         _print_help(context, overrides)
     else:
         start_rl(overrides or [], config, print_config, dry_run=False, trains=False)
+
+
+@app.command(context_settings=RUN_SETTINGS)
+@as_command
+def plan(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Plan for this GPU, e.g. 4090 or H100.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Plan for a GPU with this much free memory.")
+    ] = None,
+    host_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Plan for a node with this much free memory.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Price of a GPU and hour, for the cost of a step.")] = None,
+    fit: Fit = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the memory as PNG or SVG.")] = None,
+    command: Annotated[str, typer.Option(help="Kind of run: train, sft, dpo or reward.")] = "train",
+) -> None:
+    """Show the memory, time and cost of a run, on this machine or another, without loading a model.
+
+    If the run does not fit, the plan names the cheapest settings with which it does. The exit status is then 1.
+    """
+    from skyrl_train.entrypoints.start import parse_for_plan
+
+    cfg = parse_for_plan(command, overrides or [], config)
+    with importing_torch():
+        from skyrl_train.entrypoints.memory_plan import choose_hardware, show_plan
+
+    hardware = choose_hardware(gpu, gpu_memory, host_memory)
+    show_plan(cfg, hardware, price=price, applies_fit=fit, as_json=as_json, picture=picture)
 
 
 @app.command(context_settings=RUN_SETTINGS)

@@ -12,21 +12,16 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.supervised import DPOTrainerConfig, PreferenceDataConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
+from skyrl_train.entrypoints.memory_plan import find_hardware, plan_run, warn_of_shortage
 from skyrl_train.entrypoints.preflight import read_context_length
-from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.errors import CheckpointError
 from skyrl_train.plan import RunPlan, TrainingPlan
 from skyrl_train.plan.forecast import PlannedModel, format_bytes, format_count, free_bytes
+from skyrl_train.plan.memory import forecast_memory
 from skyrl_train.plan.run_plan import Ranks
 from skyrl_train.types.specs import lora_spec
 
 logger = logging.getLogger(__name__)
-
-
-def plan_run(cfg: SkyRLConfig) -> RunPlan:
-    """Return the plan of a run on this machine."""
-    import torch  # slow, so only after the configuration is checked
-
-    return RunPlan(cfg, torch.cuda.is_available())
 
 
 def describe_plan(plan: RunPlan) -> str:
@@ -110,7 +105,7 @@ def describe_supervised_plan(plan: TrainingPlan) -> str:
         processes = _describe_processes(plan)
     else:
         processes = "1"
-    lines += [_describe_device(), ("processes", processes), *_describe_storage(plan, "activations", ranks)]
+    lines += [_describe_device(), ("processes", processes), *_describe_storage(plan, ranks)]
     return _format_plan(lines)
 
 
@@ -200,38 +195,28 @@ def _describe_resources(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "engine", f"{name} at {', '.join(servers)}"
     else:
         yield "engine", f"{name} · {generator.gpu_memory_utilization:.0%} of the memory {rest}"
-    on_top = "activations and the key-value cache"
-    if plan.engine_bytes and not ranks:
-        on_top = f"activations, {format_bytes(plan.engine_bytes)} for the engine's weights, and the key-value cache"
-    if plan.offloads_idle and plan.has_known_sizes:
-        shares = {model: 1 / plan.count_shards(model, ranks) if ranks else 1.0 for model in plan.models}
-        _, n_per_node = ranks.get("policy", (1, 1))
-        loaded = shares[plan.models[0]] * plan.models[0].loaded_bytes
-        offloaded = sum(share * model.idle_bytes for model, share in shares.items()) + plan.engine_bytes
-        if len(shares) == 1:  # the policy's weights leave the device only for other models
-            offloaded -= loaded
-        yield (
-            "offloading",
-            f"{format_bytes(n_per_node * offloaded)} of host memory on each node for idle models and engines; "
-            f"{format_bytes(loaded)} of the policy's weights stay on each device beside the engine",
-        )
-    yield from _describe_storage(plan, on_top, ranks)
+    yield from _describe_storage(plan, ranks)
 
 
-def _describe_storage(plan: TrainingPlan, and_on_top: str, ranks: Ranks) -> Iterator[tuple[str, str]]:
+def _describe_storage(plan: TrainingPlan, ranks: Ranks) -> Iterator[tuple[str, str]]:
     """Yield memory, disk and run folder of a run, with `ranks` if it takes several processes."""
     trainer, models = plan.cfg.trainer, plan.models
     if not plan.has_known_sizes:
         yield "memory", "unknown before the download"
     else:
         n_bytes = format_bytes(sum(model.training_bytes for model in models))
-        yield "memory", f"{n_bytes} for weights, gradients and optimizer; {and_on_top} come on top"
+        yield "memory", f"{n_bytes} for weights, gradients and optimizer"
         if ranks:
             shards = (f"{m.name} {format_bytes(m.training_bytes / plan.count_shards(m, ranks))}" for m in models)
             engine = f"; engine {format_bytes(plan.engine_bytes)}" if plan.engine_bytes else ""
             yield "per process", f"{', '.join(shards)}{engine}"
-        if (memory := plan.forecast_memory()) is not None and memory.shortage is not None:
-            yield "warning", memory.shortage
+        hardware = find_hardware(plan)
+        if hardware is not None and (memory := forecast_memory(plan, hardware)) is not None:
+            for place in memory.places:
+                phase, peak = memory.peak(place)
+                where = "the GPU" if place == "device" else "the host"
+                free = format_bytes(memory.capacity(place))
+                yield "", f"{format_bytes(peak)} of {where} at the peak ({phase}), {free} free; details: skyrl plan"
         if (disk := plan.forecast_disk()) is not None and disk.total_bytes:
             yield "disk", f"{disk.describe()} · {format_bytes(free_bytes(trainer.ckpt_path))} free"
     yield "run folder", trainer.run_dir
@@ -259,28 +244,16 @@ def print_plan(cfg: SkyRLConfig | SupervisedConfig, *, is_custom: bool) -> None:
 
     An `is_custom` experiment may load other models and read other data, so only the disk is checked.
     """
-    plan = plan_run(cfg) if isinstance(cfg, SkyRLConfig) else TrainingPlan(cfg)
+    longest_prompt = None
+    if isinstance(cfg, SkyRLConfig) and not is_custom:
+        from skyrl_train.entrypoints.prompts import check_prompts
+
+        longest_prompt = check_prompts(cfg)
+    plan = plan_run(cfg, longest_prompt=longest_prompt)
     print(describe_plan(plan) if isinstance(plan, RunPlan) else describe_supervised_plan(plan))
     check_disk(plan)
     if not is_custom:
-        check_memory(plan)
-        if isinstance(cfg, SkyRLConfig):
-            from skyrl_train.entrypoints.prompts import check_prompts
-
-            check_prompts(cfg)
-
-
-def check_memory(plan: TrainingPlan) -> None:
-    """Raise ConfigError if the models certainly do not fit into the free memory.
-
-    Log a warning if they may not fit, or with `trainer.preflight=warn`.
-    """
-    memory = plan.forecast_memory()
-    if memory is None or memory.shortage is None:
-        return
-    if plan.cfg.trainer.preflight == "error" and memory.is_certain:
-        raise ConfigError(f"{memory.shortage}. Set trainer.preflight=warn to run anyway")
-    logger.warning("Out of memory is likely: %s", memory.shortage)
+        warn_of_shortage(plan)
 
 
 def check_disk(plan: TrainingPlan) -> None:

@@ -16,11 +16,12 @@ from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, find_credential
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints import providers
 from skyrl_train.entrypoints.command import parse_cli
-from skyrl_train.entrypoints.describe_plan import plan_run
+from skyrl_train.entrypoints.memory_plan import check_memory, find_hardware, plan_run
 from skyrl_train.entrypoints.preflight import check_data, find_missing
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.plan import RunPlan
+from skyrl_train.plan import TrainingPlan
 from skyrl_train.plan.forecast import format_bytes, free_bytes
+from skyrl_train.plan.memory import forecast_memory
 
 RAY_PORT = 6379
 TIMEOUT_S = 30.0
@@ -108,7 +109,7 @@ def _check_data(cfg: SkyRLConfig) -> Iterator[CheckResult]:
         yield CheckResult("data", "warning", "rows on the Hub, or of a custom class, are checked when the run starts")
 
 
-def _check_disk(plan: RunPlan, *, counts_steps: bool) -> CheckResult:
+def _check_disk(plan: TrainingPlan, *, counts_steps: bool) -> CheckResult:
     forecast = plan.forecast_disk(counts_steps=counts_steps)
     if forecast is None:
         return CheckResult("disk", "warning", "the size of the model is unknown before the download")
@@ -122,7 +123,7 @@ def _check_disk(plan: RunPlan, *, counts_steps: bool) -> CheckResult:
     return CheckResult("disk", "ok", text)
 
 
-def _check_memory(plan: RunPlan) -> CheckResult:
+def _check_memory(plan: TrainingPlan) -> CheckResult:
     import torch
 
     n_gpus, n_configured = torch.cuda.device_count(), plan.cfg.trainer.placement.size("policy")[1]
@@ -133,15 +134,18 @@ def _check_memory(plan: RunPlan) -> CheckResult:
     device = f"{n_gpus} × {torch.cuda.get_device_name(0)}" if n_gpus else "no GPU: the run uses the CPU"
     if not plan.has_known_sizes:
         return CheckResult("memory", "warning", f"{device} · the size of the model is unknown before the download")
-    memory = plan.forecast_memory()
+    hardware = find_hardware(plan)
+    memory = None if hardware is None else forecast_memory(plan, hardware)
     if memory is None:
         reason = "training may be on other machines of a Ray cluster, or the driver does not report it"
         return CheckResult("memory", "warning", f"{device} · the free memory is unknown: {reason}")
-    if memory.shortage is not None:
-        text, _, fix = memory.shortage.partition(": ")
-        return CheckResult("memory", "failed", f"{device} · {text}", fix)
-    needed, free = format_bytes(memory.needed_bytes), format_bytes(memory.free_bytes)
-    return CheckResult("memory", "ok", f"{device} · {needed} for training, without activations · {free} free")
+    if (found := check_memory(plan)) is not None:
+        text, _, fix = found[0].partition(": ")
+        return CheckResult("memory", "failed" if found[1] else "warning", f"{device} · {text}", fix)
+    peaks = (
+        f"{format_bytes(memory.peak(place)[1])} of {format_bytes(memory.capacity(place))}" for place in memory.places
+    )
+    return CheckResult("memory", "ok", f"{device} · {' and '.join(peaks)} at the peak")
 
 
 def _check_storage(cfg: SkyRLConfig) -> Iterator[CheckResult]:

@@ -23,6 +23,7 @@ from skyrl_train.models.loading import POLICY_PATH, default_device
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.models.quantization import quantize_base
 from skyrl_train.plan import RunPlan
+from skyrl_train.plan.hardware import free_host_bytes
 from skyrl_train.types.specs import lora_spec
 from skyrl_train.weight_sync import SyncOptions
 from skyrl_train.weight_sync.base import Transport
@@ -53,8 +54,7 @@ def new_engine(
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
     else:
-        memory = psutil.virtual_memory()
-        free, total = memory.available, memory.total
+        free, total = free_host_bytes(), psutil.virtual_memory().total
     n_sharing = 1 if torch.cuda.is_available() else generator.num_inference_engines  # each GPU has one engine
     usable = int(max(free - reserved_bytes, 0) * generator.gpu_memory_utilization) // n_sharing
     start: Callable[[EngineSetup], InferenceEngine] = load_attribute(generator.engine.start)

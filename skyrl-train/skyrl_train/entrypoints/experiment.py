@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from skyrl_train.dataset.order import PromptOrder
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
-from skyrl_train.entrypoints.describe_plan import check_memory
 from skyrl_train.entrypoints.engine import engine_sync, load_engine_model, new_engine, sync_options
 from skyrl_train.entrypoints.load_learner import load_learner
+from skyrl_train.entrypoints.memory_plan import warn_of_shortage
 from skyrl_train.entrypoints.parts import RunParts, check_reward_functions, open_source, step_callbacks
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.entrypoints.prompts import (
@@ -166,7 +167,8 @@ class RLExperiment(Experiment):
         data = (prompts, train_dataset, eval_dataset, curriculum_callbacks(self.cfg, prompts))
         total_steps = limit_steps(cfg, prompts.batches_per_epoch)
         if not self.replaces("get_model", "get_value_model"):
-            check_memory(self.plan)
+            longest = train_dataset.longest_prompt if isinstance(train_dataset, PromptDataset) else None
+            warn_of_shortage(replace(self.plan, longest_prompt=longest))
         async with self.launching(self.plan, self.plan.roles, sync_options(self.cfg.generator)) as launcher:
             with (loading := StepTimer())("load"):
                 learner = await load_learner(

@@ -111,8 +111,10 @@ def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
     check_environments(rows, cfg.environment, cfg.generator.max_turns, is_complete=is_complete)
 
 
-def check_prompts(cfg: SkyRLConfig) -> None:
+def check_prompts(cfg: SkyRLConfig) -> int | None:
     """Render the prompts of the data files, or check the rows of a custom class, if the tokenizer is on this machine.
+
+    Return the tokens of the longest training prompt, or None if they are unknown.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded or has no chat template, or the custom class rejects its options.
@@ -120,14 +122,17 @@ def check_prompts(cfg: SkyRLConfig) -> None:
     """
     data = cfg.data
     if not Path(cfg.trainer.policy.model.path).is_dir():
-        return
+        return None
     tokenizer = load_policy_tokenizer(cfg)
     splits: dict[Split, list[str]] = {"train": data.train_data}
     if cfg.trainer.eval_interval > 0:
         splits["validation"] = data.val_data
     if data.custom_cls.path is not None:
         check_rows(cfg, [open_prompts(cfg, tokenizer, split) for split in splits])
-        return
+        return None
+    longest = None
     for split, sources in splits.items():
         if sources and all(local_path(source) is not None for source in sources):
-            open_prompts(cfg, tokenizer, split)
+            dataset = open_prompts(cfg, tokenizer, split)
+            longest = dataset.longest_prompt if split == "train" else longest
+    return longest

@@ -14,8 +14,8 @@ from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.supervised import SFT, DPOTrainerConfig, SupervisedConfig
 from skyrl_train.dataset.supervised import ConversationEncoder, SegmentReader, SupervisedDataset, build_segments
 from skyrl_train.entrypoints.base import Experiment, train
-from skyrl_train.entrypoints.describe_plan import check_memory
 from skyrl_train.entrypoints.load_learner import ModelLoader
+from skyrl_train.entrypoints.memory_plan import warn_of_shortage
 from skyrl_train.entrypoints.preflight import find_long_rows
 from skyrl_train.inference_engines.sequence import all_eos_ids
 from skyrl_train.launch.launcher import started
@@ -100,7 +100,7 @@ class SupervisedExp(Experiment):
         val_dataset = self.get_dataset(data.val_data) if cfg.eval_interval > 0 and data.val_data else None
         total_steps = limit_steps(cfg, rows.order.batches_per_epoch)
         if not self.replaces("get_model"):
-            check_memory(plan)
+            warn_of_shortage(plan)
         async with started(self.new_model_launcher(plan.roles)) as launcher:
             loader, role, objective = ModelLoader(cfg, launcher, self.tokenizer), plan.roles[0], self.get_objective()
             with (loading := StepTimer())("load"):

@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from skyrl_gym.envs.entry_point import load_attribute
-from skyrl_train.entrypoints.command import importing_torch, parse_cli
+from skyrl_train.entrypoints.command import import_modules, importing_torch, parse_cli
 from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from skyrl_train.entrypoints.base import Experiment
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the settings, print the plan of the run, and exit.")]
+Fit = Annotated[bool, typer.Option("--fit", help="Apply the cheapest settings with which the run fits into memory.")]
 PrintConfig = Annotated[
     bool, typer.Option("--print-config", help="Print the resolved configuration as YAML, and exit.")
 ]
@@ -58,6 +59,7 @@ def start_rl(
     dry_run: bool,
     *,
     trains: bool,
+    fit: bool = False,
     program: Program = Program(),
 ) -> None:
     """Check the configuration, then print it, print the plan of the run, train, or evaluate."""
@@ -65,6 +67,7 @@ def start_rl(
     from skyrl_train.entrypoints.preflight import check_data, find_missing
 
     cfg = program.parse(overrides, config, partial(find_missing, trains=trains))
+    cfg = _fit(cfg) if fit else cfg
     if print_config:
         typer.echo(to_yaml(cfg), nl=False)
         return
@@ -83,6 +86,32 @@ def start_rl(
         experiment(cfg, data_is_checked=is_checked).run()
 
 
+def _fit(cfg: Any) -> Any:
+    """Return the settings with which the run fits. Raise ConfigError if none are known."""
+    with importing_torch():
+        from skyrl_train.entrypoints.memory_plan import fit_to_machine
+
+    return fit_to_machine(cfg)
+
+
+def parse_for_plan(command: str, overrides: Sequence[str], config: Path | None) -> SkyRLConfig | SupervisedConfig:
+    """Parse the settings of `skyrl COMMAND` for any machine: files and packages need not exist on this one.
+
+    Raise ConfigError if a setting is invalid.
+    """
+    from skyrl_train.algorithms.rules import ALGORITHM_RULES
+    from skyrl_train.config.cli import parse
+
+    if command != "train" and command not in SUPERVISED:
+        raise ConfigError(f"--command {command} is not a kind of run; use one of train, {', '.join(SUPERVISED)}")
+    name = "skyrl_train.config.loading:RL" if command == "train" else SUPERVISED[command][0]
+    rules = (import_modules, *ALGORITHM_RULES) if command == "train" else ()
+    cfg: SkyRLConfig | SupervisedConfig = parse(
+        overrides, replace(load_attribute(name), machine_rules=()), rules, config
+    )
+    return cfg
+
+
 def start_supervised(
     command: str,
     overrides: Sequence[str],
@@ -91,6 +120,7 @@ def start_supervised(
     dry_run: bool,
     torchrun_flags: Sequence[str] = (),
     *,
+    fit: bool = False,
     is_checked: bool = False,
 ) -> None:
     """Check the configuration, then print it, print the plan of the run, or train (here or under torchrun).
@@ -104,6 +134,7 @@ def start_supervised(
     schema, experiment_name = SUPERVISED[command]
     rules = () if is_checked else (find_missing_for_supervised,)
     cfg: SupervisedConfig = parse(overrides, load_attribute(schema), rules, config)
+    cfg = _fit(cfg) if fit else cfg
     if print_config:
         typer.echo(to_yaml(cfg), nl=False)
         return
@@ -115,7 +146,11 @@ def start_supervised(
         print_plan(cfg, is_custom=False)
     elif cfg.trainer.placement.uses_torchrun and "TORCHELASTIC_RUN_ID" not in os.environ:
         file = [] if config is None else ["--config", str(config)]
-        replace_by_torchrun([command, "--checked", *file, *overrides], cfg.trainer.placement, torchrun_flags)
+        replace_by_torchrun(
+            [command, "--checked", *(["--fit"] if fit else []), *file, *overrides],
+            cfg.trainer.placement,
+            torchrun_flags,
+        )
     else:
         with importing_torch():
             experiment = load_attribute(experiment_name)

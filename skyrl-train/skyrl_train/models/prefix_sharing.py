@@ -38,6 +38,8 @@ from skyrl_train.types import UNKNOWN_EXPERT
 NAME = "skyrl_prefix_tree"
 BUCKET = 32  # tokens by which positions and lengths in one attention call may differ (a quarter of large lengths)
 SPAN = 192  # minimum queries per call on a CPU: with fewer, the kernel processes only 32 at a time
+SHARED_COST = 0.25
+"""Cost of a token in a shared prefix, relative to a new token. Attention reads it, but nothing computes it again."""
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 3e-2  # relative to the largest value, in float32 and in shorter dtypes
 
 

@@ -1,11 +1,12 @@
-"""The models of a run with their sizes, and forecasts of its memory and disk space, before anything is loaded."""
+"""The models of a run with their sizes, and a forecast of its disk space, before anything is loaded."""
+
+from __future__ import annotations
 
 import math
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
@@ -14,6 +15,9 @@ from skyrl_train.config.policy import LoraConfig, TrainDtype
 from skyrl_train.models.weight_files import list_weight_files
 from skyrl_train.types.specs import Role, lora_spec
 from skyrl_train.types.training_memory import TrainingBytes, bytes_per_parameter
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -25,13 +29,16 @@ class PlannedModel:
     role: Role
     path: str
     dtype: str
+    """Dtype of frozen weights and of exports."""
     lora: LoraConfig | None = None
     n_parameters: int | None = None
     """None: unknown before the download."""
     n_trained: int | None = None
     train_dtype: TrainDtype = "float32"
-    training: TrainingBytes = field(default_factory=lambda: bytes_per_parameter("float32", "adamw"))
-    """Bytes per trained parameter."""
+    training: TrainingBytes = field(default_factory=lambda: TrainingBytes(0, 0, 0))
+    """Memory of the trained parameters."""
+    frozen_bytes: float = 0
+    """Size of the weights that are not trained: of the reference, or under an adapter."""
 
     @property
     def name(self) -> str:
@@ -41,52 +48,61 @@ class PlannedModel:
     @property
     def checkpoint_bytes(self) -> int:
         """Size of what is trained in a checkpoint: values and moments."""
-        return round((self.n_trained or 0) * self.training.in_checkpoint)
+        return round(self.training.in_checkpoint)
 
     @property
     def weight_bytes(self) -> int:
-        """Size of the weights."""
+        """Size of the weights in exports and in engines."""
         return (self.n_parameters or 0) * BYTES[self.dtype]
 
     @property
-    def training_bytes(self) -> int:
-        """Memory of a device for weights, gradients and optimizer state."""
-        return self.loaded_bytes + round((self.n_trained or 0) * (self.training.gradients + self.training.moments))
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Memory of a device for the weights alone."""
-        frozen = self.weight_bytes if self.lora or self.role == "ref" else 0
-        return round((self.n_trained or 0) * self.training.weights) + frozen
-
-    @property
-    def idle_bytes(self) -> int:
-        """Memory for weights and optimizer state. Gradients exist only during updates."""
-        return self.training_bytes - round((self.n_trained or 0) * self.training.gradients)
+    def training_bytes(self) -> float:
+        """Device memory for weights, gradients and optimizer state."""
+        return self.training.on_device + self.frozen_bytes
 
     @property
     def export_bytes(self) -> int:
         """Size of an export: the weights, or the adapter alone."""
         is_adapter = self.lora is not None and not self.lora.merge_on_export
-        return (self.n_trained or 0) * BYTES["float32"] if is_adapter else self.weight_bytes
+        return round(self.training.weights) if is_adapter else self.weight_bytes
+
+    def read_config(self) -> PretrainedConfig | None:
+        """Read the model's configuration, or return None if it is not on this machine or not one of transformers."""
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(self.path, local_files_only=True)
+        except (OSError, ValueError):
+            return None
 
 
 def plan_model(role: Role, trainer: Any) -> PlannedModel:
     """Look up the size of a role's model. Raise ConfigError if its adapter does not fit."""
-    section = trainer.policy.model if role == "reward" else getattr(trainer, role).model
+    owner = trainer.policy if role == "reward" else getattr(trainer, role)
+    section = owner.model
     n_parameters = n_trained = count_parameters(section.path)
     if role == "ref":
-        return PlannedModel(role, section.path, trainer.policy.model.dtype, None, n_parameters)
+        dtype = trainer.policy.model.dtype
+        n_bytes = (n_parameters or 0) * BYTES[dtype]
+        return PlannedModel(role, section.path, dtype, None, n_parameters, frozen_bytes=n_bytes)
     lora = lora_spec(section, f"trainer.{'critic' if role == 'critic' else 'policy'}.model.lora", trainer.seed)
+    frozen: float = 0
     if lora is not None and n_parameters is not None:
         from skyrl_train.models.lora import count_trained
+        from skyrl_train.models.quantization import measure_quantized
 
         n_trained = count_trained(section.path, lora, role)
+        frozen = n_parameters * BYTES[section.dtype]
+        if lora.config.is_quantized:
+            quantized = measure_quantized(section.path, role)
+            frozen += quantized.n_bytes - quantized.n_parameters * BYTES[section.dtype]
+    optimizer = owner.optimizer_config
+    train_dtype: TrainDtype = "float32" if lora is not None else section.train_dtype
+    per_parameter = bytes_per_parameter(train_dtype, optimizer.name, cpu_offload=optimizer.cpu_offload)
+    training = per_parameter.scaled(n_trained or 0)
     adapter = None if lora is None else lora.config
-    optimizer = (trainer.critic if role == "critic" else trainer.policy).optimizer_config
-    training = bytes_per_parameter(section.train_dtype, optimizer.name, cpu_offload=optimizer.cpu_offload)
     return PlannedModel(
-        role, section.path, section.dtype, adapter, n_parameters, n_trained, section.train_dtype, training
+        role, section.path, section.dtype, adapter, n_parameters, n_trained, train_dtype, training, frozen
     )
 
 
@@ -132,53 +148,6 @@ class DiskForecast:
         return " · ".join(parts) or "no checkpoints and no exports"
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryForecast:
-    """Memory needed for weights, gradients and optimizer state, and memory free on the device."""
-
-    device: str
-    needed_bytes: float
-    free_bytes: float
-    uses_lora: bool
-    is_certain: bool
-    """False if a cluster may have more memory than this machine, or if ranks may divide the models."""
-
-    @property
-    def shortage(self) -> str | None:
-        """Why the memory is too small, or None. Activations and an engine need more than is counted here."""
-        if self.needed_bytes <= self.free_bytes:
-            return None
-        lora = "" if self.uses_lora else " LoRA (trainer.policy.model.lora.rank=32),"
-        return (
-            f"training takes {format_bytes(self.needed_bytes)} on {self.device}, without activations, and "
-            f"{format_bytes(self.free_bytes)} are free: use more GPUs (trainer.placement),{lora} or a smaller model"
-        )
-
-
-def free_bytes_of_gpus(n_gpus: int) -> int:
-    """Return the free memory of the fullest of the first `n_gpus` visible GPUs, on which ranks will start.
-
-    `torch.cuda.mem_get_info` would create a CUDA context that takes hundreds of MB until the process ends, on a GPU
-    that this process may not use. Raise RuntimeError if nvidia-ml-py is not installed, or the driver does not answer.
-    """
-    try:
-        import pynvml
-    except ImportError as error:
-        raise RuntimeError("nvidia-ml-py is not installed") from error
-
-    try:
-        pynvml.nvmlInit()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [str(i) for i in range(pynvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
-        gpus = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
-            for name in map(str.strip, names[:n_gpus])
-        ]
-        return min(int(pynvml.nvmlDeviceGetMemoryInfo(gpu).free) for gpu in gpus)
-    except pynvml.NVMLError as error:
-        raise RuntimeError(f"NVML reports: {error}") from error
-
-
 def free_bytes(folder: str) -> int:
     """Return the free bytes on the disk of a folder that need not exist."""
     existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
@@ -186,7 +155,10 @@ def free_bytes(folder: str) -> int:
 
 
 def count_parameters(path: str) -> int | None:
-    """Count the parameters of a model in a local folder or the Hub's cache. Return None if it is in neither."""
+    """Count the parameters of a model in a local folder or the Hub's cache. Return None if it is in neither.
+
+    A folder without weights but with a `config.json` describes a model whose parameters can be counted, too.
+    """
     folder = Path(path)
     if not folder.is_dir():
         cached = try_to_load_from_cache(path, "config.json") if path.count("/") <= 1 else None
@@ -194,7 +166,11 @@ def count_parameters(path: str) -> int | None:
             return None
         folder = Path(cached).parent
     n_parameters = 0
-    for file in list_weight_files(folder):
+    if not (files := list_weight_files(folder)) and (folder / "config.json").is_file():
+        from skyrl_train.models.loading import create_empty
+
+        return sum(parameter.numel() for parameter in create_empty(str(folder), "policy").parameters())
+    for file in files:
         try:
             with safe_open(file, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118, not a mapping

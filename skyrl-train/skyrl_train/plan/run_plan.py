@@ -1,23 +1,17 @@
 """The plan of a run: models and ranks, weights of the engines, steps, memory and disk."""
 
-import logging
 import math
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-
-import psutil
 
 from skyrl_train.algorithms.rules import loads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.supervised import DPOTrainerConfig, RewardConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
-from skyrl_train.plan.forecast import BYTES, DiskForecast, MemoryForecast, PlannedModel, free_bytes_of_gpus, plan_model
+from skyrl_train.plan.forecast import BYTES, DiskForecast, PlannedModel, plan_model
 from skyrl_train.types.specs import Role, SyncKind
-
-logger = logging.getLogger(__name__)
 
 Ranks = Mapping[Role, tuple[int, int]]
 """Nodes, and ranks per node, of each model."""
@@ -37,6 +31,8 @@ class TrainingPlan:
     """
 
     cfg: SkyRLConfig | SupervisedConfig
+    longest_prompt: int | None = field(default=None, kw_only=True)
+    """Tokens of the longest training prompt, if it is known."""
 
     @property
     def roles(self) -> list[Role]:
@@ -77,6 +73,13 @@ class TrainingPlan:
             return int(megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
         size = int(section.fsdp_config.fsdp_size)
         return size if size > 0 else math.prod(ranks[model.role])
+
+    def count_data_parallel_ranks(self) -> int:
+        """Return the number of ranks of the trained model that get their own rows."""
+        n_ranks, section = math.prod(self.ranks.get(self.roles[0], (1, 1))), self.cfg.trainer.policy
+        if self.cfg.trainer.strategy_traits.is_model_parallel:
+            return max(1, n_ranks // section.megatron_config.n_ranks_of_copy)
+        return max(1, n_ranks // section.sequence_parallel_size)
 
     @property
     def offloads_idle(self) -> bool:
@@ -129,35 +132,6 @@ class TrainingPlan:
             export_bytes=sum(model.export_bytes for model in trained) if trainer.hf_save_interval > 0 else 0,
             n_exports=times(trainer.hf_save_interval),
         )
-
-    def forecast_memory(self) -> MemoryForecast | None:
-        """Forecast the memory of training.
-
-        Return None if the model is not downloaded yet, if Ray may use other machines, or if the free memory of the GPUs
-        is unknown. Count only the largest model if models have separate devices or are offloaded while idle.
-        """
-        import torch  # takes a second, which a mistake in the configuration should not cost
-
-        trainer, ranks = self.cfg.trainer, self.ranks
-        is_elsewhere = bool(ranks) and os.environ.get("RAY_ADDRESS", "local") != "local"
-        if is_elsewhere or not self.has_known_sizes:
-            return None
-        sizes = [model.training_bytes / (self.count_shards(model, ranks) if ranks else 1) for model in self.models]
-        needed = max(sizes) if ranks or self.offloads_idle else sum(sizes)
-        is_sharded = bool(ranks) and not trainer.strategy_traits.is_model_parallel
-        is_on_host = is_sharded and trainer.policy.fsdp_config.cpu_offload
-        uses_lora = self.models[0].lora is not None
-        n_processes = max((n_per_node for _, n_per_node in ranks.values()), default=1)
-        is_certain = not ranks and os.environ.get("WORLD_SIZE", "1") == "1"  # torchrun may have started several
-        if torch.cuda.is_available() and not is_on_host:
-            try:
-                free = free_bytes_of_gpus(n_processes) if ranks else torch.cuda.mem_get_info()[0]
-            except RuntimeError as error:
-                logger.info("The free memory of the GPUs is unknown, so the forecast is left out: %s", error)
-                return None
-            return MemoryForecast("each GPU" if ranks else "the GPU", needed, free, uses_lora, is_certain)
-        available = psutil.virtual_memory().available
-        return MemoryForecast("this machine", needed * n_processes, available, uses_lora, is_certain)
 
 
 @dataclass(frozen=True)

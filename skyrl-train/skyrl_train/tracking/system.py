@@ -1,39 +1,20 @@
 """Metrics of the machine."""
 
-import re
 from contextlib import suppress
 
 import psutil
 import torch
 
+from skyrl_train.plan.hardware import find_gpu
 from skyrl_train.timer import GIGABYTE, peak_memory
-
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-"""The vendor's peak FLOP/s for dense bfloat16 matrix products. Keys are matched as words of the device name, and the
-first match counts."""
 
 
 def peak_flops() -> float | None:
     """Return the peak bfloat16 FLOP/s of this GPU, or None for a CPU, a slice of a GPU (MIG) or an unknown device."""
     if not torch.cuda.is_available():
         return None
-    words = torch.cuda.get_device_name()
-    if re.search(r"\bMIG\b", words):
-        return None
-    return next((rate for name, rate in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", words)), None)
+    gpu = find_gpu(torch.cuda.get_device_name())
+    return None if gpu is None else gpu.flops
 
 
 def system_metrics() -> dict[str, float]:

@@ -7,11 +7,8 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from skyrl_train.models.prefix_sharing import count_shared, remove_padding, sort_by_prefix
+from skyrl_train.models.prefix_sharing import SHARED_COST, count_shared, remove_padding, sort_by_prefix
 from skyrl_train.types import Shard, TrainingBatch
-
-SHARED_COST = 0.25
-"""Cost of a token in a shared prefix, relative to a new token. Attention reads it, but nothing computes it again."""
 
 
 def split(
