@@ -16,6 +16,7 @@
     ├── CheckpointError         `checkpoint`, `run` and `workers.worker`, when saving, loading, merging or exporting
     ├── DivergenceError         `learner` and `run`, when they check the weights
     ├── StorageError            `run`, `entrypoints.base` and `dataset.jsonl`: a file cannot be written, or has changed
+    ├── OutOfMemoryError        `launch.process`, `workers.group`, engines and `entrypoints.base`: memory ran out
     ├── WorkerError             `workers` and `launch`, when a rank fails or its process ends
     └── SyncError               `weight_sync`, and both ends of a weight sync
 
@@ -79,6 +80,17 @@ class DivergenceError(SkyRLError):
 
 class StorageError(SkyRLError):
     """A file of the run cannot be written (the disk is full, read-only or broken), or changed while in use."""
+
+
+class OutOfMemoryError(SkyRLError):
+    """Memory of a GPU or of the host ran out, and smaller micro-batches cannot help."""
+
+    exit_status = 4
+
+    def __init__(self, message: str, stage: str = "") -> None:
+        super().__init__(message)
+        self.stage = stage
+        """Method of the worker that failed, e.g. "forward_backward", "load", or "generate" for an engine."""
 
 
 class WorkerError(SkyRLError):

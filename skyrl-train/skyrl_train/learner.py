@@ -1,6 +1,7 @@
 """The models of a run: scores, advantages and updates of a batch, and checkpoints."""
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
@@ -19,10 +20,12 @@ from skyrl_train.algorithms.reward_pipeline import penalize_rewards
 from skyrl_train.config.base import value_at
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.trainer import TrainerConfig
-from skyrl_train.errors import ConfigError, DivergenceError
+from skyrl_train.errors import ConfigError, DivergenceError, OutOfMemoryError
 from skyrl_train.types import Metric, Metrics, TrainingBatch
 from skyrl_train.weight_sync import WeightSync
 from skyrl_train.workers.group import WorkerGroup
+
+logger = logging.getLogger(__name__)
 
 N_PROBED_ROWS, N_PROBED_TOKENS, N_PROBED_PAIRS = 2, 8, 4
 """Size of the sample on which `check_weights` tests the new weights: rows, response tokens after the first trained one,
@@ -66,7 +69,10 @@ class TrainedModels:
         for name, group in self._saved_groups().items():
             fault = None if await group.is_finite() else "its weights are NaN or infinite"
             if fault is None and name != "ref" and self._probe is not None:
-                fault = _find_divergence((await group.probe(self._probe)).numbers(), name)
+                try:
+                    fault = _find_divergence((await group.probe(self._probe)).numbers(), name)
+                except OutOfMemoryError as error:  # if a rank of several is lost, the next call fails
+                    logger.warning("The weights are finite, but are not checked further: %s", error)
             if fault is not None:
                 section = "critic" if name == "critic" else "policy"  # the reference is a copy of the policy
                 key = f"{section}.optimizer_config.lr"
@@ -74,6 +80,23 @@ class TrainedModels:
                 raise DivergenceError(
                     f"the {model} has diverged with trainer.{key}={value_at(self._cfg, key):g}: {fault}"
                 )
+
+    @property
+    def n_optimizer_steps(self) -> int:
+        """Number of optimizer steps started, of all models. Until it changes, the weights do not change."""
+        return sum(group.n_optimizer_steps for group in self._groups())
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Return `memory/max_tokens_per_microbatch_<role>` of each model whose token budget was too large."""
+        return {
+            f"memory/max_tokens_per_microbatch_{group.role}": float(group.reduced_max_tokens)
+            for group in self._groups()
+            if group.reduced_max_tokens is not None
+        }
+
+    def _groups(self) -> list[WorkerGroup]:
+        """Return all models."""
+        return [self.policy, *([] if self.ref is None or self.ref is self.policy else [self.ref])]
 
     # -- checkpoints and exports
 
@@ -282,6 +305,9 @@ class Learner(TrainedModels):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kl_controller.load_state_dict(state["kl_controller"])
+
+    def _groups(self) -> list[WorkerGroup]:
+        return super()._groups() + ([] if self.critic is None else [self.critic])
 
     def _saved_groups(self) -> dict[str, WorkerGroup]:
         groups = {"policy": self.policy}

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import yaml
@@ -35,6 +35,7 @@ from skyrl_train.config import changed_settings, to_yaml
 from skyrl_train.config.run import RunConfig
 from skyrl_train.errors import CheckpointError, ConfigError, DivergenceError, StorageError
 from skyrl_train.learner import TrainedModels
+from skyrl_train.out_of_memory import is_out_of_memory
 from skyrl_train.timer import StepTimer
 from skyrl_train.types import Metrics, Trajectory
 from skyrl_train.workers.random_state import random_state, set_random_state
@@ -103,6 +104,13 @@ class Callback:
         """Called when the run ends. `error` is the exception or interrupt that ended it, None after the last step."""
 
 
+class _FinishedState(NamedTuple):
+    """The state after the last finished step, kept while the next step changes it."""
+
+    n_optimizer_steps: int
+    driver: dict[str, Any]
+
+
 class Run(ABC):
     """A training run: step loop, callbacks, checkpoints, exports. Trainers subclass it, and callbacks receive it."""
 
@@ -120,6 +128,7 @@ class Run(ABC):
         """Settings changed since the checkpoint that the run resumed from, e.g. `trainer.seed: 1 -> 2`."""
         self.gauges: dict[str, float] = {}
         """Metrics added to every report from now on."""
+        self._finished: _FinishedState | None = None  # of the last finished step, while the next one runs
         self._stop = asyncio.Event()
         self._position = position
         self._callbacks = callbacks
@@ -144,6 +153,8 @@ class Run(ABC):
             yield
         except BaseException as raised:
             error = raised
+            if is_out_of_memory(raised):
+                await self._save_after_shortage()
             raise
         finally:
             try:
@@ -190,6 +201,7 @@ class Run(ABC):
     def steps(self) -> Iterator[Step]:
         """Yield the remaining steps, until a callback or a signal requests a stop."""
         while self.global_step < self.total_steps and not self.is_stopping:
+            self._finished = _FinishedState(self.models.n_optimizer_steps, self._driver_state())
             yield Step(self.global_step + 1)
 
     async def finish_step(self, step: Step) -> None:
@@ -203,10 +215,10 @@ class Run(ABC):
             StorageError, CheckpointError: a callback failed at the end of the run. The first failure is raised.
             DivergenceError: the weights are NaN or infinite, so no checkpoint was written.
         """
-        self.global_step = step.number
+        self.global_step, self._finished = step.number, None
         is_last = step.number == self.total_steps
         failures: list[tuple[str, Exception]] = []
-        gauges = self.gauges if step.number > 0 else {}
+        gauges = self.gauges | self.models.memory_metrics() if step.number > 0 else {}
         report = StepReport(step.number, is_last, step.metrics.numbers() | gauges, step.played, step.timer)
         for callback in self._callbacks:
             try:
@@ -267,15 +279,8 @@ class Run(ABC):
 
     async def _snapshot(self) -> Snapshot:
         """Capture the complete state after the last finished step, so a resumed run continues exactly from there."""
-        driver = to_bytes(
-            {
-                "global_step": self.global_step,
-                "config": to_yaml(self.cfg),
-                "source": self._position.state_dict(),
-                "learner": self.models.state_dict(),
-                "rng": random_state(),
-            }
-        )
+        state = self._driver_state() if self._finished is None else self._finished.driver
+        driver = to_bytes({**state, "config": to_yaml(self.cfg)})
         started = time.monotonic()
 
         async def copy(folder: Path) -> Awaitable[None]:
@@ -297,6 +302,15 @@ class Run(ABC):
                 await callback.on_checkpoint(self, path)
 
         return Snapshot(self.global_step, self.models.checkpoint_bytes, copy, on_saved)
+
+    def _driver_state(self) -> dict[str, Any]:
+        """Return the state outside the models' weights and optimizers."""
+        return {
+            "global_step": self.global_step,
+            "source": self._position.state_dict(),
+            "learner": self.models.state_dict(),
+            "rng": random_state(),
+        }
 
     async def check_weights(self, step: int) -> None:
         """Raise DivergenceError if training has diverged at `step`. The message names the last kept checkpoint."""
@@ -321,6 +335,19 @@ class Run(ABC):
             else:
                 rerun = self.checkpoints.describe_rerun()
                 logger.warning("Saved the checkpoint at step %d. Rerun the command: it %s", self.global_step, rerun)
+
+    async def _save_after_shortage(self) -> None:
+        """Save the last finished step after memory ran out, unless the weights have changed since then."""
+        finished = self._finished
+        if finished is not None and finished.n_optimizer_steps != self.models.n_optimizer_steps:
+            logger.warning("Step %d had begun to change the weights, so no checkpoint is saved", self.global_step + 1)
+            return
+        try:
+            await self._writer.finish()
+            if 0 < self.global_step != self.checkpoints.resumable_step():
+                await self.save_before_failure()
+        except Exception as error:  # noqa: BLE001, must not hide why the run ended
+            logger.warning("Step %d is not saved: %s", self.global_step, error)
 
     async def check_space(self) -> None:
         """Check the free disk space before the first step. Too little space for the exports only raises an alert.

@@ -44,6 +44,10 @@ class PeakMemory:
             if peak := self._open.pop(stage):
                 peaks[name] = max(peaks.get(name, 0.0), peak)
 
+    def measure(self) -> float:
+        """Return the peak in bytes since the process started. Open stages are not affected, so any thread may call it."""
+        return max(self.highest, _read_peak())
+
     def _update(self) -> None:
         peak = _take_peak()
         self.highest = max(self.highest, peak)
@@ -55,20 +59,29 @@ peak_memory = PeakMemory()
 """The peak memory of this process."""
 
 
+def _read_peak() -> float:
+    """Return the peak memory in bytes since it was last reset. Return 0 where the system does not report it."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_reserved())
+    with suppress(OSError):
+        if found := re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE):
+            return 1024.0 * int(found[1])
+    return 0.0
+
+
 def _take_peak() -> float:
-    """Return the peak memory in bytes since the last call, and reset it. Return 0 where the system does not report it.
+    """Return the peak memory in bytes since the last call, and reset it. Return 0 where it cannot be reset.
 
     Linux resets the peak of a process's resident memory when it writes 5 to `clear_refs`. Where it cannot be reset, as
     on macOS or in some sandboxes, a stage would get the peak of an earlier one.
     """
+    peak = _read_peak()
     if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        return float(peak)
+        return peak
     with suppress(OSError):
-        found = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
         CLEAR_REFS.write_text("5")
-        return 1024.0 * int(found[1]) if found else 0.0
+        return peak
     return 0.0
 
 

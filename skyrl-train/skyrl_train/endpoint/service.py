@@ -33,7 +33,7 @@ from skyrl_train.endpoint.wire import (
     RequestError,
     refuse,
 )
-from skyrl_train.errors import DataError, EngineError, SamplingError
+from skyrl_train.errors import DataError, EngineError, OutOfMemoryError, SamplingError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import (
     EngineRequest,
@@ -256,7 +256,7 @@ class ModelService:
                     choice.session.give_up(request)
             if isinstance(error, SamplingError):
                 refuse(str(error))
-            if not isinstance(error, EngineError):
+            if not isinstance(error, EngineError | OutOfMemoryError):
                 raise
             for session in sessions:
                 session.engine_failure = session.engine_failure or str(error)

@@ -22,14 +22,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from skyrl_train.checkpoint import DISK_ERRORS, CheckpointStore, folder_lock, make_folder
+from skyrl_train.config.memory_settings import suggest_settings
 from skyrl_train.config.problems import raise_problems
 from skyrl_train.entrypoints.command import log_to_console
 from skyrl_train.entrypoints.preflight import find_unusable_folders, saved_folders
-from skyrl_train.errors import ConfigError, EnvError, StorageError
+from skyrl_train.errors import ConfigError, EnvError, OutOfMemoryError, StorageError
 from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.launcher import Launcher, ModelLauncher, started
 from skyrl_train.launch.torchrun import Torchrun, TorchrunLauncher, serve_driver
 from skyrl_train.models.loading import CRITIC_PATH, default_device, load_model
+from skyrl_train.out_of_memory import describe_memory, describe_shortage, free_references, is_out_of_memory
 from skyrl_train.plan import RunPlan
 from skyrl_train.run import Run
 from skyrl_train.threads import compute_thread
@@ -99,6 +101,7 @@ class Experiment(ABC):
 
         Raises:
             StorageError: a disk is full, protected or broken, wherever the run writes.
+            OutOfMemoryError: memory ran out. The message names settings that reduce it.
         """
         log_to_console()
         disable_progress_bar()  # transformers shows one for each file
@@ -121,13 +124,30 @@ class Experiment(ABC):
                 np.random.seed(seed % 2**32)
                 torch.manual_seed(seed)
                 yield
-        except OSError as error:
-            if error.errno not in DISK_ERRORS:
+        except Exception as error:
+            if is_out_of_memory(error):
+                shortage = self._explain_shortage(error)
+                free_references(error)
+                raise shortage from None
+            if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
                 raise
             raise StorageError(
                 f"a file of the run in {run} could not be written: {error}. Free disk space or make the folder "
                 f"writable, then rerun the command: it {self._describe_rerun()}"
             ) from error
+
+    def _explain_shortage(self, error: Exception) -> OutOfMemoryError:
+        """Return the error that memory ran out, with settings to change and the step to resume from."""
+        if isinstance(error, OutOfMemoryError):
+            text, stage = str(error), error.stage
+        else:  # outside of ranks and engines
+            text, stage = f"the run ran out of memory ({describe_memory()}): {describe_shortage(error)}", "driver"
+        settings = ", ".join(suggest_settings(self.cfg, stage))
+        return OutOfMemoryError(
+            f"{text}. To save memory, set (the cheapest first) {settings}. `skyrl plan` shows the forecast. With "
+            f"trainer.run_name={self.cfg.trainer.run_name}, the same command {self._describe_rerun()}",
+            stage,
+        )
 
     def _describe_rerun(self) -> str:
         trainer = self.cfg.trainer

@@ -29,7 +29,7 @@ from skyrl_train.algorithms.reward_pipeline import Reward, add_final_reward, wei
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
-from skyrl_train.errors import EngineError, EnvError
+from skyrl_train.errors import EngineError, EnvError, OutOfMemoryError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import MAX_CHARS_PER_TOKEN, ChatEncoder, cannot_fit, load_chat_template
 from skyrl_train.generators.conversation import TokenConversation, conversation_factory
@@ -182,7 +182,7 @@ class GymGenerator(RolloutGenerator):
         try:
             (result,) = await self.inference_engine_client.generate([request])
             text = self._chat.decode(result.token_ids)
-        except EngineError:
+        except (EngineError, OutOfMemoryError):
             raise
         except Exception as error:
             raise EngineError(f"generation failed with {describe_error(error)}") from error
@@ -268,9 +268,11 @@ def _turn_reward(output: BaseTextEnvStepOutput, n_tokens: int) -> Reward:
 
 @contextmanager
 def _boundary(rollout: Rollout, method: str) -> Iterator[None]:
-    """Mark the rollout as invalid if `method` raises."""
+    """Mark the rollout as invalid if `method` raises, unless the engine has too little memory for it."""
     try:
         yield
+    except OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001, the boundary of a rollout
         stop_reason = next(reason for kind, reason in STOP_REASONS if isinstance(error, kind))
         is_engine = isinstance(error, EngineError)

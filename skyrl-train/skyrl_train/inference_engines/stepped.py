@@ -15,7 +15,8 @@ when it is above 0. `_between_steps` is set while no step runs. A call that chan
 The hold of `pause` stays until `resume`, so the weights change between step 2 and step 3. A and B keep their tokens,
 and step 3 reads them again with the new weights. Holds are counted, so they may overlap.
 
-If a step fails, all waiting requests fail and all caches are dropped. If that works, the engine is usable again. Every
+If a step runs out of memory, the embedded engines repeat it with fewer tokens or sequences. If a step fails in another
+way, all waiting requests fail and all caches are dropped. If that works, the engine is usable again. Every
 request's future is resolved exactly once: with a result, with an error, or by its caller's cancellation.
 """
 
@@ -31,10 +32,11 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError, EngineLostError
+from skyrl_train.errors import EngineError, EngineLostError, OutOfMemoryError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk, WakeUp
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence, SequenceQueue, find_stop_reason
+from skyrl_train.out_of_memory import is_out_of_memory
 from skyrl_train.threads import ComputeThread
 from skyrl_train.types.stop_reasons import StopReason
 from skyrl_train.weight_sync import Receipt, SyncPlan
@@ -244,6 +246,10 @@ class SteppedEngine(ABC, Generic[S]):
     async def _release_memory(self) -> None:
         """Release memory while no sequence is active."""
 
+    async def _retry_smaller(self, error: Exception) -> Exception | None:
+        """Prepare to repeat a step that ran out of memory with less of it, or return the error to fail with."""
+        return error
+
     def _interrupt_step(self) -> None:
         """End the current step early if it is waiting for something other than its own computation."""
 
@@ -289,8 +295,11 @@ class SteppedEngine(ABC, Generic[S]):
             try:
                 await self._step()
             except Exception as error:  # callers get the error, and the engine continues
-                logger.exception("A generation step failed")
-                await self._recover(error)
+                failure = error if not is_out_of_memory(error) else await self._retry_smaller(error)
+                if failure is error:
+                    logger.exception("A generation step failed")
+                if failure is not None:
+                    await self._recover(failure)
             finally:
                 self._between_steps.set()
             self._deliver_finished()
@@ -307,7 +316,8 @@ class SteppedEngine(ABC, Generic[S]):
     async def _recover(self, error: Exception) -> None:
         """Fail every waiting call, and drop everything that the failed step may have corrupted."""
         self._deliver_finished()  # aborted requests, and requests that were complete before the step failed
-        self._fail_waiting(str(error) if isinstance(error, EngineError) else f"generation failed: {error!r}", error)
+        is_described = isinstance(error, EngineError | OutOfMemoryError)
+        self._fail_waiting(str(error) if is_described else f"generation failed: {error!r}", error)
         try:
             await self._drop_all()
         except Exception as second_error:
@@ -383,6 +393,9 @@ class SteppedEngine(ABC, Generic[S]):
         """Fail every waiting request, each with its own error object."""
         for sequence in self._unfinished():
             assert sequence.done is not None
+            if isinstance(cause, OutOfMemoryError):
+                sequence.done.set_exception(OutOfMemoryError(message, cause.stage))
+                continue
             error = EngineLostError(message) if isinstance(cause, EngineLostError) else EngineError(message)
             error.__cause__ = cause
             sequence.done.set_exception(error)

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from skyrl_gym.runtime.console import guard_console
 from skyrl_train.config.policy import MegatronConfig
 from skyrl_train.distributed import DistributedStrategy, FSDP2Strategy, SingleStrategy
-from skyrl_train.errors import ConfigError, WorkerError, picklable_error
+from skyrl_train.errors import ConfigError, OutOfMemoryError, WorkerError, picklable_error
 from skyrl_train.launch.numa import bind_to_gpu
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT
+from skyrl_train.models.offload import release_cached_memory
+from skyrl_train.out_of_memory import describe_memory, describe_shortage, free_references, is_out_of_memory
 from skyrl_train.threads import threads_per_process
 from skyrl_train.types.specs import ModelSpec, Role, World
 from skyrl_train.weight_sync.sync import free_port
@@ -153,7 +155,23 @@ class RankHost:
         )
 
     def call(self, role: Role, method: str, args: tuple[Any, ...]) -> Any:
-        """Call a method of a model's worker. "load" loads a model in place of an earlier one with the same role."""
+        """Call a method of a model's worker. "load" loads a model in place of an earlier one with the same role.
+
+        If memory runs out, free what the call has allocated, and raise OutOfMemoryError.
+        """
+        try:
+            return self._call(role, method, args)
+        except Exception as error:
+            if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+                raise
+            shortage = OutOfMemoryError(
+                f"the {role} ran out of memory during {method} ({describe_memory()}): {describe_shortage(error)}", method
+            )
+            free_references(error)
+        release_cached_memory(torch.device(self._world.device))  # not in the `except`, which refers to the error
+        raise shortage
+
+    def _call(self, role: Role, method: str, args: tuple[Any, ...]) -> Any:
         if method == "load":
             spec, objective = args
             self.workers[spec.role] = Worker(spec, self._get_strategy(spec), objective)

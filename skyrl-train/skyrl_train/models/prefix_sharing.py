@@ -33,6 +33,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.attributes import crossing_windows, with_attribute
 from skyrl_train.models.last_layer import MAX_SHARE, KeysAndValues, is_narrow, widen_last_layer
 from skyrl_train.models.sequence_parallel import SequenceGroup
+from skyrl_train.out_of_memory import is_out_of_memory
 from skyrl_train.types import UNKNOWN_EXPERT
 
 NAME = "skyrl_prefix_tree"
@@ -366,9 +367,11 @@ def _find_fault(
     tolerance = TOLERANCE if model.dtype == torch.float32 else LOW_PRECISION_TOLERANCE
     try:
         states = tree_hidden_states(model, tree, group).float()
-    except (ConfigError, torch.OutOfMemoryError):
+    except ConfigError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise
         return f"it fails with shared prefixes: {error}"
     if group is not None:
         states = group.gather(states, len(tree.token_ids))

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from skyrl_train.algorithms.objectives import Objective, PairObjective, PolicyObjective, RewardObjective
 from skyrl_train.distributed import METADATA
-from skyrl_train.errors import SyncError, WorkerError
+from skyrl_train.errors import OutOfMemoryError, SyncError, WorkerError
 from skyrl_train.models.memory import MIN_TOKENS
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelPart, ModelSpec, Role, SyncKind, TensorSpec
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.split import draws_fit, join, split
 from skyrl_train.workers.worker import REQUIRED_PARTS, ModelFacts
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+P = ParamSpec("P")
 
 FINISH_TIMEOUT_S = 60.0
 """Seconds to wait for ranks that still gather weights after a failed weight sync."""
@@ -38,6 +44,27 @@ class Rank(Protocol):
 
     async def close(self) -> None:
         """End the rank."""
+
+
+class _BudgetHalvedError(Exception):
+    """A pass ran out of memory, and the token budget is now smaller."""
+
+
+def _retries_with_smaller_budget(
+    method: Callable[Concatenate[WorkerGroup, P], Awaitable[T]],
+) -> Callable[Concatenate[WorkerGroup, P], Coroutine[Any, Any, T]]:
+    """Repeat a pass from its start whenever it has halved the token budget.
+
+    Its result is the result of a run that started with the smaller budget, bit for bit.
+    """
+
+    @wraps(method)
+    async def retry(group: WorkerGroup, *args: P.args, **kwargs: P.kwargs) -> T:
+        while True:
+            with suppress(_BudgetHalvedError):
+                return await method(group, *args, **kwargs)
+
+    return retry
 
 
 class WorkerGroup:
@@ -62,6 +89,9 @@ class WorkerGroup:
         self._layout = spec.layout(len(ranks))
         self._shares_prefixes = False  # this and the maximum of tokens are known once the model is loaded
         self._max_tokens = self._layout.context_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
+        self.reduced_max_tokens: int | None = None
+        """Token budget of a pass, once memory has run out and the configured one was too large."""
+        self._holds_gradients = False  # of a mini-batch that no optimizer step has applied yet
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
         self.n_optimizer_steps = 0
@@ -76,6 +106,7 @@ class WorkerGroup:
         self._shares_prefixes = self.facts.shares_prefixes
         self._max_tokens = self._layout.context_size * self.facts.max_tokens_per_micro_batch
 
+    @_retries_with_smaller_budget
     async def score(
         self, batch: TrainingBatch, *, adapter: bool = True, beside_others: bool = False
     ) -> dict[str, torch.Tensor]:
@@ -87,6 +118,7 @@ class WorkerGroup:
         results = await self._call_with_shards("score", shards, adapter, beside_others=beside_others)
         return join(rows, results, len(batch))
 
+    @_retries_with_smaller_budget
     async def forward_backward(self, mini_batch: TrainingBatch, scores: torch.Tensor | None = None) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters.
 
@@ -104,11 +136,14 @@ class WorkerGroup:
                 scores = (await self.score(mini_batch))[objective.score_name]
             mini_batch, metrics = objective.differentiate(scores, mini_batch)
         shards, _ = self._split(mini_batch, max_rows, keeps_draws=keeps_draws)
-        return metrics.merge(*await self._call_with_shards("forward_backward", shards))
+        metrics = metrics.merge(*await self._call_with_shards("forward_backward", shards))
+        self._holds_gradients = True
+        return metrics
 
     async def optim_step(self) -> Metrics:
         """Clip and apply the gradients. Return the first rank's metrics, because all ranks have the same."""
         self.n_optimizer_steps += 1
+        self._holds_gradients = False
         return (await self._call("optim_step"))[0]
 
     async def update(self, mini_batch: TrainingBatch, scores: torch.Tensor | None = None) -> Metrics:
@@ -119,6 +154,7 @@ class WorkerGroup:
         """Return False if a weight is NaN or infinite."""
         return all(await self._call("is_finite"))
 
+    @_retries_with_smaller_budget
     async def probe(self, rows: TrainingBatch) -> Metrics:
         """Return the mean log-prob or value of the rows' tokens, and its gradient norm. No parameter changes.
 
@@ -131,8 +167,11 @@ class WorkerGroup:
         return metrics
 
     async def save(self, folder: Path) -> Awaitable[Any]:
-        """Begin to save. Training may continue once this returns. Await the result to know that `folder` is on disk."""
-        await self._call("begin_save", folder)
+        """Begin to save. Training may continue once this returns. Await the result to know that `folder` is on disk.
+
+        After an OSError, because host memory has no room for a copy, training may continue without this checkpoint.
+        """
+        _raise_first(await self._call("begin_save", folder))
         return self._finish_save(folder)
 
     async def _finish_save(self, folder: Path) -> None:
@@ -198,8 +237,48 @@ class WorkerGroup:
         """Call a method of every worker with the shard of its data-parallel rank, and return one result per shard."""
         layout = self._layout
         own = [(shards[layout.data_parallel_rank(rank)],) for rank in range(layout.n_ranks)]
-        results = await self._call(method, *args, first_args=own, beside_others=beside_others)
-        return [results[layout.leader(i)] for i in range(layout.data_parallel_size)]
+        try:
+            results = await self._call(method, *args, first_args=own, beside_others=beside_others)
+        except OutOfMemoryError as error:
+            if error.stage != method:  # moving the model to the device failed
+                raise
+            shortage = error
+        else:
+            return [results[layout.leader(i)] for i in range(layout.data_parallel_size)]
+        self._halve_budget(shortage, shards)
+        raise _BudgetHalvedError
+
+    def _halve_budget(self, shortage: OutOfMemoryError, shards: Sequence[Shard]) -> None:
+        """Halve the token budget after a pass over `shards` ran out of memory. It stays for the rest of the run.
+
+        The budget is at most half of the largest micro-batch, so each retry splits the batch further.
+
+        Raises:
+            OutOfMemoryError: a single row does not fit, or the pass cannot be repeated. With several ranks, the
+                remaining ranks wait in a collective for the failed rank, so the group is unusable. After an earlier
+                mini-batch without an optimizer step, its gradients are lost.
+        """
+        sizes = [
+            (int(shard.rows.attention_mask[indices].sum()), len(indices))
+            for shard in shards
+            for indices in shard.micro_batches
+        ]
+        n_tokens, n_rows = max(sizes)
+        computed = f"{shortage}. Its largest micro-batch had {n_tokens:,} tokens in {n_rows} "
+        computed += "row" if n_rows == 1 else "rows"
+        if len(self._ranks) > 1 or self._holds_gradients:
+            smaller = max(1, min(self._max_tokens, n_tokens) // 2 // self._layout.context_size)
+            fix = f", so set trainer.max_tokens_per_microbatch={smaller} or less" if n_rows > 1 else ""
+            raise OutOfMemoryError(f"{computed}{fix}", shortage.stage)
+        if all(n_rows == 1 for _, n_rows in sizes):
+            raise OutOfMemoryError(f"{computed}, and a micro-batch cannot be smaller", shortage.stage)
+        before = self._max_tokens
+        self._max_tokens = self.reduced_max_tokens = max(1, min(before, n_tokens) // 2)
+        logger.warning(
+            "%s. The %s is retried with micro-batches of at most %d instead of %d tokens, for the rest of the run. "
+            "Results do not change. Set trainer.max_tokens_per_microbatch=%d to start with them",
+            *(computed, self.role, self._max_tokens, before, self._max_tokens),
+        )
 
     async def _call(
         self, method: str, *args: Any, first_args: Sequence[tuple[Any, ...]] | None = None, beside_others: bool = False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from pathlib import Path
@@ -35,6 +36,7 @@ from skyrl_train.models.lora import (
 from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
 from skyrl_train.optimizers import HostWeights, create_optimizer, hidden_matrices
+from skyrl_train.out_of_memory import describe_memory, free_references, is_out_of_memory
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelPart, ModelSpec, OptimizerSpec, SyncKind, TensorSpec, absolute
 from skyrl_train.types.training_memory import TrainingBytes, training_bytes
@@ -218,9 +220,26 @@ class Worker:
         assert self._objective is not None, f"the {self._spec.role} has no objective"
         offload = self._spec.activation_offload
         settings = Pass(self._spec.bf16, backward=True, dropout=True, activation_offload=offload)
-        with self.module.measuring_experts() if self._spec.role == "policy" else nullcontext(Metrics()) as loads:
+        measuring = self.module.measuring_experts() if self._spec.role == "policy" else nullcontext(Metrics())
+        with self._undoing_on_shortage(), measuring as loads:
             metrics = Metrics().merge(*self._strategy.run(self.module, shard, self._objective, settings))
         return metrics.merge(loads)
+
+    @contextmanager
+    def _undoing_on_shortage(self) -> Iterator[None]:
+        """If memory runs out in a backward pass, drop all gradients and draw the same dropout masks again."""
+        device = torch.device(self._strategy.world.device)
+        state = torch.get_rng_state()
+        device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.module.zero_grad(set_to_none=True)
+                torch.set_rng_state(state)
+                if device_state is not None:
+                    torch.cuda.set_rng_state(device_state, device)
+            raise
 
     @requires("all")
     def optim_step(self) -> Metrics:
@@ -268,16 +287,19 @@ class Worker:
             return total, Metrics({"mean": Metric("mean", total.item(), rows.loss_mask.sum().item())})
 
         settings = Pass(self._spec.bf16, backward=True)
-        metrics = Metrics().merge(*self._strategy.run(self.module, shard, consume, settings))
+        with self._undoing_on_shortage():
+            metrics = Metrics().merge(*self._strategy.run(self.module, shard, consume, settings))
         metrics["grad_norm"] = Metric("mean", self._strategy.clip_gradients(self._state, math.inf))
         self._state.optimizer.zero_grad(set_to_none=True)
         return metrics
 
     @requires("all")
-    def begin_save(self, folder: Path) -> None:
+    def begin_save(self, folder: Path) -> OSError | None:
         """Copy weights, optimizer, schedule and this rank's random state to host memory, and write in the background.
 
         This thread touches no disk. The file `METADATA` appears in the folder once every rank has written its part.
+        If the host memory of any rank has no room for the copy, return an OSError on every rank and write nothing.
+        Training may continue.
         """
         self.finish_save()
         state, lora, rank, model = self._state, self._spec.lora, self._strategy.world.rank, self.module.hf_model
@@ -302,7 +324,19 @@ class Worker:
                 if lora is not None and adapter is not None:
                     save_adapter(model, adapter, lora.base_path, folder / ADAPTER_FOLDER)
 
-        self._saving = self._writer.submit(self._strategy.write, self._strategy.copy(state), folder, write_files)
+        copied, shortage = None, ""
+        try:
+            copied = self._strategy.copy(state)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            shortage = f": {describe_memory()}"
+            free_references(error)
+        if not self._strategy.all_true(copied is not None):  # a rank without a copy would make the others wait
+            text = f"host memory has no room for a copy of the {self._spec.role}{shortage}"
+            return OSError(errno.ENOMEM, text)
+        self._saving = self._writer.submit(self._strategy.write, copied, folder, write_files)
+        return None
 
     def is_written(self) -> bool:
         """Return True if `finish_save` would not wait."""

@@ -1,5 +1,6 @@
 """Base class of the embedded engine: a Hugging Face model that may share the policy's tensors."""
 
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, OutOfMemoryError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest
 from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_in_chunks
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
@@ -18,7 +19,10 @@ from skyrl_train.media.processing import has_vision
 from skyrl_train.models.logprobs import lm_head_logits, scaled_logits
 from skyrl_train.models.lora import trained_parameters
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
+from skyrl_train.out_of_memory import describe_memory, describe_shortage, free_references
 from skyrl_train.weight_sync import Receipt, Receiver, SyncPlan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +33,27 @@ class DrawnSequence(ActiveSequence):
 
 
 S = TypeVar("S", bound=DrawnSequence)
+
+
+@dataclass(slots=True)
+class StepLimits:
+    """The limits of a step of generation."""
+
+    n_sequences: int
+    n_tokens: int
+
+    def halve(self, n_sequences: int, n_tokens: int, min_tokens: int) -> bool:
+        """Exclude a step of `n_tokens`, in which `n_sequences` were active. Return False if no step is smaller.
+
+        While the step read prompts, they are read in smaller pieces. After that, fewer sequences run at once.
+        """
+        if n_tokens > n_sequences and (fewer := min(self.n_tokens, n_tokens) // 2) >= min_tokens:
+            self.n_tokens = fewer
+        elif n_sequences > 1:
+            self.n_sequences = n_sequences // 2
+        else:
+            return False
+        return True
 
 
 class EmbeddedEngine(SteppedEngine[S]):
@@ -64,8 +89,8 @@ class EmbeddedEngine(SteppedEngine[S]):
         config, eos_ids = model.config.get_text_config(), all_eos_ids(ids, tokenizer.eos_token_id)
         facts = EngineFacts(int(config.max_position_embeddings), int(config.vocab_size), sorted(eos_ids))
         super().__init__(facts, tokenizer, EngineThread(executor, "hf-engine"))
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._step_limits = StepLimits(max_num_seqs, max_num_batched_tokens)
+        self._n_step_tokens = 0  # that the current step reads
         self._max_cache_bytes = max_cache_bytes
         self._model = model
         self._bf16 = bf16
@@ -92,6 +117,25 @@ class EmbeddedEngine(SteppedEngine[S]):
     def _restart_all(self) -> None:
         """Drop everything that the model remembers of the sequences. They wait, and are prefilled again."""
         self._queue.restart_all()
+
+    async def _retry_smaller(self, error: Exception) -> Exception | None:
+        """Restart all sequences with smaller steps. Their samples do not change, as each token has its own draw."""
+        n_sequences, n_tokens = len(self._queue.running), self._n_step_tokens
+        text = (
+            f"generation ran out of memory in a step of {n_tokens:,} tokens with {n_sequences} sequences "
+            f"({describe_memory()}): {describe_shortage(error)}"
+        )
+        free_references(error)
+        self._drop_caches()
+        await self._thread.run(release_cached_memory, self._model.device)
+        if not self._step_limits.halve(n_sequences, n_tokens, self.unit):
+            return OutOfMemoryError(f"{text}. One sequence alone does not fit", "generate")
+        logger.warning(
+            "%s. The step is repeated with generator.max_num_seqs=%d and generator.max_num_batched_tokens=%d, which "
+            "stay for the rest of the run. Samples do not change",
+            *(text[0].upper() + text[1:], self._step_limits.n_sequences, self._step_limits.n_tokens),
+        )
+        return None
 
     def _n_bytes(self, n_rows: int, n_tokens: int) -> int:
         """Return the bytes of cache for sequences of `n_tokens`."""

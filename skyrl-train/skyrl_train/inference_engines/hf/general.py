@@ -99,8 +99,10 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
     async def _step(self) -> None:
         """Read the prompts of new sequences, or else one token of each sequence of the next batch."""
         if new := self._take_new():
+            self._n_step_tokens = sum(len(s.token_ids) - (s.kept.length if s.kept else 0) for s in new)
             choices = await self._thread.run(self._prefill, new)
         else:
+            self._n_step_tokens = len(self._queue.running)
             new, choices = await self._thread.run(self._decode)
         for sequence, choice in zip(new, choices, strict=True):
             self._append(sequence, choice)
@@ -118,7 +120,7 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
         new: list[PaddedSequence] = []
         prompts: set[Prompt] = set()
         n_continued = 0  # tokens to read after kept turns
-        while waiting and len(running) + len(new) < self._max_num_seqs:
+        while waiting and len(running) + len(new) < self._step_limits.n_sequences:
             sequence = waiting[0]
             longest = max(longest, sequence.max_tokens)
             n_bytes = self._n_bytes(len(running) + len(new) + 1, longest)
@@ -131,7 +133,7 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
             else:
                 n_continued += len(sequence.token_ids) - len(turn.token_ids)
             n_read = n_continued + len(prompts) * max((len(tokens) for tokens, _ in prompts), default=0)
-            if new and not is_read_anyway and n_read > self._max_num_batched_tokens:
+            if new and not is_read_anyway and n_read > self._step_limits.n_tokens:
                 break
             if new and not self._is_padded and len(sequence.token_ids) != len(new[0].token_ids):
                 break
@@ -157,6 +159,8 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
         super()._restart_all()
         self._batches.clear()
         self._turns.clear()
+        for sequence in self._queue:
+            sequence.kept = None
         if (encoder := find_encoder(self._model)) is not None:
             encoder.forget()
 
@@ -232,7 +236,7 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
         """
         n_tokens = n_piece = max(map(len, rows))
         if self._keeps_turns and all(len(row) == n_tokens for row in rows) and not any(images):
-            n_piece = max(1, self._max_num_batched_tokens // len(rows))
+            n_piece = max(1, self._step_limits.n_tokens // len(rows))
         with autocast(self._model.device, self._bf16):
             for start in range(0, n_tokens, n_piece):
                 states = cache.read([row[start : start + n_piece] for row in rows], images)

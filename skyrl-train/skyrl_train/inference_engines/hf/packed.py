@@ -44,13 +44,14 @@ class PackedEngine(EmbeddedEngine[CachedSequence]):
             expert_shape = (routers.n_layers, routers.n_chosen)
         self._memory = KVMemory(n_tokens, expert_shape)
         self._table = RegionTable(n_tokens)
-        self._queue = Scheduler(self._table, self._max_num_seqs, self._max_num_batched_tokens)
+        self._queue = Scheduler(self._table, self._step_limits)
 
     async def end_session(self, session_id: str) -> None:
         self._table.end_session(session_id)
 
     async def _step(self) -> None:
         copies, rows = self._queue.next_step()
+        self._n_step_tokens = sum(row.n_new for row in rows)
         choices = iter(await self._thread.run(self._forward, copies, rows))
         for row in rows:
             is_complete = row.is_complete

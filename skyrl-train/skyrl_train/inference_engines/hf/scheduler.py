@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from skyrl_train.inference_engines.hf.embedded import DrawnSequence
+from skyrl_train.inference_engines.hf.embedded import DrawnSequence, StepLimits
 from skyrl_train.inference_engines.hf.kv_memory import UNIT, Copy
 from skyrl_train.inference_engines.hf.region_table import Deferral, Region, RegionTable, prefix_keys
 from skyrl_train.inference_engines.sequence import SequenceQueue
@@ -84,11 +84,10 @@ class Scheduler(SequenceQueue[CachedSequence]):
     the engine makes progress.
     """
 
-    def __init__(self, table: RegionTable, max_sequences: int, max_tokens: int) -> None:
+    def __init__(self, table: RegionTable, limits: StepLimits) -> None:
         super().__init__()
         self._table = table
-        self._max_sequences = max_sequences
-        self._max_tokens = max_tokens
+        self._limits = limits
 
     def take_finished(self) -> list[CachedSequence]:
         """Remove and return the sequences that are over. Their regions stay available to their sessions."""
@@ -115,7 +114,7 @@ class Scheduler(SequenceQueue[CachedSequence]):
         for sequence in self.running:
             n_left = len(sequence.token_ids) - sequence.n_cached
             (rows if n_left == 1 else prompts).append(Row(sequence, n_left))
-        budget = max(self._max_tokens - len(rows), UNIT)
+        budget = max(self._limits.n_tokens - len(rows), UNIT)
         for row in prompts:
             rows.append(Row(row.sequence, min(row.n_new, budget)))
             budget -= row.n_new
@@ -137,7 +136,7 @@ class Scheduler(SequenceQueue[CachedSequence]):
         a prefix after the next step is skipped, and later ones are tried.
         """
         skipped: list[CachedSequence] = []
-        while self.waiting and len(self.running) < self._max_sequences:
+        while self.waiting and len(self.running) < self._limits.n_sequences:
             sequence = self.waiting.popleft()
             placed = self._place(sequence)
             if placed is Deferral.FULL and not self.running:

@@ -18,6 +18,7 @@ from skyrl_train.models.attributes import crossing_windows
 from skyrl_train.models.last_layer import is_narrow, widen_last_layer
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.prefix_sharing import LOW_PRECISION_TOLERANCE, TOLERANCE, find_mask_fault, read_alone
+from skyrl_train.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +129,9 @@ def _failing_as(failure: str) -> Iterator[None]:
     """Turn any exception but a lack of memory into an EngineError. A model may raise anything."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         # A layer raises AttributeError if it looks for a recurrent or latent state that the cache does not have.
         reason = "its layers need a different cache" if isinstance(error, AttributeError) else error
         raise EngineError(f"{failure}: {reason}") from error

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
+from skyrl_train.inference_engines.hf.embedded import StepLimits
 from skyrl_train.inference_engines.hf.kv_memory import UNIT
 from skyrl_train.inference_engines.hf.region_table import RegionTable
 from skyrl_train.inference_engines.hf.scheduler import CachedSequence, Row, Scheduler
@@ -17,7 +18,7 @@ class Engine:
     """A scheduler with fake forward passes that store token ids and sample a function of all tokens so far."""
 
     def __init__(self, n_units: int, max_sequences: int = 8, max_tokens: int = 1024) -> None:
-        self.scheduler = Scheduler(RegionTable(n_units * UNIT), max_sequences, max_tokens)
+        self.scheduler = Scheduler(RegionTable(n_units * UNIT), StepLimits(max_sequences, max_tokens))
         self._memory = np.full(n_units * UNIT, -1)
 
     @property
