@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 import traceback
+from pathlib import Path
 
 import psutil
 
@@ -53,5 +54,5 @@ def describe_memory() -> str:
 def describe_shortage(error: BaseException) -> str:
     """Return where an error of PyTorch, NumPy or the system was raised, and its first line."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    place = f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{place}: {(str(error) or 'no memory').splitlines()[0]}"
