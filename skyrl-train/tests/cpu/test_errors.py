@@ -1,9 +1,12 @@
+import errno
 import pickle
 
 import pytest
+from train_kit.shortages import SHORTAGES
 
 from skyrl_train import errors
 from skyrl_train.entrypoints.command import run_command
+from skyrl_train.out_of_memory import is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -14,6 +17,14 @@ def test_every_error_is_a_skyrl_error_and_survives_pickling(kind: type[errors.Sk
     assert isinstance(error, errors.SkyRLError)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy)) == (kind, str(error))
+
+
+def test_a_shortage_of_memory_is_recognized_and_keeps_its_stage_in_another_process() -> None:
+    error = pickle.loads(pickle.dumps(errors.OutOfMemoryError("the policy ran out of memory", "score")))
+    assert (str(error), error.stage) == ("the policy ran out of memory", "score")
+    assert all(map(is_out_of_memory, [error, OSError(errno.ENOMEM, "mmap"), *(make() for make in SHORTAGES.values())]))
+    others = [OSError(errno.ENOSPC, "write"), RuntimeError("size mismatch"), errors.EngineError("out of memory")]
+    assert not any(map(is_out_of_memory, others))
 
 
 def test_divergence_has_an_exit_status_of_its_own() -> None:

@@ -1,10 +1,10 @@
 """Passes that run out of memory."""
 
+import asyncio
 import copy
 import logging
 import multiprocessing
 import subprocess
-import time
 import weakref
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +19,7 @@ from train_kit.shortages import SHORTAGES, limit_tokens
 from train_kit.workers import SingleRankGroup, complete, gradients, make_worker
 from transformers import PreTrainedModel
 
+from skyrl_train.distributed import FSDP2Strategy
 from skyrl_train.errors import OutOfMemoryError, WorkerError
 from skyrl_train.launch.process import ProcessRank, RankHost
 from skyrl_train.models.scoring_module import ScoringModule
@@ -117,25 +118,26 @@ def test_the_failed_pass_holds_no_memory_while_it_is_retried(
 
 
 def serve_exhausted(connection: Connection, world: World, address: str) -> None:
-    """Serve a rank. The forward passes of rank 1 run out of memory."""
+    """Serve a rank. Copies for checkpoints and the second mini-batch run out of memory on rank 1."""
+    run, n_passes = FSDP2Strategy.run, 0
+
+    def run_once(self: FSDP2Strategy, *args: Any) -> Any:
+        nonlocal n_passes
+        n_passes += 1
+        return run(self, *args) if n_passes == 1 else exhaust()
 
     def exhaust(*_: object) -> None:
         raise SHORTAGES["cuda"]()
 
-    host = RankHost(world, address, 1)
-    call = host.call
-
-    def call_exhausted(role: Any, method: str, args: tuple[Any, ...]) -> Any:
-        if world.rank == 1 and method == "forward_backward":
-            ScoringModule.forward = exhaust  # type: ignore[assignment, method-assign]
-        return call(role, method, args)
-
-    host.call = call_exhausted  # type: ignore[method-assign]
-    host.serve(connection)
+    if world.rank == 1:
+        FSDP2Strategy.copy = exhaust  # type: ignore[assignment, method-assign]
+        FSDP2Strategy.run = run_once  # type: ignore[assignment, method-assign]
+    RankHost(world, address, 1).serve(connection)
 
 
 @pytest.mark.usefixtures("forked_processes")
-async def test_one_of_two_ranks_without_memory_ends_the_run_with_its_message(tiny_model_path: Path) -> None:
+async def test_one_of_two_ranks_without_memory(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Ranks agree that a checkpoint is not saved and continue. In a pass, they wait for each other, so the run ends."""
     context, address = multiprocessing.get_context("spawn"), f"tcp://127.0.0.1:{free_port()}"
     ranks = []
     for rank in range(2):
@@ -145,13 +147,17 @@ async def test_one_of_two_ranks_without_memory_ends_the_run_with_its_message(tin
         theirs.close()
         ranks.append(ProcessRank(rank, ours, process))
     try:
-        group = await load_policy(ranks, tiny_model_path)
-        started = time.monotonic()
-        with pytest.raises(OutOfMemoryError, match=r"so set trainer\.max_tokens_per_microbatch=\d+ or less"):
-            await group.forward_backward(random_batch(0))
-        with pytest.raises(WorkerError, match="the policy is unusable after OutOfMemoryError"):
-            await group.save(tiny_model_path / "never")
-        assert time.monotonic() - started < 10
+        async with asyncio.timeout(30):
+            group = await load_policy(ranks, tiny_model_path)
+            for _ in range(2):  # the second save would wait for the first
+                with pytest.raises(OSError, match="host memory has no room for a copy of the policy"):
+                    await group.save(tmp_path)
+            assert list(tmp_path.iterdir()) == []
+            await group.update(random_batch(0))
+            with pytest.raises(OutOfMemoryError, match=r"so set trainer\.max_tokens_per_microbatch=\d+ or less"):
+                await group.forward_backward(random_batch(0))
+            with pytest.raises(WorkerError, match="the policy is unusable after OutOfMemoryError"):
+                await group.save(tmp_path)
     finally:
         for rank in ranks:
             rank._process.kill()  # rank 0 waits for rank 1

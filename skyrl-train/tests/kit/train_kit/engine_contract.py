@@ -8,19 +8,21 @@ distribution of sampled tokens, runs the other parts.
 import asyncio
 import copy
 import threading
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from string import ascii_lowercase
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, OutOfMemoryError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams, TokenChunk
 from train_kit.engines import EngineKit, Listener, assert_agrees, assert_same, start
+from train_kit.shortages import SHORTAGES
 from train_kit.vision_models import ask, picture
 
 LONG = {"n_new": 400, "ignore_eos": True}  # still running during the test
@@ -517,6 +519,56 @@ class InProcessContract(EngineContract):
         threads = set(threading.enumerate())
         await self.test_close_fails_all_waiting_calls(engine_kit)
         assert set(threading.enumerate()) <= threads
+
+
+class ShortageContract:
+    """Shortages of memory in the process of the test."""
+
+    @pytest.mark.parametrize(
+        "does_not_fit",
+        [
+            pytest.param(lambda shape: shape.numel() > 70, id="prompts"),
+            pytest.param(lambda shape: max(shape) < 10 and shape.numel() > 3, id="sequences"),
+        ],
+    )
+    async def test_a_step_without_memory_is_repeated_in_parts_with_the_same_samples(
+        self, engine_kit: EngineKit, does_not_fit: Callable[[torch.Size], bool], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine, unlimited = engine_kit.new(), engine_kit.new()
+        requests = [engine_kit.request(64, 6, seed, ignore_eos=True) for seed in range(8)]
+        expected = await unlimited.generate(requests)
+        with _exhausting(engine_kit.model, does_not_fit):
+            results = await engine.generate(requests)
+        assert "The step is repeated with generator.max_num_seqs=" in caplog.text
+        for result, first in zip(results, expected, strict=True):
+            assert_same(result, first, engine_kit.tolerance)
+
+    async def test_a_sequence_that_does_not_fit_alone_fails_its_callers_and_the_engine_remains_usable(
+        self, engine_kit: EngineKit
+    ) -> None:
+        engine = engine_kit.new()
+        requests = [engine_kit.request(n, 4) for n in (30, 40)]
+        with _exhausting(engine_kit.model, lambda _: True):
+            failures = await asyncio.gather(*(engine.generate([r]) for r in requests), return_exceptions=True)
+        assert [type(failure) for failure in failures] == [OutOfMemoryError] * 2
+        assert "One sequence alone does not fit" in str(failures[0])
+        for request, result in zip(requests, await engine.generate(requests), strict=True):
+            assert_agrees(engine_kit, request, result)
+
+
+@contextmanager
+def _exhausting(model: PreTrainedModel, does_not_fit: Callable[[torch.Size], bool]) -> Iterator[None]:
+    """Let forward passes run out of memory if the shape of their tokens does not fit."""
+
+    def check(_module: object, _args: object, kwargs: dict[str, Any]) -> None:
+        if does_not_fit(kwargs["input_ids"].shape):
+            raise SHORTAGES["cuda"]()
+
+    hook = model.base_model.register_forward_pre_hook(check, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class ImageContract:

@@ -4,7 +4,7 @@ import copy
 from collections.abc import AsyncIterator
 
 import pytest
-from train_kit.engine_contract import InProcessContract
+from train_kit.engine_contract import InProcessContract, ShortageContract
 from train_kit.engines import EngineKit, embedded_kit
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,5 +18,5 @@ async def engine_kit(tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedToke
         yield kit
 
 
-class TestHFContract(InProcessContract):
+class TestHFContract(InProcessContract, ShortageContract):
     """The engine contract, and threads of the embedded engine."""

@@ -14,6 +14,7 @@ from train_kit.engine_contract import (
     ControlContract,
     EndingContract,
     SamplingContract,
+    ShortageContract,
     WeightContract,
 )
 from train_kit.engines import LIMITS, EngineKit, Listener, assert_agrees, assert_same, embedded_kit
@@ -49,7 +50,13 @@ class KeptTurnsContract(CacheContract):
 
 
 class TestGeneralContract(
-    SamplingContract, CallContract, EndingContract, KeptTurnsContract, WeightContract, ControlContract
+    SamplingContract,
+    CallContract,
+    EndingContract,
+    KeptTurnsContract,
+    WeightContract,
+    ControlContract,
+    ShortageContract,
 ):
     pass
 
