@@ -120,22 +120,28 @@ class EmbeddedEngine(SteppedEngine[S]):
 
     async def _retry_smaller(self, error: Exception) -> Exception | None:
         """Restart all sequences with smaller steps. Their samples do not change, as each token has its own draw."""
-        n_sequences, n_tokens = len(self._queue.running), self._n_step_tokens
+        n_sequences = len(self._queue.running)
         text = (
-            f"generation ran out of memory in a step of {n_tokens:,} tokens with {n_sequences} sequences "
-            f"({describe_memory()}): {describe_shortage(error)}"
+            f"generation ran out of memory in a step of {self._n_step_tokens:,} tokens, with {n_sequences} running "
+            f"{'sequence' if n_sequences == 1 else 'sequences'} ({describe_memory()}): {describe_shortage(error)}"
         )
         free_references(error)
         self._drop_caches()
         await self._thread.run(release_cached_memory, self._model.device)
-        if not self._step_limits.halve(n_sequences, n_tokens, self.unit):
+        if (reduced := self._reduce(n_sequences)) is None:
             return OutOfMemoryError(f"{text}. One sequence alone does not fit", "generate")
         logger.warning(
-            "%s. The step is repeated with generator.max_num_seqs=%d and generator.max_num_batched_tokens=%d, which "
-            "stay for the rest of the run. Samples do not change",
-            *(text[0].upper() + text[1:], self._step_limits.n_sequences, self._step_limits.n_tokens),
+            "%s. It is repeated with %s, for the rest of the run. Samples do not change",
+            *(text[0].upper() + text[1:], reduced),
         )
         return None
+
+    def _reduce(self, n_sequences: int) -> str | None:
+        """Halve the limits of steps after one with `n_sequences`. Return their settings, or None if none is smaller."""
+        if not self._step_limits.halve(n_sequences, self._n_step_tokens, self.unit):
+            return None
+        limits = self._step_limits
+        return f"generator.max_num_seqs={limits.n_sequences} and generator.max_num_batched_tokens={limits.n_tokens}"
 
     def _n_bytes(self, n_rows: int, n_tokens: int) -> int:
         """Return the bytes of cache for sequences of `n_tokens`."""

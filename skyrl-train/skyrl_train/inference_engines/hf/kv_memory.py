@@ -78,6 +78,8 @@ class KVMemory:
         """Store keys and values, and with `expert_shape` (layers, K) also the experts that computed each token."""
         self.size = size
         self.expert_shape = expert_shape
+        self.does_not_fit = False
+        """True if a layer could not be allocated."""
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._experts: torch.Tensor | None = None
 
@@ -90,7 +92,9 @@ class KVMemory:
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pools of one layer, with the heads and dtypes of `keys` and `values` (…, heads, head_dim)."""
         if index not in self._layers:
+            self.does_not_fit = True
             self._layers[index] = (self._zeros(keys), self._zeros(values))
+            self.does_not_fit = False
         return self._layers[index]
 
     def copy(self, copies: Sequence[Copy]) -> None:

@@ -46,6 +46,16 @@ class PackedEngine(EmbeddedEngine[CachedSequence]):
         self._table = RegionTable(n_tokens)
         self._queue = Scheduler(self._table, self._step_limits)
 
+    def _reduce(self, n_sequences: int) -> str | None:
+        """Halve the cache if it could not be allocated and still holds the longest sequence. Else halve the step."""
+        n_tokens = self._memory.size // 2 // self.unit * self.unit
+        if not self._memory.does_not_fit or n_tokens < self.info.longest_sequence:
+            return super()._reduce(n_sequences)
+        waiting = self._queue.waiting
+        self._create_cache(n_tokens)
+        self._queue.waiting.extend(waiting)
+        return f"a key-value cache of {n_tokens:,} tokens"
+
     async def end_session(self, session_id: str) -> None:
         self._table.end_session(session_id)
 

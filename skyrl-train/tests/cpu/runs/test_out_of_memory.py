@@ -194,5 +194,5 @@ def test_rollouts_are_the_same_after_a_step_that_ran_out_of_memory(
 
     monkeypatch.setattr(packed, "hidden_states", limited)
     run = train(*catch_run, *FOUR_STEPS, EXPORT)
-    assert "The step is repeated with generator.max_num_seqs=" in run.log
+    assert "It is repeated with generator.max_num_seqs=" in run.log
     assert_close_runs(run, uninterrupted)

@@ -539,7 +539,7 @@ class ShortageContract:
         expected = await unlimited.generate(requests)
         with _exhausting(engine_kit.model, does_not_fit):
             results = await engine.generate(requests)
-        assert "The step is repeated with generator.max_num_seqs=" in caplog.text
+        assert "It is repeated with generator.max_num_seqs=" in caplog.text
         for result, first in zip(results, expected, strict=True):
             assert_same(result, first, engine_kit.tolerance)
 

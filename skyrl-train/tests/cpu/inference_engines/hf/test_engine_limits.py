@@ -19,7 +19,7 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, OutOfMemoryError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, SamplingParams
 from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.inference_engines.hf.kv_memory import KVMemory
@@ -151,6 +151,30 @@ async def test_a_failing_pass_fails_every_caller_and_the_engine_recovers(
     assert "ValueError: out of luck" in caplog.text  # with traceback
     for r, (result,) in zip(requests, expected, strict=True):
         assert (await engine.generate([r]))[0].token_ids == result.token_ids
+
+
+async def test_a_cache_that_cannot_be_allocated_is_halved(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests = [request(n, 8) for n in (10, 100, 200)]
+    expected = await new_engine().generate(requests)
+    engine, zeros = new_engine(max_cache_bytes=64 * REGION_BYTES), KVMemory._zeros
+
+    def allocate(memory: KVMemory, like: torch.Tensor) -> torch.Tensor:
+        if memory.size > 20 * 64:
+            raise MemoryError
+        return zeros(memory, like)
+
+    monkeypatch.setattr(KVMemory, "_zeros", allocate)
+    results = await engine.generate(requests)
+    assert "It is repeated with a key-value cache of 1,024 tokens" in caplog.text
+    assert "max_num_seqs" not in caplog.text
+    for result, first in zip(results, expected, strict=True):
+        assert_same(result, first, 5e-6)
+    small = new_engine(max_cache_bytes=9 * REGION_BYTES)  # half of it would be too small for the longest sequence
+    monkeypatch.setattr(KVMemory, "_zeros", lambda *_: allocate(KVMemory(10**9), torch.empty(0)))
+    with pytest.raises(OutOfMemoryError, match="One sequence alone does not fit"):
+        await small.generate(requests)
 
 
 # -- cancellation, weight sync, close
