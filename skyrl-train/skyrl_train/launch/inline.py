@@ -19,6 +19,7 @@ from skyrl_train.inference_engines.http import find_host, server_url
 from skyrl_train.inference_engines.process import start_engine
 from skyrl_train.launch.launcher import MakeEngine, Sinks, holding_devices, with_transport
 from skyrl_train.launch.lease import Lease
+from skyrl_train.launch.numa import bind_to_gpu
 from skyrl_train.launch.process import LocalRank, RankHost
 from skyrl_train.models.loading import default_device
 from skyrl_train.types.specs import ModelSpec, SyncKind, World
@@ -55,7 +56,9 @@ class InlineLauncher:
 
     async def start(self) -> None:
         loop, world = asyncio.get_running_loop(), World(device=str(self.device))
-        # On a GPU, this binds the compute thread to some cores. Environments and an engine process keep all cores.
+        # On a GPU, this binds the compute thread to the cores of its NUMA node, and with it all threads that it starts:
+        # OpenMP, the backward pass, checkpoints. Models are loaded and pinned memory is allocated in these threads.
+        # Environments keep all cores. An engine in this process computes in the same thread.
         self._rank = LocalRank(self._executor, await loop.run_in_executor(self._executor, RankHost, world))
 
     async def load(self, spec: ModelSpec, objective: Objective | None) -> WorkerGroup:
@@ -72,7 +75,8 @@ class InlineLauncher:
         if self._has_engine_process:
 
             async def start(_index: int) -> InferenceEngine:
-                return await start_engine(partial(make_engine, None), start_timeout_s=start_timeout_s)
+                make = partial(make_beside_gpu, make_engine)
+                return await start_engine(make, start_timeout_s=start_timeout_s)
 
             return EngineClient([await start(0)], start)
         engine = make_engine(self.policy)
@@ -107,3 +111,10 @@ class InlineLauncher:
             await self._lease.close()
         if self._rank is not None:
             await self._rank.close()
+
+
+def make_beside_gpu(make_engine: MakeEngine) -> InferenceEngine:
+    """Make an engine with its own weights. On a GPU, it runs on the cores of the GPU's NUMA node."""
+    if default_device().type == "cuda":
+        bind_to_gpu()
+    return make_engine(None)

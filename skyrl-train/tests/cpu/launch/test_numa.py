@@ -3,7 +3,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from train_kit.processes import python
+from train_kit.processes import TRAIN_FOLDER, python
 from train_kit.sysfs import GPU, MAX_CORE, write_sysfs
 
 from skyrl_train.launch import numa
@@ -28,6 +28,21 @@ def test_a_rank_and_its_threads_run_on_the_cores_of_the_node(tmp_path: Path) -> 
         [python(), "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == str({MAX_CORE})
+
+
+def test_an_engine_process_runs_on_the_cores_of_the_node(tmp_path: Path) -> None:
+    write_sysfs(tmp_path, 1, str(MAX_CORE))
+    code = (
+        "import os, sys, threading, torch; from pathlib import Path; from train_kit.sysfs import imitate_gpus; "
+        "from skyrl_train.launch.inline import make_beside_gpu; "
+        "imitate_gpus(Path(sys.argv[1])); torch.cuda.is_available = lambda: True; "
+        "engine = lambda _: threading.Thread(target=lambda: print(os.sched_getaffinity(0))); "
+        "thread = make_beside_gpu(engine); thread.start(); thread.join()"
+    )
+    done = subprocess.run(
+        [python(), "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, cwd=TRAIN_FOLDER
+    )
+    assert done.stdout.strip() == str({MAX_CORE}), done.stderr
 
 
 @pytest.mark.parametrize(("node", "cores"), [(-1, "0"), (2, "0"), (1, str(MAX_CORE + 1000)), (1, "")])
