@@ -1,13 +1,11 @@
-"""The memory of long runs. Figures are in `docs/internals/processes.md`."""
-
-import os
+"""The resident memory of long runs: `docs/internals/processes.md` has the figures."""
 
 import psutil
 import pytest
 from train_kit.processes import find_descendants
 from train_kit.runs import AtStepEnd, train_with
 
-N_STEPS = int(os.environ.get("MEMORY_STEPS", "1000"))
+N_STEPS = 1000
 WARM_UP = N_STEPS // 5
 """Steps until allocators and caches have reached their size."""
 
@@ -29,6 +27,7 @@ SMALLEST = [
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_memory_of_a_run_does_not_grow_with_its_steps(catch_run: list[str], is_async: bool) -> None:
     used: dict[int, dict[str, int]] = {}  # resident bytes by step and process
