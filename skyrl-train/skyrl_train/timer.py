@@ -45,7 +45,7 @@ class PeakMemory:
                 peaks[name] = max(peaks.get(name, 0.0), peak)
 
     def measure(self) -> float:
-        """Return the peak in bytes since the process started. Open stages are not affected, so any thread may call it."""
+        """Return the peak in bytes since the process started. Any thread may call it."""
         return max(self.highest, _read_peak())
 
     def _update(self) -> None:

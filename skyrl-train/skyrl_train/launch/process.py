@@ -165,7 +165,8 @@ class RankHost:
             if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
                 raise
             shortage = OutOfMemoryError(
-                f"the {role} ran out of memory during {method} ({describe_memory()}): {describe_shortage(error)}", method
+                f"the {role} ran out of memory during {method} ({describe_memory()}): {describe_shortage(error)}",
+                method,
             )
             free_references(error)
         release_cached_memory(torch.device(self._world.device))  # not in the `except`, which refers to the error

@@ -324,19 +324,29 @@ class Worker:
                 if lora is not None and adapter is not None:
                     save_adapter(model, adapter, lora.base_path, folder / ADAPTER_FOLDER)
 
+        copied = self._copy_state()
+        if isinstance(copied, OSError):
+            return copied
+        self._saving = self._writer.submit(self._strategy.write, copied, folder, write_files)
+        return None
+
+    def _copy_state(self) -> dict[str, Any] | OSError:
+        """Copy the state to host memory. Return an OSError on every rank if the memory of one has no room for it.
+
+        Ranks agree before they write, because a rank that writes waits for the other ranks.
+        """
         copied, shortage = None, ""
         try:
-            copied = self._strategy.copy(state)
+            copied = self._strategy.copy(self._state)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             shortage = f": {describe_memory()}"
             free_references(error)
-        if not self._strategy.all_true(copied is not None):  # a rank without a copy would make the others wait
-            text = f"host memory has no room for a copy of the {self._spec.role}{shortage}"
-            return OSError(errno.ENOMEM, text)
-        self._saving = self._writer.submit(self._strategy.write, copied, folder, write_files)
-        return None
+        if self._strategy.all_true(copied is not None):
+            assert copied is not None
+            return copied
+        return OSError(errno.ENOMEM, f"host memory has no room for a copy of the {self._spec.role}{shortage}")
 
     def is_written(self) -> bool:
         """Return True if `finish_save` would not wait."""

@@ -34,13 +34,11 @@ def test_the_memory_of_a_run_does_not_grow_with_its_steps(catch_run: list[str], 
 
     def measure(_: object, step: int) -> None:
         if step % INTERVAL == 0:
-            engines = {"engine": process for process in find_descendants("spawn_main")}
-            processes = {"driver": psutil.Process(), **engines}
-            used[step] = {name: process.memory_info().rss for name, process in processes.items()}
+            processes = [psutil.Process(), *find_descendants("spawn_main")]
+            used[step] = dict(zip(("driver", "engine"), (p.memory_info().rss for p in processes), strict=False))
 
     train_with(*catch_run, *SMALLEST, f"trainer.fully_async.enabled={is_async}", last=[AtStepEnd(measure)])
     curves = {name: {step: round(sizes[name] / 1e6) for step, sizes in used.items() if step} for name in used[N_STEPS]}
-    print(curves)
     assert set(curves) == ({"driver", "engine"} if is_async else {"driver"})
     for name in curves:
         assert used[N_STEPS][name] - used[WARM_UP][name] < MAX_GROWTH, curves

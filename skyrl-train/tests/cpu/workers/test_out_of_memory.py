@@ -27,7 +27,7 @@ from skyrl_train.types.specs import World
 from skyrl_train.weight_sync.sync import free_port
 
 LORA = {"model": {"lora": {"rank": 4}}}
-ROWS = dict(n_prompts=4, n_samples=2)
+ROWS = {"n_prompts": 4, "n_samples": 2}
 
 
 def results(worker: SingleRankGroup) -> list[Any]:

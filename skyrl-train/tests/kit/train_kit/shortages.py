@@ -30,7 +30,9 @@ class _Exhausting(torch.autograd.Function):
         raise SHORTAGES["cpu"]()
 
 
-def limit_tokens(monkeypatch: pytest.MonkeyPatch, max_tokens: int, kind: str = "cpu", *, backward: bool = False) -> None:
+def limit_tokens(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int, kind: str = "cpu", *, backward: bool = False
+) -> None:
     """Let the passes of all models run out of memory with more than `max_tokens` tokens, or only their backward."""
     forward = ScoringModule.forward
 

@@ -50,13 +50,7 @@ class KeptTurnsContract(CacheContract):
 
 
 class TestGeneralContract(
-    SamplingContract,
-    CallContract,
-    EndingContract,
-    KeptTurnsContract,
-    WeightContract,
-    ControlContract,
-    ShortageContract,
+    SamplingContract, CallContract, EndingContract, KeptTurnsContract, WeightContract, ControlContract, ShortageContract
 ):
     pass
 
