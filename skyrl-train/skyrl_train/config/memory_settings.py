@@ -9,15 +9,15 @@ PASSES = frozenset({"score", "forward_backward", "probe"})
 """Stages whose memory grows with the tokens of a micro-batch."""
 
 
-def suggest_settings(cfg: Any, stage: str) -> list[str]:
+def suggest_settings(cfg: Any, stage: str, *, has_gpu: bool) -> list[str]:
     """Return the settings that would reduce the memory of a stage, the cheapest first, without those in use.
 
-    `stage` is as in `OutOfMemoryError.stage`. Settings that do not apply to the command are left out.
+    `stage` is as in `OutOfMemoryError.stage`. Settings that do not apply to the command or the device are left out.
     """
-    return list(_suggest(cfg, stage))
+    return list(_suggest(cfg, stage, has_gpu))
 
 
-def _suggest(cfg: Any, stage: str) -> Iterator[str]:
+def _suggest(cfg: Any, stage: str, has_gpu: bool) -> Iterator[str]:
     def value(key: str) -> Any:
         return value_at(cfg, key, None)
 
@@ -25,6 +25,9 @@ def _suggest(cfg: Any, stage: str) -> Iterator[str]:
         yield "trainer.gradient_checkpointing=true"
     if stage != "load" and (fraction := value("generator.gpu_memory_utilization")) is not None:
         yield f"a lower generator.gpu_memory_utilization than {fraction:g}"
+    optimizer = "trainer.policy.optimizer_config"
+    if stage in {"forward_backward", "probe", "optim_step"} and has_gpu and value(f"{optimizer}.cpu_offload") is False:
+        yield f"{optimizer}.cpu_offload=true"
     if value("trainer.algorithm.use_kl_loss") and stage != "generate":
         yield "trainer.algorithm.use_kl_loss=false"
     if stage in PASSES | {"generate"}:

@@ -142,7 +142,7 @@ class Experiment(ABC):
             text, stage = str(error), error.stage
         else:  # outside of ranks and engines
             text, stage = f"the run ran out of memory ({describe_memory()}): {describe_shortage(error)}", "driver"
-        settings = ", ".join(suggest_settings(self.cfg, stage))
+        settings = ", ".join(suggest_settings(self.cfg, stage, has_gpu=torch.cuda.is_available()))
         return OutOfMemoryError(
             f"{text}. To save memory, set (the cheapest first) {settings}. `skyrl plan` shows the forecast. With "
             f"trainer.run_name={self.cfg.trainer.run_name}, the same command {self._describe_rerun()}",

@@ -235,6 +235,8 @@ class Worker:
             yield
         except Exception as error:
             if is_out_of_memory(error):
+                assert self._state.optimizer is not None
+                self._state.optimizer.zero_grad(set_to_none=True)  # of copies in host memory, too
                 self.module.zero_grad(set_to_none=True)
                 torch.set_rng_state(state)
                 if device_state is not None:

@@ -32,7 +32,7 @@ from skyrl_train.workers.worker import Worker
 
 STATUS = OutOfMemoryError.exit_status
 EXPORT = "trainer.hf_save_interval=100"
-CRITIC = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic_mini_batch_size=4"]
+CRITIC = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic_mini_batch_size=4", "generator.batched=true"]
 BUDGET = "trainer.max_tokens_per_microbatch"
 
 
@@ -138,6 +138,8 @@ def test_a_shortage_ends_the_run_with_one_message_and_a_rerun_resumes(
     assert message.startswith(stage)
     assert "peak" in message
     assert "To save memory, set (the cheapest first)" in message
+    assert ("trainer.gradient_checkpointing=true" in message) == ("forward_backward" in stage)
+    assert ("trainer.algorithm.use_kl_loss=false" in message) == ("generation" not in stage)
     saved = "resumes from step 2" if is_saved else "starts again, because there is no checkpoint"
     assert message.endswith(f"the same command {saved}")
     run = run_of(overrides)

@@ -42,7 +42,7 @@ def results(worker: SingleRankGroup) -> list[Any]:
     return [*found, torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("section", [{}, LORA])
+@pytest.mark.parametrize("section", [{}, LORA, {"optimizer_config": {"cpu_offload": True}}])
 @pytest.mark.parametrize(("kind", "backward"), [("cuda", False), ("cpu", False), ("numpy", False), ("cpu", True)])
 def test_a_retry_computes_what_the_smaller_budget_computes(
     section: dict[str, Any],
@@ -57,7 +57,7 @@ def test_a_retry_computes_what_the_smaller_budget_computes(
         limit_tokens(patch, 40, kind, backward=backward)
         if backward:
             retried.forward_backward(random_batch(0, **ROWS))  # a forward pass alone would keep the larger budget
-            retried.model.zero_grad()
+            retried.optimizer.zero_grad()
         found = results(retried)
     budget = retried.group.reduced_max_tokens
     assert budget is not None
