@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from skyrl_train.config.policy import OptimizerName
 from skyrl_train.models.generation import save_model
 from skyrl_train.models.lora import Gather, merged_buffers, merged_names, sync_tensors
+from skyrl_train.models.offload import release_cached_memory
 from skyrl_train.models.scoring_module import Scorer
 from skyrl_train.optimizers import AdamW, HostWeights
 from skyrl_train.types import Shard, TrainingBatch
@@ -197,6 +198,7 @@ class DistributedStrategy(ABC, Generic[M]):
 
     def copy(self, state: TrainState[M]) -> dict[str, Any]:
         """Copy the state to host memory, by parameter name."""
+        release_cached_memory(torch.device(self.world.device))  # large copies do not fit the gaps of freed tensors
         has_moments = state.optimizer is not None and bool(state.optimizer.state)  # the first step creates moments
         options = StagingOptions(False, False, False, False)  # synchronous: the copy is complete when stage() returns
         copied = DefaultStager(options).stage(self._state_dict(state, with_moments=has_moments))

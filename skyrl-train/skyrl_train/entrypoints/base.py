@@ -233,6 +233,7 @@ class Experiment(ABC):
             sync,
             plan.receiving_servers,
             offloads_idle=plan.offloads_idle,
+            frees_cache=self.trains and plan.frees_cache,
             has_engine_process=self.trains and plan.cfg.has_engine_process,
         )
 

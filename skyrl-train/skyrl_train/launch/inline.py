@@ -38,18 +38,20 @@ class InlineLauncher:
         servers: Sequence[str] = (),
         *,
         offloads_idle: bool = False,
+        frees_cache: bool = False,
         has_engine_process: bool = False,
     ) -> None:
         """Create the launcher. `sync` is how to send weights to a second process or to the addresses of `servers`.
 
         `has_engine_process` starts the engine in a second process. `offloads_idle` offloads idle models and the engine
-        from the device. The engine must then have its own weights.
+        from the device. The engine must then have its own weights. `frees_cache` releases the key-value cache of an
+        engine that shares the policy's weights while models compute.
         """
         self._executor = executor
         self._has_engine_process = has_engine_process
         self._sync = sync or SyncOptions()
         self._servers = servers
-        self._lease = Lease() if offloads_idle else None
+        self._lease = Lease(moves_models=offloads_idle) if offloads_idle or frees_cache else None
         self.device = default_device()
         self.policy: PreTrainedModel | None = None
         self._rank: LocalRank | None = None
@@ -87,7 +89,8 @@ class InlineLauncher:
         return client
 
     def bytes_beside_engine(self, n_bytes: int) -> int:
-        return 0 if self._lease is not None and self.device.type == "cuda" else n_bytes
+        moves_models = self._lease is not None and self._lease.moves_models
+        return 0 if moves_models and self.device.type == "cuda" else n_bytes
 
     def weight_sync(
         self, source: WorkerGroup, sinks: Sinks, kind: SyncKind = "full", dtype: torch.dtype | None = None

@@ -19,10 +19,16 @@ class Lease:
     When one of them computes, everything else leaves: the engine goes to sleep, and models move to host memory. Only
     the policy's weights stay on the devices next to the engine. They may be needed at any time: after a sync, the
     policy scores the engine's samples, and a replacement for a lost engine receives them.
+
+    An engine that generates with the policy's own tensors releases only its cache, and models stay on their device.
     """
 
-    def __init__(self) -> None:
-        """Create a lease without users. Call `add_model` for each model, the policy first, then `add_engine`."""
+    def __init__(self, *, moves_models: bool = True) -> None:
+        """Create a lease without users. Call `add_model` for each model, the policy first, then `add_engine`.
+
+        With `moves_models=False`, only the engine leaves.
+        """
+        self.moves_models = moves_models
         self._models: list[WorkerGroup] = []
         self._engine: InferenceEngine | None = None
         self._user: WorkerGroup | InferenceEngine | None = None  # None: nobody, or a change of users has failed
@@ -38,7 +44,7 @@ class Lease:
     def add_engine(self, engine: InferenceEngine) -> None:
         """Add the engine. It must be awake."""
         self._engine = self._user = engine
-        if self._models:
+        if self._models and self.moves_models:
             logger.info("Models and engines leave their devices while they are idle (trainer.placement.offload_idle)")
 
     async def close(self) -> None:
@@ -57,7 +63,8 @@ class Lease:
                 self._user, started = None, time.monotonic()
                 if self._engine is not None:
                     await self._engine.sleep()
-                n_bytes = sum([await other.move("cpu") for other in self._models if other is not model])
+                others = [other for other in self._models if other is not model and self.moves_models]
+                n_bytes = sum([await other.move("cpu") for other in others])
                 self._user = model
                 _log_change(f"the {model.role}", n_bytes, started)
             await model.move("device", part)
@@ -99,7 +106,8 @@ class Lease:
                 await self._engine.wake_up("weights")
                 _log_change("the engine, for its weights,", n_bytes, started)
             yield
-            await self._models[0].move("cpu", "optimizer")  # also frees the sync's memory
+            if self.moves_models:
+                await self._models[0].move("cpu", "optimizer")  # also frees the sync's memory
             await self._engine.wake_up()
             self._user = self._engine
 
@@ -116,6 +124,8 @@ class Lease:
     async def _bring_policy(self) -> int:
         """Move the policy's weights to the devices and all else to host memory. Return the number of moved bytes."""
         self._user = None
+        if not self.moves_models:
+            return 0
         policy, *others = self._models
         n_bytes = sum([await other.move("cpu") for other in others])
         return n_bytes + await policy.move("cpu", "optimizer") + await policy.move("device", "weights")

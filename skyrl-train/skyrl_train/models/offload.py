@@ -1,5 +1,7 @@
 """Offloading: release the device memory of tensors while their values wait in host memory."""
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -85,10 +87,14 @@ def activations_in_host_memory(module: torch.nn.Module) -> torch.autograd.graph.
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give PyTorch's cached memory back to the device, so that other processes can use it."""
+    """Give memory that was freed, but kept for later allocations, back to the device."""
     if device.type == "cuda":
         torch.cuda.ipc_collect()  # memory that receivers of a weight sync have released
         torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+        if trim is not None:
+            trim(0)
 
 
 def _synchronize(device: torch.device) -> None:

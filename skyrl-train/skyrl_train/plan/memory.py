@@ -265,7 +265,7 @@ class _Forecaster:
                 else sum(self._share(model) * model.training.gradients for model in self.plan.models)
             )
             cache = generator.gpu_memory_utilization * max(0.0, free - reserved)
-        yield self._part("engine: key-value cache", cache, phases)
+        yield self._part("engine: key-value cache", cache, ["rollout"] if self.plan.frees_cache else phases)
         n_prompts = max(1, n_sequences // generator.n_samples_per_prompt)  # samples of a prompt read it once
         n_new = min(generator.max_num_batched_tokens, n_prompts * self.rows.prompt_tokens)
         n_bytes = n_new * pass_bytes_per_token(self.config, value_bytes=self._value_bytes)

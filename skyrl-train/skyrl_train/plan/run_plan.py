@@ -151,6 +151,11 @@ class RunPlan(TrainingPlan):
         return self.cfg.generator.n_local_engines > 0 and self.cfg.generator.engine.is_embedded
 
     @property
+    def frees_cache(self) -> bool:
+        """True if the engine shares the policy's weights on a GPU, and releases its cache before models compute."""
+        return self.has_gpus and not self.has_engine_copy and not self.cfg.trainer.fully_async.enabled
+
+    @property
     def has_engine_copy(self) -> bool:
         """True if the engines keep their own copy of the policy's weights."""
         generator = self.cfg.generator

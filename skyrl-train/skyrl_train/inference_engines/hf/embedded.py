@@ -190,6 +190,8 @@ class EmbeddedEngine(SteppedEngine[S]):
         self._drop_caches()
         if self._owns_model:
             await self._thread.run(self._offload)
+        else:
+            await self._thread.run(release_cached_memory, self._model.device)
 
     def _offload(self) -> None:
         tensors = [*self._model.parameters(), *self._model.buffers()]

@@ -193,3 +193,32 @@ async def test_after_a_failed_sync_the_models_get_the_devices(run: Run) -> None:
     run.engine.is_broken = False
     await run.sync("the engine", run.client)(2)
     assert (await run.client.generate(requests(1)))[0].weight_spans == ((2, 4),)
+
+
+async def test_an_engine_that_shares_the_policys_weights_releases_only_its_cache(
+    tiny_model: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    policy = as_group("policy", copy.deepcopy(tiny_model), policy_objective(config().trainer))
+    lease = Lease(moves_models=False)
+    await lease.add_model(policy.group)
+    limits = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 24}
+    engine = SlowEngine(policy.model, tiny_tokenizer, **limits)
+    client = EngineClient([engine], enter=lease.enter_engine)
+    lease.add_engine(client)
+    run = Run(policy, policy, policy, engine, client, lease)
+    try:
+        expected = await client.generate(requests())
+        assert "cache" in run.on_devices()
+        await policy.group.score(batch())
+        assert run.on_devices() >= {"policy", "engine"}
+        assert "cache" not in run.on_devices()
+        assert [r.logprobs for r in await client.generate(requests())] == [r.logprobs for r in expected]
+        await policy.group.update(batch())
+        await run.sync("the engine", client)(1)
+        assert "optimizer" in run.on_devices()
+        (result,) = await client.generate(requests(1))
+        assert result.weight_spans == ((1, 4),)
+        assert "optimizer" in run.on_devices()
+    finally:
+        await lease.close()
+        await client.close()
