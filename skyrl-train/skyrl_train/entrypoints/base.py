@@ -30,7 +30,7 @@ from skyrl_train.errors import ConfigError, EnvError, OutOfMemoryError, StorageE
 from skyrl_train.launch.inline import InlineLauncher
 from skyrl_train.launch.launcher import Launcher, ModelLauncher, started
 from skyrl_train.launch.torchrun import Torchrun, TorchrunLauncher, serve_driver
-from skyrl_train.models.loading import CRITIC_PATH, default_device, load_model
+from skyrl_train.models.loading import default_device, load_model
 from skyrl_train.out_of_memory import describe_memory, describe_shortage, free_references, is_out_of_memory
 from skyrl_train.plan import RunPlan
 from skyrl_train.run import Run
@@ -172,10 +172,6 @@ class Experiment(ABC):
     def load_language_model(self, path: str, key: str) -> PreTrainedModel:
         """Load the causal language model at `path`, the value of the configuration key `key`."""
         return load_model(path, key=key, **self.loading_options(self.cfg.trainer.policy.model.dtype))
-
-    def load_critic(self, path: str, dtype: str) -> PreTrainedModel:
-        """Load the critic at `path`."""
-        return load_model(path, "critic", key=CRITIC_PATH, **self.loading_options(dtype))
 
     def loading_options(self, dtype: str) -> dict[str, Any]:
         """Return the options with which the run loads a model in `dtype`."""

@@ -251,16 +251,11 @@ def print_plan(cfg: SkyRLConfig | SupervisedConfig, *, is_custom: bool) -> None:
         longest_prompt = check_prompts(cfg)
     plan = plan_run(cfg, longest_prompt=longest_prompt)
     print(describe_plan(plan) if isinstance(plan, RunPlan) else describe_supervised_plan(plan))
-    check_disk(plan)
+    if cfg.trainer.ckpt_interval > 0 and plan.has_known_sizes:
+        from skyrl_train.checkpoint import CheckpointStore  # imports torch, as `_describe_device`
+
+        n_bytes = sum(model.checkpoint_bytes for model in plan.models if model.role != "ref")
+        if shortage := CheckpointStore(Path(cfg.trainer.ckpt_path)).find_shortage(n_bytes):
+            raise CheckpointError(shortage)  # as the run does after loading its models
     if not is_custom:
         warn_of_shortage(plan)
-
-
-def check_disk(plan: TrainingPlan) -> None:
-    """Raise CheckpointError, as the run does after loading its models, if the disk has no room for a checkpoint."""
-    from skyrl_train.checkpoint import CheckpointStore  # imports torch, as `_describe_device`
-
-    if plan.cfg.trainer.ckpt_interval > 0 and plan.has_known_sizes:
-        n_bytes = sum(model.checkpoint_bytes for model in plan.models if model.role != "ref")
-        if shortage := CheckpointStore(Path(plan.cfg.trainer.ckpt_path)).find_shortage(n_bytes):
-            raise CheckpointError(shortage)

@@ -37,6 +37,7 @@ from skyrl_train.entrypoints.prompts import (
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.inference_engines.base import InferenceEngine, weight_folder
+from skyrl_train.models.loading import CRITIC_PATH, load_model
 from skyrl_train.plan import RunPlan, limit_steps
 from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import Tracking
@@ -126,7 +127,7 @@ class RLExperiment(Experiment):
 
     def get_value_model(self, path: str) -> PreTrainedModel:
         """Load the critic's model."""
-        return self.load_critic(path, self.cfg.trainer.critic.model.dtype)
+        return load_model(path, "critic", key=CRITIC_PATH, **self.loading_options(self.cfg.trainer.critic.model.dtype))
 
     def get_engine(self, model: PreTrainedModel | None) -> InferenceEngine:
         """Create the engine. `model` is the policy, or None for an engine with its own weights."""

@@ -99,8 +99,8 @@ def fit_to_machine(cfg: Any) -> Any:
     return plan.cfg
 
 
-def describe_shortage(memory: MemoryForecast, changes: list[Change] | None) -> str:
-    """Return what is missing where, and the changes that help. `changes` is None if nothing does."""
+def describe_shortage(plan: TrainingPlan, memory: MemoryForecast) -> str:
+    """Return what is missing where, and the changes of the plan with which it fits, if there are any."""
     shortage = memory.find_shortage()
     assert shortage is not None
     place, phase, _ = shortage
@@ -109,9 +109,11 @@ def describe_shortage(memory: MemoryForecast, changes: list[Change] | None) -> s
     largest = ", ".join(f"{part.name} {format_bytes(part.phases.get(phase, 0))}" for part in parts)
     name = {"load": "loading", "save": "a checkpoint", "sync": "the weight sync"}.get(phase, f"the {phase}")
     where = "the GPU" if place == "device" else "host memory" if memory.hardware.has_gpus else "this machine"
-    fix = "use a smaller model, or more GPUs (trainer.placement)"
-    if changes:
+    try:
+        _, changes = fit(plan, memory.hardware)
         fix = f"set {' '.join(map(str, changes))} ({'; '.join(change.price for change in changes)})"
+    except ConfigError:
+        fix = "use a smaller model, or more GPUs (trainer.placement)"
     return f"{name} takes {format_bytes(needed)} of {where} ({largest}), and {format_bytes(free)} are free: {fix}"
 
 
@@ -121,13 +123,9 @@ def check_memory(plan: TrainingPlan) -> tuple[str, bool] | None:
     memory = None if hardware is None else forecast_memory(plan, hardware)
     if memory is None or (shortage := memory.find_shortage()) is None:
         return None
-    try:
-        changes: list[Change] | None = fit(plan, memory.hardware)[1]
-    except ConfigError:
-        changes = None
     place, phase, _ = shortage
     is_clear = memory.total(place, phase) > TOLERANCE * memory.capacity(place)
-    return describe_shortage(memory, changes), memory.is_certain and is_clear
+    return describe_shortage(plan, memory), memory.is_certain and is_clear
 
 
 def warn_of_shortage(plan: TrainingPlan) -> None:
@@ -224,11 +222,7 @@ def show_plan(
         for change in changes:
             print(f"{change}  # {change.price}")
     if memory.find_shortage() is not None:
-        try:
-            changes = fit(plan, hardware)[1]
-        except ConfigError:
-            raise ConfigError(describe_shortage(memory, None)) from None
-        raise ConfigError(describe_shortage(memory, changes))
+        raise ConfigError(describe_shortage(plan, memory))
 
 
 def draw_memory(memory: MemoryForecast, file: Path) -> None:

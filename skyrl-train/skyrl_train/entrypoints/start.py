@@ -106,10 +106,7 @@ def parse_for_plan(command: str, overrides: Sequence[str], config: Path | None) 
         raise ConfigError(f"--command {command} is not a kind of run; use one of train, {', '.join(SUPERVISED)}")
     name = "skyrl_train.config.loading:RL" if command == "train" else SUPERVISED[command][0]
     rules = (import_modules, *ALGORITHM_RULES) if command == "train" else ()
-    cfg: SkyRLConfig | SupervisedConfig = parse(
-        overrides, replace(load_attribute(name), machine_rules=()), rules, config
-    )
-    return cfg
+    return parse(overrides, replace(load_attribute(name), machine_rules=()), rules, config)
 
 
 def start_supervised(
