@@ -6,6 +6,7 @@ from typing import Any
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at, with_value
+from skyrl_train.config.problems import show
 from skyrl_train.config.rules import RULES, RUN_RULES, find_problems
 from skyrl_train.config.supervised import SupervisedConfig
 from skyrl_train.plan.memory import MemoryForecast
@@ -22,7 +23,7 @@ class Change:
     price: str
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={_format(value)}" for key, value in self.settings)
+        return " ".join(f"{key}={show(value)}" for key, value in self.settings)
 
 
 UTILIZATION = "generator.gpu_memory_utilization"
@@ -103,7 +104,3 @@ def _apply(cfg: Config, changes: Sequence[Change]) -> Config | None:
         for key, value in change.settings:
             cfg = with_value(cfg, key, value)
     return cfg if not find_problems(cfg, RULES if isinstance(cfg, SkyRLConfig) else RUN_RULES) else None
-
-
-def _format(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
