@@ -36,11 +36,6 @@ class TrainingBytes:
         """Bytes on the device during an update."""
         return self.weights + self.gradients + self.moments
 
-    @property
-    def on_host(self) -> float:
-        """Bytes in host memory during an update."""
-        return self.host_weights + self.host_gradients + self.host_moments
-
     def scaled(self, factor: float) -> "TrainingBytes":
         """Return the bytes of `factor` times as many parameters."""
         return TrainingBytes(*(factor * value for value in astuple(self)))

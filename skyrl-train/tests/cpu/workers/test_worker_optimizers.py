@@ -68,7 +68,7 @@ def test_a_run_resumes_bit_for_bit_in_the_planned_memory(
     facts = first.worker.facts()
     assert facts.checkpoint_bytes == sum(part.in_checkpoint for part in planned)
     assert facts.update_bytes == sum(
-        part.on_device + part.on_host - part.weights - part.host_weights for part in planned
+        part.gradients + part.moments + part.host_gradients + part.host_moments for part in planned
     )
     for weight in updated:
         weight.grad = None
