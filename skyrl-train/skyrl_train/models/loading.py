@@ -268,9 +268,8 @@ def _loading(kind: str, key: str, path: str) -> Iterator[None]:
     except Exception as error:  # a malformed file makes transformers raise anything
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
-            f"cannot load the {kind} from {key}={path}: {reason}; use a folder that contains "
-            "config.json, model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows."
-            f"{suggest_folder(path)}"
+            f"cannot load the {kind} from {key}={path}: {reason}; use a folder that contains config.json, "
+            f"model.safetensors and tokenizer.json, or a name the Hugging Face Hub knows.{suggest_folder(path)}"
         ) from error
 
 

@@ -161,13 +161,6 @@ def merged_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name.replace(".base_layer.", "."): buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def frozen_tensors(model: PreTrainedModel, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the frozen tensors of a model with an adapter, under their names without the adapter."""
-    for name, parameter in merged_names(model):
-        if not parameter.requires_grad:
-            yield name, gather(parameter)
-
-
 def base_checksum(model: PreTrainedModel, gather: Gather) -> str:
     """Return the checksum of the frozen weights as they are in the model's files, and the type of their quantization.
 
@@ -202,7 +195,7 @@ def sync_tensors(model: PreTrainedModel, kind: SyncKind, gather: Gather) -> Iter
             change = _matrix_change(layer, *map(gather, _factors(layer)))
             yield from ((f"{path}.weight{LEFT}", change.left), (f"{path}.weight{RIGHT}", change.right))
         if kind == "base_and_factors":
-            yield from frozen_tensors(model, gather)
+            yield from ((name, gather(p)) for name, p in merged_names(model) if not p.requires_grad)
 
 
 @torch.no_grad()

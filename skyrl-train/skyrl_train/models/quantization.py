@@ -83,8 +83,7 @@ class QuantizedLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
-            output: torch.Tensor = _Product.apply(input, self)
-            return output
+            return _Product.apply(input, self)
         return self._product(input)
 
     def _product(self, input: torch.Tensor) -> torch.Tensor:

@@ -113,8 +113,7 @@ class ImageEncoder:
             is_image[0, span.start : span.end] = 1
         grids = self._grids([span.image for span in spans]).cpu() if spans else None
         positions, _ = get_positions(input_ids, mm_token_type_ids=is_image, image_grid_thw=grids)
-        result: torch.Tensor = positions[:, 0]
-        return result
+        return positions[:, 0]
 
     def _grids(self, images: Sequence[EncodedImage]) -> torch.Tensor:
         """Return the grid of patches (time, height, width) of each image."""
