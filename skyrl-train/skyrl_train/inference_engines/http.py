@@ -178,5 +178,4 @@ def find_host(url: str) -> str:
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # sends nothing
-        host: str = probe.getsockname()[0]
-        return host
+        return probe.getsockname()[0]

@@ -219,8 +219,7 @@ class RemoteEngine(RemoteClient):
     n_weight_copies: int
 
     async def generate(self, requests: Sequence[EngineRequest]) -> list[EngineResult]:
-        results: list[EngineResult] = await self.call("generate", list(requests))
-        return results
+        return await self.call("generate", list(requests))
 
     async def stream(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
         chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
@@ -251,8 +250,7 @@ class RemoteEngine(RemoteClient):
     async def receive_weights(self, plan: SyncPlan) -> Receipt:
         if plan.transport == "shared":
             raise EngineError("transport=shared cannot reach an engine in another process; use transport=auto")
-        receipt: Receipt = await self.call("receive_weights", plan)
-        return receipt
+        return await self.call("receive_weights", plan)
 
     async def sleep(self) -> None:
         await self.call("sleep")

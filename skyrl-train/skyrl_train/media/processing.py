@@ -174,8 +174,7 @@ class ImageProcessor:
         return collapsed
 
     def _encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return token_ids
+        return self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _cut(self, token_id: int, own_id: int, remove: Callable[[str, str], str]) -> list[int]:
         """Return the tokens that remain of a token's text without the text of an image's own token."""

@@ -223,5 +223,4 @@ def free_port(host: str = "127.0.0.1") -> int:
     """Return a free TCP port on this machine."""
     with socket.socket() as probe:
         probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]

@@ -103,8 +103,7 @@ class PaddedCache:
             if type(layer) not in KNOWN_LAYERS:
                 raise EngineError(f"its cache has a {type(layer).__name__}, which cannot be padded and joined")
         self.lengths, self._offsets = lengths, offsets
-        states: torch.Tensor = output.last_hidden_state[:, -1]
-        return states
+        return output.last_hidden_state[:, -1]
 
     def _image_positions(
         self, counted: torch.Tensor, offsets: list[int], rows: Sequence[Sequence[int]], images: Sequence[Spans]

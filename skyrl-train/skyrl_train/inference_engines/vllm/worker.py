@@ -103,8 +103,7 @@ class WorkerExtension:
             if is_multimodal is not None:
                 is_text &= ~is_multimodal.to(input_ids.device)
             input_ids = input_ids.masked_fill(is_text, TEXT_FOR_PLACEHOLDER)
-            embeddings: torch.Tensor = embed(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
-            return embeddings
+            return embed(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
 
         model.embed_input_ids = embed_input_ids
 
