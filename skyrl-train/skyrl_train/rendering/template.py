@@ -350,8 +350,7 @@ class ChatTemplate:
         raise DataError(
             f"the chat template does not write message {len(past)} directly after the header of the assistant's turn, "
             f"{header[-40:]!r}, so the answer cannot be separated from the prompt; use a template whose generation "
-            "prompt is the beginning of a turn, remove the message's thought, or change "
-            "data.chat_template_kwargs"
+            "prompt is the beginning of a turn, remove the message's thought, or change data.chat_template_kwargs"
         )
 
     def _split_thought(self, message: Mapping[str, Any], index: int) -> SplitContent:

@@ -108,9 +108,8 @@ def kl_terms_are_used(cfg: SkyRLConfig) -> Iterator[str]:
     if is_adaptive and not algorithm.use_kl_in_reward:
         yield (
             "trainer.algorithm.kl_ctrl.type=adaptive controls the KL penalty in the reward, but "
-            "trainer.algorithm.use_kl_in_reward=false disables it; set "
-            "trainer.algorithm.use_kl_in_reward=true and trainer.algorithm.use_kl_loss=false, or "
-            "trainer.algorithm.kl_ctrl.type=fixed"
+            "trainer.algorithm.use_kl_in_reward=false disables it; set trainer.algorithm.use_kl_in_reward=true and "
+            "trainer.algorithm.use_kl_loss=false, or trainer.algorithm.kl_ctrl.type=fixed"
         )
     if is_adaptive and algorithm.kl_loss_coef == 0:
         yield (
@@ -179,8 +178,7 @@ def policy_learns_from_rewards(cfg: SkyRLConfig) -> Iterator[str]:
         if getattr(generator, name) and generator.sampling_params.max_generate_length == 1:
             yield (
                 f"generator.{name}=true keeps replies that end with the EOS token, but almost none does with "
-                f"generator.sampling_params.max_generate_length=1: {effect}; set "
-                f"generator.{name}=false"
+                f"generator.sampling_params.max_generate_length=1: {effect}; set generator.{name}=false"
             )
     if algorithm.policy_loss_type == "cross_entropy":
         yield (

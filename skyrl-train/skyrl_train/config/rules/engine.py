@@ -265,8 +265,7 @@ def conversation_has_one_mode(cfg: SkyRLConfig) -> Iterator[str]:
             if not value_at(generator, name):
                 yield (
                     f"generator.{name}=false has no effect with generator.step_wise_trajectories=true, where the chat "
-                    f"template renders every turn; set generator.{name}=true, or "
-                    "generator.step_wise_trajectories=false"
+                    f"template renders every turn; set generator.{name}=true, or generator.step_wise_trajectories=false"
                 )
     elif generator.merge_stepwise_output:
         yield (
