@@ -25,13 +25,10 @@ HOMES = {
     "dataset": {"PromptDataset": "dataset.prompts"},
     "entrypoints.main_generate": {"EvalOnlyEntrypoint": "compat.skyrl.experiment"},
     "entrypoints.main_sft": {"SFTExp": "entrypoints.sft"},
-    "generators.base": {
-        "ConversationType": "compat.skyrl.generator",
-        "GeneratorInput": "compat.skyrl.generator",
-        "GeneratorInterface": "compat.skyrl.generator",
-        "GeneratorOutput": "compat.skyrl.generator",
-        "TrainingPhase": "compat.skyrl.generator",
-    },
+    "generators.base": dict.fromkeys(
+        ("ConversationType", "GeneratorInput", "GeneratorInterface", "GeneratorOutput", "TrainingPhase"),
+        "compat.skyrl.generator",
+    ),
     "inference_engines.base": {
         "ConversationType": "compat.skyrl.generator",
         "InferenceEngineInput": "compat.skyrl.engine_client",
