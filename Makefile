@@ -124,6 +124,14 @@ bench-rollout: .venv/.runtime ## compare tokens/s with transformers.generate and
 bench-loop: .venv/.runtime ## measure the overhead of the agent loop; writes benchmarks/rollout/loop.md
 	@$(BENCH)/rollout/loop.py $(ARGS)
 
+.PHONY: bench-memory
+bench-memory: .venv/.runtime ## compare the planned memory of 16 runs with the measured one; writes benchmarks/memory/results.md
+	@$(BENCH)/memory/compare.py --folder ../outputs/bench-memory $(ARGS)
+
+.PHONY: bench-precision
+bench-precision: $(SMOLLM2) .venv/.runtime ## train in bfloat16 with 8-bit AdamW beside float32; writes benchmarks/memory/precision.md
+	@$(BENCH)/memory/precision.py --model ../$(SMOLLM2) --output_dir ../outputs/bench-precision $(ARGS)
+
 .PHONY: bench-sync
 bench-sync: .venv/.runtime ## send 2.5 GB of weights through shared memory and gloo; writes benchmarks/sync/results.md
 	@$(BENCH)/sync/transports.py $(ARGS)

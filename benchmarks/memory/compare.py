@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pandas
+from harness import conditions
 from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
 from skyrl_train.entrypoints.tiny import train_tokenizer
@@ -166,7 +167,11 @@ def main() -> None:
         lines.append(f"| {case} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     if arguments.only == list(CASES):
-        (HERE / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        text = (
+            f"# Planned and measured memory\n\n`make bench-memory`, {conditions()}. Planned / measured gigabytes.\n\n"
+        )
+        table = "| case | load | first rollout | whole run |\n|---|---|---|---|\n" + "\n".join(lines)
+        (HERE / "results.md").write_text(f"{text}{table}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

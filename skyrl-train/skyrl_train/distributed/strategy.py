@@ -198,7 +198,7 @@ class DistributedStrategy(ABC, Generic[M]):
 
     def copy(self, state: TrainState[M]) -> dict[str, Any]:
         """Copy the state to host memory, by parameter name."""
-        release_cached_memory(torch.device(self.world.device))  # large copies do not fit the gaps of freed tensors
+        release_cached_memory(torch.device(self.world.device))  # large tensors do not fit the gaps of freed ones
         has_moments = state.optimizer is not None and bool(state.optimizer.state)  # the first step creates moments
         options = StagingOptions(False, False, False, False)  # synchronous: the copy is complete when stage() returns
         copied = DefaultStager(options).stage(self._state_dict(state, with_moments=has_moments))

@@ -1,5 +1,7 @@
 """Estimates of a model's memory, and the default size of a micro-batch."""
 
+from typing import Any
+
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -28,38 +30,44 @@ def activation_bytes_per_token(config: PretrainedConfig, *, checkpointing: bool 
     embedding and the output: 4·H + 4·I + 4·Q + 5·K values. With `checkpointing`, it keeps its input, and the backward
     pass recomputes one layer at a time.
     """
-    config = config.get_text_config()
-    per_layer = 4 * config.hidden_size + 4 * _mlp_size(config) + 4 * _head_values(config) + 5 * _key_values(config)
+    layers = _layers(config)
+    kept = [4 * layer.hidden_size + 4 * _mlp_size(layer) + 4 * _queries(layer) + 5 * _keys(layer) for layer in layers]
     if checkpointing:
-        return value_bytes * (config.num_hidden_layers * config.hidden_size + per_layer)
-    return value_bytes * config.num_hidden_layers * per_layer
+        return value_bytes * (sum(int(layer.hidden_size) for layer in layers) + max(kept))
+    return value_bytes * sum(kept)
 
 
 def pass_bytes_per_token(config: PretrainedConfig, *, value_bytes: int = 4) -> int:
     """Estimate the bytes per token of the largest values inside one layer, which exist only while it computes."""
-    config = config.get_text_config()
-    return value_bytes * (4 * config.hidden_size + 3 * _mlp_size(config) + 2 * _head_values(config))
+    sizes = [4 * layer.hidden_size + 3 * _mlp_size(layer) + 2 * _queries(layer) for layer in _layers(config)]
+    return value_bytes * max(sizes)
 
 
-def _mlp_size(config: PretrainedConfig) -> int:
+def _layers(config: PretrainedConfig) -> list[Any]:
+    """Return the configuration of each layer. Heads may differ by layer, as in Gemma 4."""
+    text = config.get_text_config()
+    return list(getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers)
+
+
+def _mlp_size(layer: Any) -> int:
     """Return the MLP's inner size for one token: in a mixture of experts, of all experts that compute the token."""
-    size = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    n_experts = getattr(config, "num_experts_per_tok", None)
-    return int(getattr(config, "moe_intermediate_size", None) or size) * n_experts if n_experts else size
+    size = int(getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size)
+    n_experts = getattr(layer, "num_experts_per_tok", None)
+    return int(getattr(layer, "moe_intermediate_size", None) or size) * n_experts if n_experts else size
 
 
-def _head_size(config: PretrainedConfig) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def _head_size(layer: Any) -> int:
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
 
 
-def _head_values(config: PretrainedConfig) -> int:
+def _queries(layer: Any) -> int:
     """Return the values of one token's queries in a layer."""
-    return int(config.num_attention_heads * _head_size(config))
+    return int(layer.num_attention_heads * _head_size(layer))
 
 
-def _key_values(config: PretrainedConfig) -> int:
+def _keys(layer: Any) -> int:
     """Return the values of one token's keys in a layer."""
-    return int((getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * _head_size(config))
+    return int((getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) * _head_size(layer))
 
 
 def cache_bytes_per_token(model: PreTrainedModel, *, bf16: bool = False) -> int:
@@ -70,11 +78,6 @@ def cache_bytes_per_token(model: PreTrainedModel, *, bf16: bool = False) -> int:
 
 def config_cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Return the KV-cache bytes of one token, for a model that is not loaded."""
-    config = config.get_text_config()
-    n_layers = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    # Heads may differ by layer, as in Gemma 4. Older versions of transformers have no such models.
-    layers = getattr(config, "per_layer_config", None) or [config] * n_layers
-    n_values = 0
-    for layer in layers[:n_layers]:
-        n_values += 2 * _key_values(layer)
-    return int(n_values * dtype.itemsize)
+    n_shared = getattr(config.get_text_config(), "num_kv_shared_layers", None) or 0
+    layers = _layers(config)
+    return int(sum(2 * _keys(layer) for layer in layers[: len(layers) - n_shared]) * dtype.itemsize)

@@ -35,7 +35,7 @@ PROCESS_BYTES = {"cpu": 570e6, "cuda": 3e9}
 ENGINE_PROCESS_BYTES = 500e6
 CONTEXT_BYTES = 600e6
 """Memory that CUDA takes on a GPU for each process."""
-FRAGMENTATION = {"cpu": 0.06, "cuda": 0.05}
+FRAGMENTATION = {"cpu": 0.15, "cuda": 0.05}
 """Share of temporary memory that the allocator cannot reuse."""
 HEAD_BLOCK_BYTES = {"cpu": 2 * 4 * math.prod(CPU_BLOCK), "cuda": 2 * 4 * GPU_LOGITS}
 TURN_TOKENS = 64
