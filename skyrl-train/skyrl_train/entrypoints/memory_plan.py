@@ -124,7 +124,7 @@ def check_memory(plan: TrainingPlan) -> tuple[str, bool] | None:
     if memory is None or (shortage := memory.find_shortage()) is None:
         return None
     place, phase, _ = shortage
-    is_clear = memory.total(place, phase) > TOLERANCE * memory.capacity(place)
+    is_clear = memory.certain_total(place, phase) > TOLERANCE * memory.capacity(place)
     return describe_shortage(plan, memory), memory.is_certain and is_clear
 
 

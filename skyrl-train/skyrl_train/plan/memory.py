@@ -38,6 +38,7 @@ CONTEXT_BYTES = 600e6
 FRAGMENTATION = {"cpu": 0.15, "cuda": 0.05}
 """Share of temporary memory that the allocator cannot reuse."""
 HEAD_BLOCK_BYTES = {"cpu": 2 * 4 * math.prod(CPU_BLOCK), "cuda": 2 * 4 * GPU_LOGITS}
+CACHE = "engine: key-value cache"
 TURN_TOKENS = 64
 """Assumed length of an environment's reply between two turns."""
 
@@ -120,6 +121,11 @@ class MemoryForecast:
     def total(self, place: Place, phase: Phase) -> float:
         """Return the bytes of a phase."""
         return sum(part.phases.get(phase, 0.0) for part in self.parts if part.place == place)
+
+    def certain_total(self, place: Place, phase: Phase) -> float:
+        """Return the bytes of a phase without a cache in host memory, which takes only what the sequences fill."""
+        cache = sum(part.phases.get(phase, 0.0) for part in self.parts if part.name == CACHE and part.place == "host")
+        return self.total(place, phase) - (cache if place == "host" else 0)
 
     def peak(self, place: Place) -> tuple[Phase, float]:
         """Return the phase that takes most memory, and its bytes."""
@@ -243,7 +249,7 @@ class _Forecaster:
         return is_sharded and bool(section.fsdp_config.cpu_offload)
 
     def _engine(self) -> Iterator[MemoryPart]:
-        """Yield the engine's weights and its key-value cache, which holds every sequence that runs at once."""
+        """Yield the engine's weights and its key-value cache, which on a CPU holds every sequence that runs at once."""
         if not isinstance(self.plan, RunPlan) or not self.plan.cfg.generator.n_local_engines:
             return
         cfg, generator, phases = self.plan.cfg, self.plan.cfg.generator, self._phases(first="rollout")
@@ -254,18 +260,16 @@ class _Forecaster:
         dtype = cfg.engine_dtype(has_gpu=self.hardware.has_gpus)
         per_token = config_cache_bytes_per_token(self.config, getattr(torch, dtype))
         n_sequences = min(generator.max_num_seqs, cfg.trainer.train_batch_size * generator.n_samples_per_prompt)
-        cache = n_sequences * self.rows.row_tokens * per_token / generator.n_devices_per_engine
-        if self.hardware.device_bytes is not None:
-            others = [*self._processes(), *(part for model in self.plan.models for part in self._weights(model))]
-            used = sum(part.phases.get("rollout", 0) for part in others if part.place == "device")
-            free = max(0.0, self.hardware.device_bytes - used - self.plan.engine_bytes)
-            reserved = (
-                0.0
-                if self.plan.offloads_idle
-                else sum(self._share(model) * model.training.gradients for model in self.plan.models)
-            )
-            cache = generator.gpu_memory_utilization * max(0.0, free - reserved)
-        yield self._part("engine: key-value cache", cache, ["rollout"] if self.plan.frees_cache else phases)
+        others = [*self._processes(), *(part for model in self.plan.models for part in self._weights(model))]
+        used = sum(part.phases.get("rollout", 0) for part in others if part.place == self._device)
+        used += self.plan.engine_bytes * n_copies
+        if not self.plan.offloads_idle:
+            used += sum(self._share(model) * model.training.gradients for model in self.plan.models)
+        free = max(0.0, (self.hardware.device_bytes or self.hardware.host_bytes) - used)
+        cache = generator.gpu_memory_utilization * free
+        if not self.hardware.has_gpus:  # the system provides memory as it is written
+            cache = min(cache, n_sequences * self.rows.row_tokens * per_token)
+        yield self._part(CACHE, cache, ["rollout"] if self.plan.frees_cache else phases)
         n_prompts = max(1, n_sequences // generator.n_samples_per_prompt)  # samples of a prompt read it once
         n_new = min(generator.max_num_batched_tokens, n_prompts * self.rows.prompt_tokens)
         n_bytes = n_new * pass_bytes_per_token(self.config, value_bytes=self._value_bytes)

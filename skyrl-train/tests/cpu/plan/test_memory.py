@@ -146,3 +146,17 @@ def test_a_step_takes_longer_on_a_slower_card(qwen3: Path) -> None:
     assert seconds["L4"] > 4 * seconds["H100"]
     unknown = Hardware("an accelerator", 1e9, math.inf)
     assert forecast_speed(plan, unknown, memory) is None
+
+
+def test_a_cache_in_host_memory_takes_what_its_sequences_may_fill_and_is_never_certain(qwen3: Path) -> None:
+    def plan(gigabytes: float, *overrides: str) -> MemoryForecast:
+        return forecast(qwen3 / "0.6B", Hardware("CPU", None, gigabytes * 1e9), *overrides)
+
+    short = ("trainer.train_batch_size=32", "trainer.policy_mini_batch_size=32")
+    per_token = 2 * 28 * 8 * 128 * 4
+    n_sequences, n_tokens = 32 * 4, 256 + 5 * 65 - 64
+    assert part(plan(100, *short), "engine: key-value cache", "rollout") == n_sequences * n_tokens * per_token
+    small = plan(14)
+    cache = part(small, "engine: key-value cache", "rollout")
+    assert cache < 0.8 * 14e9
+    assert small.total("host", "update") - small.certain_total("host", "update") == cache
