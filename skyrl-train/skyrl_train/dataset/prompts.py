@@ -30,6 +30,9 @@ class PromptDataset:
     check_drawn: Callable[[LocatedRow], None] | None = None
     """Extra check of each drawn row, unless all rows were checked up front. A DataError skips the row."""
 
+    longest_prompt: int | None = None
+    """Tokens of the longest prompt among those that were checked, or None if they were not counted."""
+
     def __init__(
         self,
         datasets: str | Sequence[str],
@@ -62,8 +65,6 @@ class PromptDataset:
         self.is_checked = len(self._sample) == len(self._rows)
         """True if all rows were checked up front and rows with long prompts were dropped."""
         kept, shortest, digest = array("q"), math.inf, hashlib.blake2b(digest_size=16)
-        self.longest_prompt = 0
-        """Tokens of the longest prompt among those that were checked."""
         for chunk in self._read_chunks():
             for (index, _, row), n_tokens in zip(chunk, self._bound_lengths(chunk), strict=True):
                 shortest = min(shortest, n_tokens)
@@ -71,7 +72,7 @@ class PromptDataset:
                     if self.is_checked:
                         digest.update(repr(self._prompt_row(len(kept), row)).encode())
                     kept.append(index)
-                    self.longest_prompt = max(self.longest_prompt, n_tokens)
+                    self.longest_prompt = max(self.longest_prompt or 0, n_tokens)
         if not kept:
             raise DataError(
                 f"all {len(self._sample)} prompts of {', '.join(sources)} are longer than trainer.max_prompt_length="
