@@ -43,12 +43,8 @@ CHANGES = (
     ),
     Change((("trainer.policy.optimizer_config.cpu_offload", True),), "optimizer steps on the CPU"),
     Change(
-        (
-            ("trainer.policy.model.lora.rank", 32),
-            ("trainer.policy.model.train_dtype", "float32"),
-            ("trainer.policy.optimizer_config.lr", 1e-5),
-        ),
-        "an adapter instead of all weights, which needs a higher learning rate",
+        (("trainer.policy.model.lora.rank", 32), ("trainer.policy.model.train_dtype", "float32")),
+        "an adapter instead of all weights; raise the learning rate about tenfold",
     ),
     Change((("trainer.policy.model.lora.quantize_base", "nf4"),), "a base in 4 bits"),
 )
