@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Config = SkyRLConfig | SupervisedConfig
 BAR = 40
 TOLERANCE = 1.1
-"""Factor by which a forecast must exceed the free memory before a run is refused. Forecasts are up to 10% too high."""
+"""Factor by which a forecast must exceed the free memory before a run is refused. A forecast may be 10% too high."""
 
 
 def plan_run(cfg: Config, hardware: Hardware | None = None, longest_prompt: int | None = None) -> TrainingPlan:
@@ -103,7 +103,7 @@ def describe_shortage(plan: TrainingPlan, memory: MemoryForecast) -> str:
     """Return what is missing where, and the changes of the plan with which it fits, if there are any."""
     shortage = memory.find_shortage()
     assert shortage is not None
-    place, phase, _ = shortage
+    place, phase = shortage
     needed, free = memory.total(place, phase), memory.capacity(place)
     parts = sorted((p for p in memory.parts if p.place == place), key=lambda p: -p.phases.get(phase, 0))[:3]
     largest = ", ".join(f"{part.name} {format_bytes(part.phases.get(phase, 0))}" for part in parts)
@@ -123,7 +123,7 @@ def check_memory(plan: TrainingPlan) -> tuple[str, bool] | None:
     memory = None if hardware is None else forecast_memory(plan, hardware)
     if memory is None or (shortage := memory.find_shortage()) is None:
         return None
-    place, phase, _ = shortage
+    place, phase = shortage
     is_clear = memory.certain_total(place, phase) > TOLERANCE * memory.capacity(place)
     return describe_shortage(plan, memory), memory.is_certain and is_clear
 

@@ -93,9 +93,8 @@ def _apply(cfg: Config, changes: Sequence[Change]) -> Config | None:
             current = {key: value_at(cfg, key) for key, _ in change.settings}
         except AttributeError:  # a run on fixed data has no engine
             return None
-        if current == dict(change.settings) or current.get(UTILIZATION, 1.0) < dict(change.settings).get(
-            UTILIZATION, 0
-        ):
+        wanted = dict(change.settings)
+        if current == wanted or current.get(UTILIZATION, 1.0) < wanted.get(UTILIZATION, 0.0):
             return None
         for key, value in change.settings:
             cfg = with_value(cfg, key, value)

@@ -111,7 +111,7 @@ class MemoryForecast:
     parts: Sequence[MemoryPart]
     rows: Rows
     is_certain: bool
-    """False if other machines of a cluster may run it."""
+    """False if several processes run it, perhaps on other machines."""
 
     @property
     def phases(self) -> list[Phase]:
@@ -141,14 +141,11 @@ class MemoryForecast:
     def places(self) -> list[Place]:
         return ["device", "host"] if self.hardware.has_gpus else ["host"]
 
-    def find_shortage(self) -> tuple[Place, Phase, float] | None:
-        """Return the place and the phase that lack most memory, and the missing bytes. None if the run fits."""
-        missing = []
-        for place in self.places:
-            phase, n_bytes = self.peak(place)
-            missing.append((n_bytes - self.capacity(place), place, phase))
-        n_bytes, place, phase = max(missing)
-        return (place, phase, n_bytes) if n_bytes > 0 else None
+    def find_shortage(self) -> tuple[Place, Phase] | None:
+        """Return the place and the phase that lack most memory, or None if the run fits."""
+        place = max(self.places, key=lambda place: self.peak(place)[1] - self.capacity(place))
+        phase, n_bytes = self.peak(place)
+        return (place, phase) if n_bytes > self.capacity(place) else None
 
 
 @dataclass(frozen=True)
@@ -273,7 +270,7 @@ class _Forecaster:
         n_prompts = max(1, n_sequences // generator.n_samples_per_prompt)  # samples of a prompt read it once
         n_new = min(generator.max_num_batched_tokens, n_prompts * self.rows.prompt_tokens)
         n_bytes = n_new * pass_bytes_per_token(self.config, value_bytes=self._value_bytes)
-        logits = min(n_sequences, generator.max_num_seqs) * self.config.get_text_config().vocab_size * 4
+        logits = n_sequences * self.config.get_text_config().vocab_size * 4
         if self.plan.needs_engine_model:
             yield self._temporary("engine: forward pass", n_bytes + logits, ["rollout"])
 
@@ -328,7 +325,6 @@ def forecast_memory(plan: TrainingPlan, hardware: Hardware) -> MemoryForecast | 
     if not plan.has_known_sizes or (config := plan.models[0].read_config()) is None:
         return None
     trainer = plan.cfg.trainer
-    on_gpu = hardware.has_gpus
     n_ranks = plan.count_data_parallel_ranks()
     n_context = int(getattr(config, "max_position_embeddings", None) or 2**31)
     if isinstance(plan, RunPlan):
@@ -346,9 +342,9 @@ def forecast_memory(plan: TrainingPlan, hardware: Hardware) -> MemoryForecast | 
         if isinstance(plan.cfg.trainer, DPOTrainerConfig):
             n_samples = 2
         length = plan.cfg.data.row_length(n_context)
-    budget = trainer.max_tokens_per_microbatch or default_max_tokens(config, torch.device("cuda" if on_gpu else "cpu"))
+    device = torch.device("cuda" if hardware.has_gpus else "cpu")
+    budget = trainer.max_tokens_per_microbatch or default_max_tokens(config, device)
     rows = Rows(-(-n_prompts // n_ranks), n_samples, prompt, min(length, n_context), budget)
-    is_elsewhere = bool(plan.ranks) and os.environ.get("RAY_ADDRESS", "local") != "local"
-    is_certain = not is_elsewhere and not plan.ranks and os.environ.get("WORLD_SIZE", "1") == "1"
+    is_certain = not plan.ranks and os.environ.get("WORLD_SIZE", "1") == "1"
     parts = _Forecaster(plan, hardware, config, rows).list_parts()
     return MemoryForecast(hardware, [part for part in parts if any(part.phases.values())], rows, is_certain)

@@ -1,4 +1,4 @@
-"""The time of a step and its cost, estimated from the speed of the hardware. Expect an error of up to a factor of 2."""
+"""The time of a step and its cost, estimated from the speed of the hardware."""
 
 import time
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from skyrl_train.plan.memory import MemoryForecast
 from skyrl_train.plan.run_plan import RunPlan, TrainingPlan
 
 ERROR = 2.0
-"""Factor by which a time may be wrong. A 0.6B update reached 29% of an H200's peak, and other parts vary more."""
+"""Assumed factor by which a time may be wrong. Only the update of a 0.6B model was measured: 29% of an H200's peak."""
 TRAINING_UTILIZATION = {"cpu": 0.45, "cuda": 0.3}
 """Share of the peak FLOP/s that forward and backward passes reach."""
 PREFILL_UTILIZATION = 0.3

@@ -47,7 +47,7 @@ class TrainingBytes:
 
 
 def bytes_per_parameter(dtype: TrainDtype, optimizer: OptimizerName, *, cpu_offload: bool = False) -> TrainingBytes:
-    """Return the mean bytes per trained parameter of a model whose shapes are unknown: those of a typical matrix.
+    """Return the bytes per trained parameter of a typical matrix, for a model whose shapes are unknown.
 
     >>> bytes_per_parameter("bfloat16", "adamw_8bit").on_device
     8.03125
