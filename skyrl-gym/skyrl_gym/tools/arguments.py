@@ -34,7 +34,8 @@ def convert_arguments(arguments: Mapping[str, Any], parameters: Mapping[str, Any
     >>> convert_arguments({"n": "5", "query": "5"}, schema)
     {'n': 5, 'query': '5'}
     """
-    properties = parameters.get("properties") or {}
+    properties = parameters.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
     return {name: _convert(value, properties.get(name, True), parameters) for name, value in arguments.items()}
 
 
@@ -51,7 +52,7 @@ def _convert(value: Any, schema: Any, root: Mapping[str, Any]) -> Any:
 def _accepts(schema: Any, value: Any, root: Mapping[str, Any], seen: frozenset[str] = frozenset()) -> bool:
     """Return True if a schema allows the value's type, and the value itself if the schema lists its values.
 
-    Other keywords, such as `pattern`, are ignored: they do not show the intended type.
+    Other keywords, such as `pattern`, are ignored: they do not show the intended type. So are malformed keywords.
     """
     if not isinstance(schema, Mapping):
         return schema is not False
@@ -61,16 +62,19 @@ def _accepts(schema: Any, value: Any, root: Mapping[str, Any], seen: frozenset[s
             return False
         if not _accepts(_resolve(reference, root), value, root, seen | {reference}):
             return False
-    types = schema.get("type")
-    if types is not None and not any(_has_type(value, name) for name in ([types] if isinstance(types, str) else types)):
+    lists = {
+        key: schema[key] for key in ("type", "enum", "allOf", "anyOf", "oneOf") if isinstance(schema.get(key), list)
+    }
+    types = [schema["type"]] if isinstance(schema.get("type"), str) else lists.get("type")
+    if types is not None and not any(_has_type(value, name) for name in types):
         return False
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    choices = [schema["const"]] if "const" in schema else lists.get("enum")
     if choices is not None and not any(
         value == one and isinstance(value, bool) == isinstance(one, bool) for one in choices
     ):
         return False
-    return all(_accepts(part, value, root, seen) for part in schema.get("allOf") or []) and all(
-        any(_accepts(part, value, root, seen) for part in schema[key]) for key in ("anyOf", "oneOf") if schema.get(key)
+    return all(_accepts(part, value, root, seen) for part in lists.get("allOf", [])) and all(
+        any(_accepts(part, value, root, seen) for part in lists[key]) for key in ("anyOf", "oneOf") if lists.get(key)
     )
 
 
@@ -90,4 +94,4 @@ def _has_type(value: Any, name: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
     if isinstance(value, bool):
         return bool(name == "boolean")
-    return isinstance(value, _TYPES.get(name, ()))
+    return isinstance(value, _TYPES.get(str(name), ()))

@@ -15,3 +15,9 @@ def test_text_is_converted_only_where_the_schema_takes_no_text(schema: Any, text
     parameters = {"$defs": DEFINITIONS, "properties": {"x": schema}}
     converted = convert_arguments({"x": text, "other": "5"}, parameters)["x"]
     assert (converted, type(converted)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize("schema", [{"type": 5}, {"type": [{}]}, {"enum": 5}, {"anyOf": {}}, {"$ref": 5}, 5])
+def test_malformed_schemas_are_no_error(schema: Any) -> None:
+    assert convert_arguments({"x": "five"}, {"properties": {"x": schema}}) == {"x": "five"}
+    assert convert_arguments({"x": "five"}, {"properties": schema}) == {"x": "five"}

@@ -11,7 +11,15 @@ from gym_kit.texts import JSON_VALUES, linear_time, long_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_gym.tools.calls import ToolCall, ToolCallError, parse_arguments, parse_tool_calls, strip_thoughts
+from skyrl_gym.tools.calls import (
+    ToolCall,
+    ToolCallError,
+    find_call_start,
+    parse_arguments,
+    parse_tool_calls,
+    split_calls,
+    strip_thoughts,
+)
 
 REPLIES = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text(encoding="utf-8"))
 SEARCH = ToolCall("search", {"query": "Mount Fuji"})
@@ -182,6 +190,36 @@ def test_any_text_can_be_parsed_or_raises_tool_call_error(text: str) -> None:
 def test_parsing_is_linear(unit: str) -> None:
     with linear_time(), suppress(ToolCallError):
         parse_tool_calls(long_text(unit))
+
+
+WRAPPED = {  # the tags that models write around all calls
+    "deepseek": "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>",
+    "kimi": "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>",
+}
+
+
+@pytest.mark.parametrize("form", sorted(WRITERS))
+def test_the_text_around_calls_is_found_while_it_is_streamed(form: str) -> None:
+    calls = "\n".join(WRITERS[form]("search", {"query": city}) for city in ("Rome", "Oslo"))
+    text = "Is 1 < 2? [yes]\n" + WRAPPED.get(form, "{}").format(calls) + "\n"
+    content, found = split_calls(text)
+    assert (content, [call.arguments["query"] for call in found]) == ("Is 1 < 2? [yes]", ["Rome", "Oslo"])
+    assert {find_call_start(text[:n]) for n in range(len(content) + 1, len(text))} == {len(content) + 1}
+
+
+def test_text_without_a_call_is_unchanged() -> None:
+    for text in (" a\n", "<think>\n<tool_call>{}", "1 < 2 [3]", '{"name": "search"}'):
+        assert split_calls(text) == (text, [])
+    assert split_calls('{"name": "search", "parameters": {"query": "Mount Fuji"}}', is_bare=True) == ("", [SEARCH])
+    assert split_calls("It is {}.", is_bare=True) == ("It is {}.", [])
+    assert split_calls(f"<think>{JSON_CALL}</think>A{JSON_CALL}B") == (f"<think>{JSON_CALL}</think>AB", [SEARCH])
+
+
+def test_ids_of_calls() -> None:
+    kimi = "<|tool_call_begin|>functions.search:3<|tool_call_argument_begin|>{}"
+    mistral = '[TOOL_CALLS][{"name": "search", "arguments": {}, "id": "a1B2c3d4e"}]'
+    texts = (kimi, mistral, "[TOOL_CALLS]search[CALL_ID]a1B2c3d4e[ARGS]{}", JSON_CALL)
+    assert [parse_tool_calls(text)[0].id for text in texts] == ["functions.search:3", "a1B2c3d4e", "a1B2c3d4e", None]
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"city": "Par', "[" * 100_000], ids=["list", "cut off", "deep"])

@@ -5,6 +5,7 @@ import copy
 import inspect
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from skyrl_train.generators.rewards import RewardFunctions, is_async
 from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.types import PromptRow, StopReason, Trajectory
+from skyrl_train.types.tokens import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class AgentGenerator(RolloutGenerator):
         public_url: str | None = None,
         max_concurrent_agents: int = 128,
         in_own_process: bool = True,
+        trains_side_requests: bool = False,
     ) -> None:
         """Prepare the server. It starts with the first rollout.
 
@@ -101,6 +104,8 @@ class AgentGenerator(RolloutGenerator):
             max_concurrent_agents: Maximum number of rollouts at once.
             in_own_process: Run the server in a separate process. False runs it in the trainer's event loop: it starts
                 faster, but requests and the trainer then wait for each other.
+            trains_side_requests: Train on the replies to requests without tools of an agent that offers tools in other
+                requests, such as the title of its conversation.
 
         Raises:
             ConfigError: a setting applies only to the turns of environments.
@@ -135,6 +140,9 @@ class AgentGenerator(RolloutGenerator):
         self._endpoint: Endpoint | EndpointProcess | None = None
         self._starting = asyncio.Lock()
         self._n_rolling = 0
+        self._trains_side_requests = trains_side_requests
+        self._counts: dict[Phase, list[Counter[str]]] = {"train": [], "eval": []}  # since the last `take_metrics`
+        self._has_warned = False
 
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
@@ -156,6 +164,28 @@ class AgentGenerator(RolloutGenerator):
                 with suppress(EngineLostError):  # a process that has ended holds no requests
                     await self._endpoint.hold_others()
         return await self._rewards.add_to(trajectories)
+
+    def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
+        """Return `agent/*` of the rollouts that offered tools, if any. Warn once if no reply of them called one."""
+        rollouts, self._counts[phase] = self._counts[phase], []
+        with_tools = [counts for counts in rollouts if counts["with_tools"]]
+        if not with_tools:
+            return {}
+        n_without_calls = sum(not counts["with_calls"] for counts in with_tools)
+        if n_without_calls == len(with_tools) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The requests of %d rollouts offered tools, and no reply called one: does the model write calls in the "
+                "format of its chat template?",
+                n_without_calls,
+            )
+        totals = sum(rollouts, Counter())
+        return {
+            "agent/no_tool_calls": n_without_calls / len(with_tools),
+            "agent/malformed_tool_calls": totals["malformed"] / totals["with_tools"],
+            "agent/side_requests": float(totals["side"]),
+            "agent/repeated_replies": float(totals["repeated"]),
+        }
 
     async def close(self) -> None:
         """Close the server and end all threads."""
@@ -196,9 +226,11 @@ class AgentGenerator(RolloutGenerator):
                 finally:
                     await endpoint.end_session(session)
                     rollout.conversation = session.recording if session.recording.turns else None
+                    session.counts["side"] = 0 if self._trains_side_requests else session.recording.exclude_side_rows()
+                    self._counts[rollout.request.id.phase].append(session.counts)
                     rollout.generate_s = session.generate_s
                     rollout.env_s = max(0.0, time.perf_counter() - started - session.generate_s)
-                _apply_result(rollout, returned, self.generator_cfg.reward_weights)
+                _apply_result(rollout, returned, self.generator_cfg.reward_weights, session.counts["side"])
 
     async def _call_agent(self, base_url: str, session_id: str, row: PromptRow) -> Any:
         """Call the agent and return its result, or raise NoReward if it exceeds its time limit."""
@@ -244,8 +276,11 @@ def _invalidate_on_error(rollout: Rollout, session: AgentSession) -> Iterator[No
             rollout.fail(StopReason.AGENT_ERROR, f"the agent raised {describe_error(error)}", error)
 
 
-def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float]) -> None:
-    """Set the rewards of the turns from the agent's result, and end the rollout. Raise NoReward if it is invalid."""
+def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float], n_side: int) -> None:
+    """Set the rewards of the turns from the agent's result, and end the rollout. Raise NoReward if it is invalid.
+
+    The first `n_side` turns are not trained on and get no reward.
+    """
     result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
     reward = list(result.reward) if isinstance(result.reward, Sequence) else result.reward
     if reward is None:
@@ -263,6 +298,7 @@ def _apply_result(rollout: Rollout, returned: Any, weights: Mapping[str, float])
         raise NoReward(StopReason.ABORT, "the engine aborted a request")
     if not turns:
         raise NoReward(StopReason.AGENT_SILENT, "the agent returned without any reply from the model")
+    turns = turns[n_side:]
     rewards = reward if isinstance(reward, list) else [0.0] * (len(turns) - 1) + [reward]
     if len(rewards) != len(turns):
         message = f"the agent returned {len(rewards)} rewards for {len(turns)} replies; return one for each"

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,8 +30,8 @@ MakeService = Callable[[InferenceEngine], ModelService]
 """Creates an endpoint's `ModelService` from the engine. Must be picklable, e.g. a `partial` of `ModelService`."""
 
 
-SessionResult = tuple[list[Segment], list[Turn], float, str | None]
-"""Rows and turns of the recording, `generate_s` and `engine_failure`, to send to the trainer."""
+SessionResult = tuple[list[Segment], list[Turn], set[int], float, str | None, Counter[str]]
+"""Rows, turns and rows with tools of the recording, `generate_s`, `engine_failure` and `counts`, for the trainer."""
 
 
 class EndpointProcess:
@@ -101,7 +102,8 @@ class EndpointProcess:
         """Stop recording and fill in `session.recording`. Unfinished and later requests get status 404."""
         result: SessionResult = await self._call("end", session.id)
         recording = session.recording
-        recording.rows, recording.turns, session.generate_s, session.engine_failure = result
+        recording.rows, recording.turns, recording.rows_with_tools, *rest = result
+        session.generate_s, session.engine_failure, session.counts = rest
 
     async def serve_others(self) -> None:
         """Answer requests without a session again. This is the initial state."""
@@ -130,7 +132,8 @@ class _EndpointHost(Endpoint):
         session = self._sessions[session_id]
         await self.end_session(session)
         recording = session.recording
-        return recording.rows, recording.turns, session.generate_s, session.engine_failure
+        rest = session.generate_s, session.engine_failure, session.counts
+        return recording.rows, recording.turns, recording.rows_with_tools, *rest
 
     async def hold_others(self) -> None:
         await super().hold_others()

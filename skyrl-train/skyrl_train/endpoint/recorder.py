@@ -1,7 +1,8 @@
 """The recorded conversations of a session, as tokens.
 
 A request repeats the whole history, as messages, text or token ids. If that history was recorded, the prompt is the
-recorded tokens plus the tokens of the new part. Sampled text is never tokenized again.
+recorded tokens plus the tokens of the new part. Sampled text is never tokenized again. Histories are equal if their
+`canonical_messages` are: clients write arguments, empty contents and the ids of calls in their own way.
 
     The request continues                       and is recorded
     the end of a row                            in that row
@@ -15,14 +16,19 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
+from skyrl_gym.tools.calls import parse_arguments
+from skyrl_train.endpoint.replies import Reply
 from skyrl_train.generators.chat_template import ChatEncoder, Messages, dump_json
 from skyrl_train.generators.conversation import TokenConversation
 from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.media.spans import ImageSpan
+from skyrl_train.rendering.messages import get_function
 from skyrl_train.types import Segment
 from skyrl_train.types.stop_reasons import StopReason
 
 Digest = bytes
+
+MAX_NUMBER = 10**308  # larger integers are no floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,7 @@ class ReplyEnd:
     row: int
     n_tokens: int
     was_stopped: bool  # False: truncated or aborted
+    call_ids: tuple[str, ...] = ()  # as sent to the agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ class Prompt:
     origin: ReplyEnd | None = None  # the reply that it continues
     digest: Digest | None = None  # hash of its messages, for a chat
     text: str | None = None  # for a text completion
+    has_tools: bool = False
 
 
 class Recording(TokenConversation):
@@ -56,19 +64,24 @@ class Recording(TokenConversation):
         self._ends: list[ReplyEnd] = []
         self._by_digest: dict[Digest, ReplyEnd] = {}
         self._by_text: list[tuple[str, ReplyEnd]] = []
+        self.rows_with_tools: set[int] = set()  # whose requests offer tools
 
-    def chat_prompt(self, messages: Messages, chat: ChatEncoder, variant: str = "") -> Prompt:
+    def chat_prompt(
+        self, messages: Messages, chat: ChatEncoder, variant: str = "", *, has_tools: bool = False
+    ) -> Prompt:
         """Return the prompt of messages rendered by `chat`. `variant` identifies the template variables."""
         start = blake2b(variant.encode(), digest_size=16).digest()
-        digests = list(accumulate(messages, _next_digest, initial=start))  # of the first 0, 1, 2, … messages
+        digests = list(accumulate(canonical_messages(messages), _next_digest, initial=start))  # of the first 0, 1, …
         for n in range(len(messages), 0, -1):
             if end := self._by_digest.get(digests[n]):
                 known, ends_turn = self._tokens_until(end), self._ends_stopped_turns or not end.was_stopped
-                new = chat.observation_ids(messages[n:], known[-1], ends_turn=ends_turn)
-                images = [span.shift(len(known)) for span in chat.find_spans(new, messages[n:])]
-                return Prompt(known + new, (*self._images_until(end), *images), end, digests[-1])
+                reply, *after = _rename_calls(messages[n - 1 :], end.call_ids)
+                new = chat.observation_ids(after, known[-1], ends_turn=ends_turn, calls=reply.get("tool_calls"))
+                images = [span.shift(len(known)) for span in chat.find_spans(new, after)]
+                return Prompt(known + new, (*self._images_until(end), *images), end, digests[-1], has_tools=has_tools)
         token_ids = chat.history_ids(messages)
-        return Prompt(token_ids, tuple(chat.find_spans(token_ids, messages)), digest=digests[-1])
+        images = chat.find_spans(token_ids, messages)
+        return Prompt(token_ids, tuple(images), digest=digests[-1], has_tools=has_tools)
 
     def text_prompt(self, text: str) -> Prompt:
         """Return the prompt of plain text."""
@@ -92,8 +105,8 @@ class Recording(TokenConversation):
         """Return True if the prompt continues the end of a row."""
         return prompt.origin is not None and len(self.rows[prompt.origin.row].token_ids) == prompt.origin.n_tokens
 
-    def record(self, prompt: Prompt, result: EngineResult, reply: str) -> int:
-        """Record a reply and return the index of its row. `reply` is the text sent to the agent."""
+    def record(self, prompt: Prompt, result: EngineResult, reply: Reply) -> int:
+        """Record a reply and return the index of its row. `reply` is its form as sent to the agent."""
         if prompt.origin is not None and self.extends_row(prompt):
             index, n_known = prompt.origin.row, prompt.origin.n_tokens
             images = [span.shift(-n_known) for span in prompt.images if span.start >= n_known]
@@ -102,10 +115,14 @@ class Recording(TokenConversation):
             index = len(self.rows)
             self.rows.append(Segment.start(list(prompt.token_ids), prompt.images))
         self._append_turn(index, result)
-        end = ReplyEnd(index, len(self.rows[index].token_ids), result.stop_reason == StopReason.STOP)
+        if prompt.has_tools:
+            self.rows_with_tools.add(index)
+        call_ids = tuple(str(call.id) for call in reply.calls)
+        end = ReplyEnd(index, len(self.rows[index].token_ids), result.stop_reason == StopReason.STOP, call_ids)
         self._ends.append(end)
         if prompt.digest is not None:
-            self._by_digest[_next_digest(prompt.digest, {"role": "assistant", "content": reply})] = end
+            (message,) = canonical_messages([reply.to_message()])
+            self._by_digest[_next_digest(prompt.digest, message)] = end
         if prompt.text is not None:
             # Unlike `reply`, `text` includes the stop string. A client repeats text, so a last token without text (EOS)
             # cannot be matched: leave it out.
@@ -114,6 +131,17 @@ class Recording(TokenConversation):
             text = prompt.text + self._chat.decode_after(result.token_ids)
             self._by_text.append((text, replace(end, n_tokens=end.n_tokens - n_hidden)))
         return index
+
+    def exclude_side_rows(self) -> int:
+        """Exclude the rows without tools from training, if others have tools, and return the number of their turns.
+
+        Coding agents ask for a title or a summary beside their task. Those turns become the first ones.
+        """
+        side = {i for i in range(len(self.rows)) if self.rows_with_tools and i not in self.rows_with_tools}
+        for index in side:
+            self.rows[index].loss_mask = [0] * self.rows[index].response_length
+        self.turns.sort(key=lambda turn: turn.segment not in side)
+        return sum(turn.segment in side for turn in self.turns)
 
     def finish(self) -> None:
         """Drop everything after the last turn of each row, and move the row of the last turn to the end."""
@@ -133,8 +161,53 @@ class Recording(TokenConversation):
         return tuple(span for span in self.rows[end.row].images if span.end <= end.n_tokens)
 
 
+def canonical_messages(messages: Messages) -> list[Any]:
+    """Return a form of messages that is equal for histories that differ only in how a client writes the replies.
+
+    Of a reply, the stripped text and the names and arguments of its calls count. The thought and the ids of calls do
+    not. A tool's result names the index of its call instead of an id.
+    """
+    canonical, indices = [], dict[Any, int]()
+    for message in messages:
+        if message["role"] == "assistant":
+            calls = parse_arguments(message).get("tool_calls") or []
+            indices = {call.get("id"): index for index, call in enumerate(calls)}
+            functions = [get_function(call) for call in calls]
+            called = [(one.get("name"), _canonical_numbers(one.get("arguments"))) for one in functions]
+            content = message["content"]
+            content = content.strip() if isinstance(content, str) else content
+            canonical.append({"role": "assistant", "content": content or "", "calls": called})
+        else:
+            id = message.get("tool_call_id")
+            canonical.append(message if id is None else {**message, "tool_call_id": indices.get(id, id)})
+    return canonical
+
+
+def _canonical_numbers(value: Any) -> Any:
+    """Return JSON with all numbers as JavaScript reads them, and so writes them: 1.0 as 1, and 2**53 + 1 as 2**53."""
+    if isinstance(value, dict):
+        return {name: _canonical_numbers(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_canonical_numbers(part) for part in value]
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > MAX_NUMBER:
+        return value
+    return float(value) + 0.0  # not -0.0
+
+
+def _rename_calls(messages: Messages, ids: Sequence[str]) -> Messages:
+    """Return a reply and the messages after it with the recorded `ids` of its calls, if the client has renamed them."""
+    reply, *after = messages
+    calls = reply.get("tool_calls") or []
+    renamed = {call.get("id"): id for call, id in zip(calls, ids, strict=False)}
+    return [
+        {**reply, "tool_calls": [{**call, "id": renamed.get(call.get("id"))} for call in calls]},
+        *(
+            {**message, "tool_call_id": renamed[id]} if (id := message.get("tool_call_id")) in renamed else message
+            for message in after
+        ),
+    ]
+
+
 def _next_digest(digest: Digest, message: Any) -> Digest:
-    """Return the hash of a history with one more message. White space around a reply is ignored, as agents strip it."""
-    if message["role"] == "assistant":
-        message = {**message, "content": message["content"].strip()}
+    """Return the hash of a history with one more canonical message."""
     return blake2b(digest + dump_json(message, sort_keys=True).encode(), digest_size=16).digest()

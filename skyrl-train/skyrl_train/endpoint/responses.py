@@ -1,4 +1,4 @@
-"""Responses of the endpoint: the text of replies, and bodies in OpenAI's format, whole or in chunks."""
+"""Responses of the endpoint: bodies in OpenAI's format, whole or in chunks."""
 
 import time
 from collections import Counter
@@ -8,83 +8,30 @@ from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
+from skyrl_train.endpoint.replies import INCOMPLETE, Reply
 from skyrl_train.endpoint.wire import CompletionOptions
 from skyrl_train.inference_engines.base import EngineResult, TokenChunk
+from skyrl_train.types import StopReason
 
 Json = dict[str, Any]
-Decode = Callable[[Sequence[int]], str]
 TopLogprobs = Sequence[Mapping[int, float]]
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded text of an incomplete UTF-8 character
 MIN_LOGPROB = -9999.0  # of impossible tokens, because JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedChoice:
-    """A choice of the response, with its whole text."""
+    """A choice of the response, with its whole reply."""
 
     prompt_ids: list[int]
     result: EngineResult
-    text: str
+    reply: Reply
 
-
-# -- text
-
-
-def reply_text(decode: Decode, result: EngineResult, stops: Sequence[str], *, keeps_stop: bool) -> str:
-    """Return the text of a complete reply, up to the stop string that ended it."""
-    text = decode(result.token_ids)
-    if keeps_stop or not stops or result.stop_reason != "stop":
-        return text
-    n_before = len(decode(result.token_ids[:-1]).rstrip(INCOMPLETE))  # the last token completed the stop string
-    found = [text.find(stop, max(0, n_before - len(stop) + 1)) for stop in stops]
-    return text[: min((start for start in found if start >= 0), default=len(text))]
-
-
-class TextStream:
-    """An incremental decoder whose pieces add up to the text of the complete reply.
-
-    It holds back incomplete characters, and text that may become a stop string.
-    """
-
-    def __init__(self, decode: Decode, stops: Sequence[str], *, keeps_stop: bool) -> None:
-        self._decode = decode
-        self._stops = stops
-        self._keeps_stop = keeps_stop
-        self._holds_back = bool(stops) and not keeps_stop
-        self._n_held = max(map(len, stops), default=1) - 1  # characters that may start a stop string
-        self._token_ids: list[int] = []
-        self._window = 0  # start of the tokens that are decoded together with new ones
-        self._n_read = 0  # tokens in `text` or `_pending`
-        self._pending = ""
-        self.text = ""  # returned so far
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Return the new text that later tokens can no longer change."""
-        if not token_ids:
-            return ""
-        self._token_ids += token_ids
-        before = self._decode(self._token_ids[self._window : self._n_read])
-        now = self._decode(self._token_ids[self._window :])
-        if now.endswith(INCOMPLETE):
-            return ""
-        n_certain = len(self._pending) - self._n_held  # of earlier tokens: none of them ended the reply
-        self._pending += now[len(before) :]
-        self._window, self._n_read = self._n_read, len(self._token_ids)
-        return self._emit(self._pending[: max(0, n_certain)] if self._holds_back else self._pending)
-
-    def finish(self, result: EngineResult) -> str:
-        """Return the remaining text."""
-        whole = reply_text(self._decode, result, self._stops, keeps_stop=self._keeps_stop)
-        return self._emit(whole[len(self.text) :] if whole.startswith(self.text) else "")
-
-    def _emit(self, piece: str) -> str:
-        self._pending = self._pending[len(piece) :]
-        self.text += piece
-        return piece
-
-
-# -- bodies
+    @property
+    def finish_reason(self) -> str:
+        """The stop reason, or `tool_calls` for a complete reply with calls."""
+        is_complete = self.result.stop_reason == StopReason.STOP
+        return "tool_calls" if self.reply.calls and is_complete else self.result.stop_reason
 
 
 class ResponseBuilder:
@@ -102,39 +49,50 @@ class ResponseBuilder:
     def complete(self, replies: Sequence[FinishedChoice]) -> Json:
         """Return the response as one body."""
         choices = [
-            self._choice(i, self._content(reply.text), reply.result, reply.result.stop_reason)
-            for i, reply in enumerate(replies)
+            self._choice(i, self._content(choice.reply), choice.result, choice.finish_reason)
+            for i, choice in enumerate(replies)
         ]
         return self._body(self.kind, choices, replies, [reply.prompt_ids for reply in replies])
 
     def first_chunk(self, prompts: Sequence[list[int]]) -> Json:
         """Return the first chunk of a stream, without text."""
-        choices = [self._choice(i, self._delta(None), None) for i in range(len(prompts))]
+        choices = [self._choice(i, self._first_delta(), None) for i in range(len(prompts))]
         return self._body(self.chunk_kind, choices, prompts=prompts)
 
-    def chunk(self, index: int, text: str, tokens: TokenChunk) -> Json:
-        """Return a chunk with new text and new tokens."""
-        return self._body(self.chunk_kind, [self._choice(index, self._delta(text), tokens)])
+    def chunk(self, index: int, thought: str, content: str, tokens: TokenChunk) -> Json:
+        """Return a chunk with new text of the thought and of the content, and new tokens."""
+        return self._body(self.chunk_kind, [self._choice(index, self._delta(thought, content), tokens)])
 
-    def last_chunk(self, index: int, text: str, result: EngineResult, *, with_logprobs: bool) -> Json:
-        """Return the last chunk of a choice, without tokens. `with_logprobs` adds the logprobs of all its tokens."""
-        tokens = result if with_logprobs else None
-        choice = self._choice(index, self._delta(text), tokens, result.stop_reason)
+    def last_chunks(
+        self, index: int, thought: str, content: str, finished: FinishedChoice, *, with_logprobs: bool
+    ) -> list[Json]:
+        """Return the last chunks of a choice, without tokens: the rest of the text, the calls, and the finish reason.
+
+        `with_logprobs` adds the logprobs of all its tokens.
+        """
+        tokens = finished.result if with_logprobs else None
+        choice = self._choice(index, self._delta(thought, content), tokens, finished.finish_reason)
         if self._request.return_token_ids:
             choice["token_ids"] = []
-        return self._body(self.chunk_kind, [choice])
+        calls = finished.reply.wire_calls()
+        deltas = [{"delta": {"tool_calls": [{"index": i, **call}]}} for i, call in enumerate(calls)]
+        choices = [self._choice(index, delta, None) for delta in deltas]
+        return [self._body(self.chunk_kind, [choice]) for choice in (*choices, choice)]
 
     def usage_chunk(self, replies: Sequence[FinishedChoice]) -> Json:
         """Return the final chunk of a stream. It contains only the token counts."""
         return self._body(self.chunk_kind, [], replies)
 
-    def _content(self, text: str) -> Json:
-        """Return the fields of a choice that hold the text."""
-        return {"text": text}
+    def _content(self, reply: Reply) -> Json:
+        """Return the fields of a choice that hold the reply."""
+        return {"text": reply.content}
 
-    def _delta(self, text: str | None) -> Json:
-        """Return the fields of a chunk's choice that hold the text. `text` is None in the first chunk."""
-        return {"text": text or ""}
+    def _first_delta(self) -> Json:
+        return {"text": ""}
+
+    def _delta(self, thought: str, content: str) -> Json:
+        """Return the fields of a chunk's choice that hold new text."""
+        return {"text": content}
 
     def _logprobs(self, index: int, token_ids: list[int], logprobs: list[float], tops: TopLogprobs) -> Json:
         """Return the logprobs of tokens of a choice. `tops` may be empty."""
@@ -201,11 +159,14 @@ class ChatResponseBuilder(ResponseBuilder):
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def _content(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _content(self, reply: Reply) -> Json:
+        return {"message": reply.to_message()}
 
-    def _delta(self, text: str | None) -> Json:
-        return {"delta": {"role": "assistant", "content": ""} if text is None else {"content": text}}
+    def _first_delta(self) -> Json:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def _delta(self, thought: str, content: str) -> Json:
+        return {"delta": {"content": content} | ({"reasoning_content": thought} if thought else {})}
 
     def _logprobs(self, index: int, token_ids: list[int], logprobs: list[float], tops: TopLogprobs) -> Json:
         content = [

@@ -146,7 +146,9 @@ class Endpoint:
 
     async def _chat(self, body: ChatRequest, request: Request) -> Response:
         (session,) = self._sessions_of(body, request, 1)
-        return await self._respond(self._service.chat_job(body, session), request)
+        n_retries = request.headers.get("x-stainless-retry-count", "")  # of the clients of OpenAI
+        is_retry = n_retries.isdecimal() and int(n_retries) > 0
+        return await self._respond(self._service.chat_job(body, session, is_retry=is_retry), request)
 
     async def _complete(self, body: CompletionRequest, request: Request) -> Response:
         sessions = self._sessions_of(body, request, len(body.prompts))

@@ -2,29 +2,25 @@
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.images import find_images
+from skyrl_gym.tools.calls import HARMONY_THOUGHT
+from skyrl_gym.tools.strict_json import check_depth
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.endpoint.recorder import Prompt, Recording
-from skyrl_train.endpoint.responses import (
-    ChatResponseBuilder,
-    Decode,
-    FinishedChoice,
-    Json,
-    ResponseBuilder,
-    TextStream,
-    reply_text,
-)
-from skyrl_train.endpoint.session import AgentSession, Owners, free_sampling
+from skyrl_train.endpoint.replies import Decode, Reply, ReplyFormat, ReplyStream, TextStream, reply_text
+from skyrl_train.endpoint.responses import ChatResponseBuilder, FinishedChoice, Json, ResponseBuilder
+from skyrl_train.endpoint.session import AgentSession, Owners, Sampled, free_sampling
 from skyrl_train.endpoint.wire import (
     MAX_PROMPTS,
     ChatRequest,
@@ -34,7 +30,7 @@ from skyrl_train.endpoint.wire import (
     refuse,
 )
 from skyrl_train.errors import DataError, EngineError, OutOfMemoryError, SamplingError
-from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.generators.chat_template import CONTEXT_TOKENS, ChatEncoder
 from skyrl_train.inference_engines.base import (
     EngineRequest,
     EngineResult,
@@ -43,7 +39,11 @@ from skyrl_train.inference_engines.base import (
     TokenChunk,
     hash_seed,
 )
+from skyrl_train.rendering.messages import get_function
 from skyrl_train.rendering.template import ChatTemplate
+from skyrl_train.types import StopReason
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE_VARIANTS = 64  # maximum number of cached chat encoders, one per set of template variables
 
@@ -65,14 +65,14 @@ class Job:
     request: CompletionOptions
     choices: list[Choice]
     builder: ResponseBuilder
+    form: ReplyFormat = field(default_factory=ReplyFormat)
+    repeated: list[Sampled] | None = None  # replies to the earlier request that this one retries
 
     @property
     def owners(self) -> Owners:
         """The sessions of the request's choices."""
         return frozenset(choice.session for choice in self.choices)
 
-
-Exchange = tuple[EngineRequest, EngineResult]
 
 OnTokens = Callable[[int, TokenChunk], None]  # called with the index of a choice and its new tokens
 
@@ -112,8 +112,11 @@ class ModelService:
 
     # -- from requests to jobs
 
-    def chat_job(self, request: ChatRequest, session: AgentSession | None) -> Job:
-        """Validate and encode a chat request. RequestError if it is invalid."""
+    def chat_job(self, request: ChatRequest, session: AgentSession | None, *, is_retry: bool = False) -> Job:
+        """Validate and encode a chat request. RequestError if it is invalid.
+
+        `is_retry` is True if the client repeats a request. A recorded reply to it is then sent again.
+        """
         self._check(request)
         with _encoding("messages"):
             effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
@@ -123,9 +126,20 @@ class ModelService:
             messages = [message.to_message() for message in request.messages]
             if find_images(messages) and self.chat.find_text_model() is not None:
                 refuse(f"the model {self.model_name!r} reads only text; remove the images", param="messages")
-            prompt = self._recording(session).chat_prompt(messages, self._chat_variant(variant), variant)
+            chat, form = self._chat_variant(variant)
+            prompt = self._recording(session).chat_prompt(messages, chat, variant, has_tools=bool(request.tools))
+        with _encoding("tools"):
+            functions = [get_function(tool) for tool in request.tools or () if request.offers_tools]
+            check_depth(functions)
+            parameters = {str(one["name"]): one.get("parameters") or {} for one in functions}
+        start = self.chat.decode_all(prompt.token_ids[-CONTEXT_TOKENS:]).rstrip()
+        open_tag = next((tag for tag in form.thought_tags if start.endswith(tag)), None)
+        max_calls = 1 if request.parallel_tool_calls is False else None
+        form = replace(form, open_tag=open_tag, tools=parameters or None, max_calls=max_calls)
         choices = self._choices(request, "messages", prompt, session)
-        return Job(request, choices, ChatResponseBuilder(request, self._token_text))
+        is_repeatable = is_retry and session is not None
+        repeated = session.find_replies(prompt, choices[0].sampling, len(choices)) if is_repeatable else None
+        return Job(request, choices, ChatResponseBuilder(request, self._token_text), form, repeated)
 
     def completion_job(self, request: CompletionRequest, sessions: Sequence[AgentSession | None]) -> Job:
         """Validate and encode a text completion, with one session per prompt. RequestError if it is invalid."""
@@ -186,29 +200,41 @@ class ModelService:
             for seed in seeds
         ]
 
-    def _make_chat_variant(self, variant: str) -> ChatEncoder:
-        """Return the encoder for a request's template variables. `variant` is their JSON, usable as a cache key."""
-        if not variant:
-            return self.chat
-        variables = self._template_kwargs | json.loads(variant)
-        if tools := variables.get("tools"):
-            template = ChatTemplate(self._tokenizer, self._template, variables | {"tools": None})
+    def _make_chat_variant(self, variant: str) -> tuple[ChatEncoder, ReplyFormat]:
+        """Return the encoder for a request's template variables, and the format of the replies to its prompts.
+
+        `variant` is the variables' JSON, usable as a cache key.
+        """
+        variables = self._template_kwargs | (json.loads(variant) if variant else {})
+        tools = variables.get("tools")
+        template = ChatTemplate(self._tokenizer, self._template, variables | {"tools": None})
+        is_bare = None
+        if tools:
             try:
                 template.check_tools([{"role": "user", "content": "?"}], tools)
             except DataError as error:
                 refuse(str(error), param="tools", code="unsupported")
-        return ChatEncoder(self._tokenizer, self._template, variables)
+            is_bare = template.find_call_style(tools)
+            if is_bare is None and "calls" not in self._warned:
+                self._warned.add("calls")
+                logger.warning("The chat template writes tool calls in an unknown format, so replies have none.")
+        tags = template.thought_tags | (HARMONY_THOUGHT if template.has_channels else {})
+        form = ReplyFormat(tags, has_channels=template.has_channels, calls_are_bare=bool(is_bare))
+        chat = ChatEncoder(self._tokenizer, self._template, variables) if variant else self.chat
+        return chat, form
 
     # -- from jobs to answers
 
     async def answer(self, job: Job) -> Json:
         """Return the complete answer. RequestError if the engine fails."""
-        exchanges = await self._generate(job)
+        sampled = await self._generate(job)
         decode, keeps_stop = self._decode(job), bool(job.request.include_stop_str_in_output)
-        texts = [
-            reply_text(decode, result, request.sampling.stop, keeps_stop=keeps_stop) for request, result in exchanges
-        ]
-        return job.builder.complete(self._record(job, exchanges, texts))
+        replies = []
+        for choice, one in zip(job.choices, sampled, strict=True):
+            text = reply_text(decode, one.result, choice.sampling.stop, keeps_stop=keeps_stop)
+            is_truncated = one.result.stop_reason != StopReason.STOP
+            replies.append(job.form.split(text, is_truncated=is_truncated, seed=one.request.seed))
+        return job.builder.complete(self._record(job, sampled, replies))
 
     async def stream(self, job: Job) -> AsyncGenerator[Json]:
         """Yield the response in chunks. RequestError if the engine fails.
@@ -219,22 +245,27 @@ class ModelService:
         generating = asyncio.create_task(self._generate(job, lambda index, tokens: events.put_nowait((index, tokens))))
         generating.add_done_callback(lambda _: events.put_nowait(None))
         decode, keeps_stop = self._decode(job), bool(job.request.include_stop_str_in_output)
-        texts = [TextStream(decode, choice.sampling.stop, keeps_stop=keeps_stop) for choice in job.choices]
+        streams = [
+            ReplyStream(TextStream(decode, choice.sampling.stop, keeps_stop=keeps_stop), job.form)
+            for choice in job.choices
+        ]
         logprobs_last = bool(job.request.n_top_logprobs)
         try:
             yield job.builder.first_chunk([choice.prompt.token_ids for choice in job.choices])
             while (event := await events.get()) is not None:
                 index, tokens = event
-                piece = texts[index].push(tokens.token_ids)
-                yield job.builder.chunk(index, piece, replace(tokens, logprobs=[]) if logprobs_last else tokens)
-            exchanges = await generating
+                thought, content = streams[index].push(tokens.token_ids)
+                tokens = replace(tokens, logprobs=[]) if logprobs_last else tokens
+                yield job.builder.chunk(index, thought, content, tokens)
+            sampled = await generating
         finally:
             generating.cancel()
             await asyncio.gather(generating, return_exceptions=True)
-        rests = [text.finish(result) for text, (_, result) in zip(texts, exchanges, strict=True)]
-        replies = self._record(job, exchanges, [text.text for text in texts])
-        for index, (rest, reply) in enumerate(zip(rests, replies, strict=True)):
-            yield job.builder.last_chunk(index, rest, reply.result, with_logprobs=logprobs_last)
+        ends = [stream.finish(one.result, one.request.seed) for stream, one in zip(streams, sampled, strict=True)]
+        replies = self._record(job, sampled, [reply for _, _, reply in ends])
+        for index, ((thought, content, _), finished) in enumerate(zip(ends, replies, strict=True)):
+            for chunk in job.builder.last_chunks(index, thought, content, finished, with_logprobs=logprobs_last):
+                yield chunk
         if job.request.includes_usage:
             yield job.builder.usage_chunk(replies)
 
@@ -242,14 +273,18 @@ class ModelService:
         """Return the decoder of replies. The text of a completion continues its prompt."""
         return self.chat.decode_after if isinstance(job.request, CompletionRequest) else self.chat.decode
 
-    async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[Exchange]:
+    async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[Sampled]:
         """Return the engine's request and result of each choice. With `on_tokens`, stream the tokens to it."""
+        if job.repeated is not None:
+            for index, one in enumerate(job.repeated if on_tokens else ()):
+                on_tokens(index, TokenChunk(one.result.token_ids, one.result.logprobs or []))
+            return job.repeated
         started = time.perf_counter()
         sessions = [session for session in job.owners if session is not None]
         requests = [choice.engine_request() for choice in job.choices]
         try:
             results = self.engine.generate(requests) if on_tokens is None else self._stream_all(requests, on_tokens)
-            return list(zip(requests, await results, strict=True))
+            return [Sampled(request, result) for request, result in zip(requests, await results, strict=True)]
         except BaseException as error:
             for choice, request in zip(job.choices, requests, strict=True):
                 if choice.session is not None:
@@ -279,13 +314,14 @@ class ModelService:
 
         return await gather_or_cancel(stream(index, request) for index, request in enumerate(requests))
 
-    def _record(self, job: Job, exchanges: Sequence[Exchange], texts: Sequence[str]) -> list[FinishedChoice]:
-        replies = []
-        for choice, (request, result), text in zip(job.choices, exchanges, texts, strict=True):
-            if choice.session is not None:
-                choice.session.record(choice.prompt, request, result, text)
-            replies.append(FinishedChoice(choice.prompt.token_ids, result, text))
-        return replies
+    def _record(self, job: Job, sampled: Sequence[Sampled], replies: Sequence[Reply]) -> list[FinishedChoice]:
+        for choice, one, reply in zip(job.choices, sampled, replies, strict=True):
+            if choice.session is not None and job.repeated is None:
+                choice.session.record(choice.prompt, one, reply)
+        return [
+            FinishedChoice(choice.prompt.token_ids, one.result, reply)
+            for choice, one, reply in zip(job.choices, sampled, replies, strict=True)
+        ]
 
 
 @contextmanager

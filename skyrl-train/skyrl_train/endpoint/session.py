@@ -2,15 +2,19 @@
 
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from skyrl_train.endpoint.recorder import Prompt, Recording
+from skyrl_train.endpoint.recorder import Digest, Prompt, Recording
+from skyrl_train.endpoint.replies import Reply
 from skyrl_train.endpoint.wire import CompletionOptions
 from skyrl_train.inference_engines.base import MIN_TEMPERATURE, EngineRequest, EngineResult, SamplingParams, hash_seed
 
 logger = logging.getLogger(__name__)
+
+MAX_REPEATABLE = 64  # latest requests of a session whose replies can be sent again
 
 DISTRIBUTION_FIELDS: Mapping[str, str] = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
@@ -41,6 +45,14 @@ def _limit(sampling: SamplingParams, request: CompletionOptions) -> SamplingPara
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A request to the engine and its result."""
+
+    request: EngineRequest
+    result: EngineResult
+
+
 @dataclass(slots=True, eq=False)
 class AgentSession:
     """An agent's requests, from `open_session` to `end_session`.
@@ -55,9 +67,13 @@ class AgentSession:
     recording: Recording
     generate_s: float = 0.0  # sum over requests
     engine_failure: str | None = None  # the first failure since the last reply
+    counts: Counter[str] = field(default_factory=Counter)
+    """Numbers of replies to requests with tools ("with_tools"), of those with calls ("with_calls") and with malformed
+    calls ("malformed"), and of retried requests whose reply was sent again ("repeated")."""
     caches: set[str] = field(default_factory=set)  # session ids of the engine, one per row
     _seeds: set[int] = field(default_factory=set)  # of requests so far
     _cache_of_row: dict[int, str] = field(default_factory=dict)
+    _replies: dict[tuple[Digest | None, SamplingParams], list[Sampled]] = field(default_factory=dict)
 
     def sampling_for(self, request: CompletionOptions, warned: set[str]) -> SamplingParams:
         """Return the sampling parameters of a reply. Warn about each ignored field that is not in `warned` yet."""
@@ -90,12 +106,29 @@ class AgentSession:
             self.caches.add(cache)
         return EngineRequest(prompt.token_ids, sampling, seed, cache, prompt.images)
 
-    def record(self, prompt: Prompt, request: EngineRequest, result: EngineResult, reply: str) -> None:
-        """Record a reply. `reply` is its text as sent to the agent."""
+    def record(self, prompt: Prompt, sampled: Sampled, reply: Reply) -> None:
+        """Record a reply. `reply` is its form as sent to the agent."""
         self.engine_failure = None
-        row = self.recording.record(prompt, result, reply)
-        assert request.session_id is not None
-        self._cache_of_row.setdefault(row, request.session_id)
+        row = self.recording.record(prompt, sampled.result, reply)
+        assert sampled.request.session_id is not None
+        self._cache_of_row.setdefault(row, sampled.request.session_id)
+        self.counts.update(
+            with_tools=int(prompt.has_tools), with_calls=int(bool(reply.calls)), malformed=int(reply.is_malformed)
+        )
+        if prompt.digest is not None:
+            # Without the prompt and the experts, which take much memory.
+            kept = Sampled(replace(sampled.request, prompt_ids=[]), replace(sampled.result, experts=None))
+            self._replies.setdefault((prompt.digest, sampled.request.sampling), []).append(kept)
+            if len(self._replies) > MAX_REPEATABLE:
+                del self._replies[next(iter(self._replies))]
+
+    def find_replies(self, prompt: Prompt, sampling: SamplingParams, n: int) -> list[Sampled] | None:
+        """Return the last `n` replies to an equal request. A client that lost them repeats the request."""
+        replies = self._replies.get((prompt.digest, sampling), [])[-n:]
+        if len(replies) < n:
+            return None
+        self.counts["repeated"] += 1
+        return replies
 
     def give_up(self, request: EngineRequest) -> None:
         """Release the seed of a failed request, so that a retry samples the same tokens."""

@@ -201,8 +201,14 @@ class ChatRequest(CompletionOptions):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+
+    @property
+    def offers_tools(self) -> bool:
+        """True if the reply may call tools."""
+        return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -16,6 +16,7 @@ from skyrl_gym.images import EncodedImage
 from skyrl_train.config.generator import ChatTemplateConfig
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.media.spans import ImageSpan
+from skyrl_train.rendering.messages import replace_function
 from skyrl_train.rendering.template import MARK, ChatTemplate, Messages
 from skyrl_train.types import Segment
 
@@ -24,6 +25,8 @@ CACHED_TOKENS = 2**18  # the samples of a group share a prompt, and many environ
 TURN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")  # in addition to the template's own
 MAX_CHARS_PER_TOKEN = 32  # longer text certainly exceeds a token limit, and is not even tokenized
 TEMPLATES = Path(__file__).parent / "templates"
+TURN: Mapping[str, Any] = {"role": "assistant", "content": MARK}
+"""A sampled turn, for what the template writes after it."""
 
 
 class _Cached:
@@ -73,7 +76,7 @@ class ChatEncoder:
         self._history = _Cached(partial(self._encode_messages, partial(self._template.render, adds_header=True)))
         self._after_turn = _Cached(self._encode_after_turn)
         try:
-            tail = self._after_turn([])  # find a bad template now, not in the first rollout
+            tail = self._after_turn([TURN])  # find a bad template now, not in the first rollout
         except DataError as error:
             raise ConfigError(
                 f"the chat template failed to render a user message and a reply: {error}. Correct the tokenizer's "
@@ -96,13 +99,23 @@ class ChatEncoder:
         """Tokenize complete messages and the header of the next assistant turn."""
         return self._history(messages)
 
-    def observation_ids(self, observations: Messages, last_token_id: int, *, ends_turn: bool = True) -> list[int]:
+    def observation_ids(
+        self,
+        observations: Messages,
+        last_token_id: int,
+        *,
+        ends_turn: bool = True,
+        calls: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Return the tokens between two sampled turns: end-of-turn token, observations, assistant header.
 
         The end-of-turn token is left out if the model sampled it as `last_token_id`. Turns that were cut off or ended
         at a stop string get one, to keep the conversation well formed. With `ends_turn=False`, no turn gets one.
+        `calls` are those of the first turn, as templates may write results only after them.
         """
-        token_ids = self._after_turn(observations)
+        marked = [replace_function(call, arguments={"argument": MARK}) for call in calls or ()]
+        turn = {**TURN, "content": "", "tool_calls": marked} if marked else TURN
+        token_ids = self._after_turn([turn, *observations])
         end_of_turn = last_token_id if ends_turn else self.eos_token_id
         n_end = token_ids.index(end_of_turn) + 1 if end_of_turn in token_ids else 0
         is_end = not self.decode_all(token_ids[: max(0, n_end - 1)]).strip()  # some templates put a space before it
@@ -164,13 +177,29 @@ class ChatEncoder:
         self._template.check_written(messages)
         return self.encode(self._template.expand(render(messages), messages))
 
-    def _encode_after_turn(self, observations: Messages) -> list[int]:
-        """Tokenize everything that the template puts after a sampled turn: render `MARK` as the turn, cut after it."""
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *observations]
-        self._template.check_written(messages)
-        text = self._template.render(messages, adds_header=True)
-        turn, found, tail = text.partition(MARK)
-        token_ids = self._template.encode_after(turn + found, self._template.expand(tail, messages))
+    def _encode_after_turn(self, messages: Messages) -> list[int]:
+        """Tokenize everything that the template puts after a sampled turn: render `MARK` in the turn, cut after it.
+
+        `messages` are the turn and the observations. In a turn with calls, the mark is the argument of a call:
+
+            assistant⏎<tool_call>{"name": "read", "arguments": {"argument": "MARK"}}</tool_call><end>⏎tool⏎Found.<end>⏎…
+
+        The end of the call is a part of the turn, up to the end-of-turn token. It is the end of the text without
+        observations.
+        """
+        turn, *observations = messages
+        start = [{"role": "user", "content": "?"}, turn]
+        self._template.check_written([*start, *observations])
+        before, found, tail = self._template.render([*start, *observations], adds_header=True).rpartition(MARK)
+        n_sampled = 0
+        if "tool_calls" in turn:
+            end, end_of_turn = (
+                self._template.render([*start[:1], one], adds_header=False).rpartition(MARK)[2] for one in (turn, TURN)
+            )
+            n_sampled = len(end) - len(end_of_turn) if end.endswith(end_of_turn) else self._template.find_end(end)
+            found = found if tail.startswith(end[:n_sampled]) else ""
+        before, tail = before + found + tail[:n_sampled], tail[n_sampled:]
+        token_ids = self._template.encode_after(before, self._template.expand(tail, messages))
         if not found or not token_ids:
             raise ConfigError(
                 "the chat template does not show the text of assistant messages, so turns cannot be joined; use a "

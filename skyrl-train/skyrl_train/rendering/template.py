@@ -6,6 +6,7 @@ It renders a conversation a second time with placeholders (`MARK`) for some of i
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from secrets import token_hex
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.images import find_images
 from skyrl_gym.runtime.text import describe_error
-from skyrl_gym.tools.calls import THOUGHT_TAGS
+from skyrl_gym.tools.calls import THOUGHT_TAGS, ToolCall, ToolCallError, split_calls
 from skyrl_train.errors import DataError
 from skyrl_train.media.processing import ImageProcessor, find_text_model, load_image_processor
 from skyrl_train.media.spans import ImageSpan
@@ -71,7 +72,7 @@ class ChatTemplate:
         source = self.options["chat_template"] or tokenizer.chat_template
         self._source = "\n".join(source.values()) if isinstance(source, Mapping) else str(source)
         # All other tags are visible text to this model, such as a <reasoning> that the task asks for.
-        self._thought_tags = {
+        self.thought_tags = {
             opening: closing
             for opening, closing in THOUGHT_TAGS.items()
             if opening in self._source or closing in self._source
@@ -224,7 +225,7 @@ class ChatTemplate:
         if not content and not find_thought(start):
             return self.render(past, tools, adds_header=True)
         rest = MARK
-        for opening, closing in self._thought_tags.items():
+        for opening, closing in self.thought_tags.items():
             if content.lstrip().startswith(opening) and closing not in content:
                 rest += f"\n{closing}\n\n."
         header, reply = self._render_reply(past, {**start, "content": content + rest}, tools)
@@ -275,7 +276,7 @@ class ChatTemplate:
             reply = turn[len(header) :]
         else:
             reply = self._split_rewritten_reply(past, message, tools, header)
-        for opening, closing in self._thought_tags.items():
+        for opening, closing in self.thought_tags.items():
             if thought and header.rstrip().endswith(closing):
                 raise DataError(
                     f"message {index} has a thought, but the header of the turn has already closed it "
@@ -340,7 +341,7 @@ class ChatTemplate:
         _, header_mark, header_end = self.render(marked, tools, adds_header=True).rpartition(LAST_MARK)
         _, turn_mark, turn = self.render([*marked, message], tools, adds_header=False).rpartition(LAST_MARK)
         bare_end = header_end
-        for opening, closing in self._thought_tags.items():
+        for opening, closing in self.thought_tags.items():
             open_or_closed = rf"(?:{re.escape(opening)}\s*)?{re.escape(closing)}\s*\Z|{re.escape(opening)}\s*\Z"
             bare_end = re.sub(open_or_closed, "", bare_end)
         if header_mark and turn_mark:
@@ -361,7 +362,7 @@ class ChatTemplate:
         second tag, or if a field has another thought.
         """
         content = str(message["content"] or "")
-        for opening, closing in self._thought_tags.items():
+        for opening, closing in self.thought_tags.items():
             inside, found, answer = content.partition(closing)
             if found:
                 thought = inside.strip().removeprefix(opening).strip()
@@ -383,6 +384,28 @@ class ChatTemplate:
         return SplitContent(find_thought(message), content, "")
 
     # -- tokens
+
+    @property
+    def has_channels(self) -> bool:
+        """True for gpt-oss, whose replies are divided into channels."""
+        return "<|channel|>" in self._source
+
+    def find_end(self, text: str) -> int:
+        """Return the position of the last special token of a text, or -1."""
+        return max((text.rfind(token) for token in self._added_tokens), default=-1)
+
+    def find_call_style(self, tools: Sequence[Any]) -> bool | None:
+        """Return True if the template writes calls as bare JSON, False if they have tags, and None if `split_calls`
+        cannot parse them.
+        """
+        call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        with suppress(DataError, ToolCallError):
+            _, reply = self.turn([{"role": "user", "content": "?"}, calling], 1, tools)
+            for is_bare in (False, True):
+                if split_calls(reply, is_bare=is_bare)[1] == [ToolCall("look", {"at": "it"})]:
+                    return is_bare
+        return None
 
     def find_text_model(self) -> str | None:
         """Return the path of the tokenizer's model if it reads only text, or None if it reads images."""
@@ -425,7 +448,7 @@ class ChatTemplate:
         if not fragment:
             return []
         tail = context[-MAX_TAIL_CHARS:]
-        start = max((tail.rfind(token) for token in self._added_tokens), default=-1)
+        start = self.find_end(tail)
         for before in (tail[start:] if start >= 0 else context, *ANCHORS):
             context_ids, token_ids = self.encode(before), self.encode(before + fragment)
             if token_ids[: len(context_ids)] == context_ids:

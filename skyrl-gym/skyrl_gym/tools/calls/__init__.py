@@ -39,8 +39,10 @@ __all__ = [
     "MalformedCall",
     "ToolCall",
     "ToolCallError",
+    "find_call_start",
     "parse_arguments",
     "parse_tool_calls",
+    "split_calls",
     "strip_thoughts",
 ]
 
@@ -56,7 +58,9 @@ THOUGHT_TAGS = {
     "<|START_THINKING|>": "<|END_THINKING|>",
 }
 """Tags around thoughts: of most models, Seed-OSS, Mistral and Command A."""
-_THOUGHTS = {**THOUGHT_TAGS, "<|channel|>analysis<|message|>": "<|end|>"}  # and gpt-oss
+HARMONY_THOUGHT = {"<|channel|>analysis<|message|>": "<|end|>"}
+"""Tokens around the thoughts of gpt-oss."""
+_THOUGHTS = {**THOUGHT_TAGS, **HARMONY_THOUGHT}
 
 _FORMATS = {
     "tagged": TAGGED,
@@ -74,6 +78,17 @@ _TOKEN = re.compile(
     + "".join(f"|(?P<{name}>{form.opening})" for name, form in _FORMATS.items())
     + f"|(?P<header>{HEADER})|(?P<stray>{STRAY})"
 )
+_WRAPPER = re.compile(
+    r"</?minimax:tool_call>|<｜tool▁calls▁(?:begin|end)｜>|<\|tool_calls_section_(?:begin|end)\|>"
+    r"|<\|/tool_call\|>|<\|eom_id\|>"
+)
+"""Tags around the calls of a reply."""
+_STARTS = (
+    *("<tool_call>", "<function_call>", "<function=", '<invoke name="', "<minimax:tool_call>", "<|python_tag|>"),
+    *("<｜tool▁call", "<|tool_call", "<|channel|>", "<|start|>", "[TOOL_CALLS]"),
+)
+"""Beginnings of all openings and wrappers. `find_call_start` searches for them."""
+_BARE = "<|python_tag|>"  # Llama 3.2 leaves this tag out
 
 CUT_OFF = (
     "Your reply was cut off at the maximum number of tokens, so no tool calls were executed. Write a shorter reply."
@@ -82,9 +97,13 @@ CUT_OFF = (
 
 @dataclass(slots=True)
 class _Scan:
-    """Result of a scan: text outside thoughts, calls, the first error, and the form of the last call."""
+    """Result of a scan: text outside thoughts, calls, the first error, and the form of the last call.
+
+    hidden: the spans of calls and headers, in order.
+    """
 
     visible: list[str] = field(default_factory=list)
+    hidden: list[tuple[int, int]] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     error: ToolCallError | None = None
     is_closed: bool = True
@@ -116,6 +135,44 @@ def parse_tool_calls(text: str, *, is_truncated: bool = False) -> list[ToolCall]
     >>> parse_tool_calls("<function=add><parameter=a>2</parameter><parameter=b>3</parameter></function>")
     [ToolCall(name='add', arguments={'a': '2', 'b': '3'})]
     """
+    return _checked_scan(text, is_truncated).calls
+
+
+def split_calls(text: str, *, is_truncated: bool = False, is_bare: bool = False) -> tuple[str, list[ToolCall]]:
+    """Return the text outside of calls, and the calls, as `parse_tool_calls` does. Text without calls is unchanged.
+
+    Args:
+        is_bare: a reply that starts with `{` consists of calls without a tag, as Llama 3.2 writes them.
+
+    >>> split_calls('I look.\\n<tool_call>{"name": "look"}</tool_call>')
+    ('I look.', [ToolCall(name='look', arguments={})])
+    """
+    if is_bare and text.lstrip().startswith("{"):
+        text = _BARE + text
+    scan = _checked_scan(text, is_truncated)
+    starts, ends = [0, *(end for _, end in scan.hidden)], [*(start for start, _ in scan.hidden), len(text)]
+    pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
+    if scan.calls:
+        pieces = [_WRAPPER.sub("", piece).rstrip() for piece in pieces]
+    return "".join(pieces), scan.calls
+
+
+def find_call_start(text: str) -> int:
+    """Return the position from which the text is, or may become, a call. Without any, return the length.
+
+    >>> find_call_start("I look.<tool_call>{"), find_call_start("I look.<tool"), find_call_start("1 < 2")
+    (7, 7, 5)
+    """
+    for match in re.finditer(r"[<\[]|\A\s*to=", text):
+        start = match.start()
+        tail = text[start : start + 24]
+        if any(tail.startswith(opening) or opening.startswith(tail) for opening in _STARTS) or "=" in match[0]:
+            return start
+    return len(text)
+
+
+def _checked_scan(text: str, is_truncated: bool) -> _Scan:
+    """Return the scan of a reply, or raise ToolCallError."""
     scan = _scan(text)
     if is_truncated and (scan.error is not None or not scan.is_closed):
         raise ToolCallError(CUT_OFF)
@@ -123,7 +180,7 @@ def parse_tool_calls(text: str, *, is_truncated: bool = False) -> list[ToolCall]
         raise scan.error
     if len(scan.calls) > MAX_CALLS:
         raise ToolCallError(f"Your reply has more than {MAX_CALLS} tool calls.")
-    return scan.calls
+    return scan
 
 
 def _scan(text: str) -> _Scan:
@@ -157,9 +214,13 @@ def _scan(text: str) -> _Scan:
             scan, start = _Scan(), position
         elif kind == "header":
             scan.visible.append(text[start : token.start()])
+            scan.hidden.append(token.span())
             start = position
         elif scan.error is None:
+            n_calls = len(scan.calls)
             position = _parse_at(text, token, scan)
+            if len(scan.calls) > n_calls:
+                scan.hidden.append((token.start(), position))
     scan.visible.append(text[start:])
     return scan
 

@@ -21,6 +21,7 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    id: str | None = field(default=None, compare=False, repr=False)  # as Kimi K2 and Mistral write it
 
 
 class ToolCallError(ValueError):
@@ -107,10 +108,10 @@ def to_call(value: Any, end: int) -> ToolCall:
     return named_call(name, {} if key is None else value[key], end)
 
 
-def named_call(name: str, arguments: Any, end: int) -> ToolCall:
+def named_call(name: str, arguments: Any, end: int, id: str | None = None) -> ToolCall:
     """Return a call with arguments that were parsed from JSON. Null means no arguments."""
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
         raise MalformedCall(f'"arguments" of the tool call {name} must be a JSON object.', end)
-    return ToolCall(clean_text(name), arguments)
+    return ToolCall(clean_text(name), arguments, id)

@@ -7,7 +7,7 @@ import re
 
 from skyrl_gym.tools.calls.call import Format, MalformedCall, Parsed, named_call, parse_closing, parse_json_in
 
-_HEADER = re.compile(r"\s*(?:functions\.)?([^\s<]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>")
+_HEADER = re.compile(r"\s*((?:functions\.)?([^\s<]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>")
 
 
 def _parse(text: str, start: int, end: int) -> Parsed:
@@ -15,7 +15,7 @@ def _parse(text: str, start: int, end: int) -> Parsed:
     if header is None:
         raise MalformedCall("The tool call has no name, or no <|tool_call_argument_begin|> after it.", end)
     arguments, position = parse_json_in(text, header.end())
-    call = named_call(header[1], arguments, position)
+    call = named_call(header[2], arguments, position, header[1])
     return parse_closing(text, position, "<|tool_call_end|>")._replace(calls=[call])
 
 

@@ -19,6 +19,7 @@ from skyrl_train.config import load_config
 from skyrl_train.dataset.batch import pad_right, pad_tokens
 from skyrl_train.endpoint import AgentGenerator, Endpoint, ModelService
 from skyrl_train.endpoint.recorder import Prompt, Recording
+from skyrl_train.endpoint.replies import Reply
 from skyrl_train.endpoint.session import AgentSession
 from skyrl_train.generators.base import BatchMetadata, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
@@ -134,7 +135,7 @@ async def test_an_agent_sends_the_images_of_its_row(
 
 def answer(recording: Recording, prompt: Prompt, text: str) -> None:
     token_ids = recording._chat.encode(f"{text}<|im_end|>")
-    recording.record(prompt, EngineResult(token_ids, [-0.5] * len(token_ids), StopReason.STOP, ()), text)
+    recording.record(prompt, EngineResult(token_ids, [-0.5] * len(token_ids), StopReason.STOP, ()), Reply(text))
 
 
 def test_a_history_with_another_image_starts_a_new_row(chat: ChatEncoder) -> None:

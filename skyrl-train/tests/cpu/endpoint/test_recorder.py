@@ -7,6 +7,7 @@ from train_kit.messages import assistant, system, user
 from train_kit.templates import FAMILIES
 
 from skyrl_train.endpoint.recorder import Prompt, Recording
+from skyrl_train.endpoint.replies import Reply
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineResult, StopReason
 from skyrl_train.types import Message
@@ -28,7 +29,7 @@ class ScriptedConversation:
         token_ids = self.sampled(text, ends=stop_reason == "stop")
         logprobs = [-0.5 - i for i in range(len(token_ids))]
         self.results.append(EngineResult(token_ids, logprobs, stop_reason, ()))
-        return self.recording.record(prompt, self.results[-1], text)
+        return self.recording.record(prompt, self.results[-1], Reply(text))
 
     def ask(self, messages: list[Message]) -> Prompt:
         return self.recording.chat_prompt(messages, self.chat)
@@ -180,7 +181,7 @@ def test_a_text_prompt_without_the_sampled_eos_token_starts_a_new_row(conversati
 
 def test_a_reply_without_tokens_does_not_change_later_prompts(conversation: ScriptedConversation) -> None:
     first = conversation.recording.text_prompt("State")
-    conversation.recording.record(first, EngineResult([], [], "abort", ()), "")
+    conversation.recording.record(first, EngineResult([], [], "abort", ()), Reply(""))
     assert conversation.recording.text_prompt("State").token_ids == first.token_ids
 
 
@@ -219,6 +220,6 @@ def test_a_space_at_the_end_of_a_completion_is_a_token_of_the_history() -> None:
     chat = ChatEncoder(FAMILIES["zephyr"].tokenizer())
     recording, space = Recording(chat), chat.tokenizer.convert_tokens_to_ids("▁")
     first = recording.text_prompt("It")
-    recording.record(first, EngineResult([space], [-0.5], "length", ()), " ")
+    recording.record(first, EngineResult([space], [-0.5], "length", ()), Reply(" "))
     assert space not in chat.encode("It is")
     assert recording.text_prompt("It is").token_ids[: len(first.token_ids) + 1] == [*first.token_ids, space]

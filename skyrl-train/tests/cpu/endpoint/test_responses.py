@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.endpoint.responses import ChatResponseBuilder, FinishedChoice, ResponseBuilder, TextStream, reply_text
+from skyrl_train.endpoint.replies import Reply, TextStream, reply_text
+from skyrl_train.endpoint.responses import ChatResponseBuilder, FinishedChoice, ResponseBuilder
 from skyrl_train.endpoint.wire import ChatRequest, CompletionRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineResult, StopReason
@@ -63,7 +64,7 @@ PARTS = ["a", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}"]  # token
 
 def finished(tops: list[dict[int, float]]) -> list[FinishedChoice]:
     result = EngineResult([0, 1], [-0.5, -0.25], "length", (), top_logprobs=tops)
-    return [FinishedChoice([5], result, "a")]
+    return [FinishedChoice([5], result, Reply("a"))]
 
 
 def test_the_bytes_of_a_part_of_a_character_are_unknown() -> None:

@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.endpoint.recorder import Prompt, Recording
-from skyrl_train.endpoint.session import AgentSession
+from skyrl_train.endpoint.replies import Reply
+from skyrl_train.endpoint.session import AgentSession, Sampled
 from skyrl_train.endpoint.wire import ChatRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineResult, SamplingParams
@@ -84,7 +85,7 @@ def test_each_row_has_its_own_cache(session: AgentSession) -> None:
     def ask(token_ids: list[int]) -> str | None:
         prompt = session.recording.token_prompt(token_ids)
         request = session.engine_request(prompt, SAMPLING)
-        session.record(prompt, request, EngineResult([9], [0.0], "length", ()), "")
+        session.record(prompt, Sampled(request, EngineResult([9], [0.0], "length", ())), Reply(""))
         return request.session_id
 
     main, side = ask([1, 2]), ask([5])
