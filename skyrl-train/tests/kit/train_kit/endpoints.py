@@ -20,6 +20,7 @@ from skyrl_train.generators.base import BatchMetadata, RolloutRequest, rollout_r
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
+from train_kit.agents import ScriptedEngine
 from train_kit.engines import RecordedEngine
 from train_kit.messages import system, user
 
@@ -87,11 +88,18 @@ def catch_requests(n_games: int, n_samples: int = 1) -> list[RolloutRequest]:
     return rollout_requests([DrawnPrompt(i, row, i) for i, row in enumerate(rows)], n_samples, "catch")
 
 
+def new_engine(model: PreTrainedModel | ScriptedEngine, tokenizer: PreTrainedTokenizerBase, **limits: Any) -> Any:
+    """Return an engine of the model, or the engine itself."""
+    return model if isinstance(model, ScriptedEngine) else RecordedEngine(model, tokenizer, **limits)
+
+
 class EndpointStage:
     """An endpoint in the event loop of the test, with its engine and clients."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **limits: Any) -> None:
-        self.engine = RecordedEngine(model, tokenizer, **limits)
+    def __init__(
+        self, model: PreTrainedModel | ScriptedEngine, tokenizer: PreTrainedTokenizerBase, **limits: Any
+    ) -> None:
+        self.engine = new_engine(model, tokenizer, **limits)
         self.chat = ChatEncoder(tokenizer)
         self.endpoint = Endpoint(ModelService(self.engine, tokenizer, model_name=MODEL))
         self._clients: list[AsyncOpenAI] = []
@@ -159,19 +167,26 @@ def serving(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Itera
 class AgentStage:
     """Generators that run agents and share an engine; `close` closes them."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel | ScriptedEngine
     tokenizer: PreTrainedTokenizerBase
     generators: list[AgentGenerator] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.engine = RecordedEngine(self.model, self.tokenizer)
+        self.engine = new_engine(self.model, self.tokenizer)
 
     def generator(
-        self, agent: Any, *, in_own_process: bool = False, max_concurrent_agents: int = 128, **generator: Any
+        self,
+        agent: Any,
+        *,
+        in_own_process: bool = False,
+        max_concurrent_agents: int = 128,
+        trains_side_requests: bool = False,
+        **generator: Any,
     ) -> AgentGenerator:
         """Create a generator; other arguments are keys of the configuration."""
         cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": {"n_rollout_retries": 0} | generator})
         own: dict[str, Any] = {"in_own_process": in_own_process, "max_concurrent_agents": max_concurrent_agents}
+        own["trains_side_requests"] = trains_side_requests
         self.generators.append(AgentGenerator(agent, cfg.generator, self.engine, self.tokenizer, **own))
         return self.generators[-1]
 

@@ -1,0 +1,313 @@
+"""Agents that call tools, with requests as pi 0.73, opencode 1.18 and mini-swe-agent 2.4 send them."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import groupby
+from typing import Any
+
+import httpx
+import pytest
+from train_kit.agents import HERMES, ScriptedEngine, hermes_tokenizer, take_turns, write_call
+from train_kit.endpoints import MODEL, AgentStage, EndpointStage, catch_requests, new_client
+from train_kit.messages import system, user
+from train_kit.templates import FAMILIES
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.endpoint import AgentSession
+from skyrl_train.endpoint.recorder import Recording
+from skyrl_train.endpoint.replies import ReplyFormat
+from skyrl_train.generators.base import BatchMetadata
+from skyrl_train.generators.chat_template import ChatEncoder
+from skyrl_train.inference_engines.base import EngineResult, SamplingParams
+from skyrl_train.types import Segment, StopReason
+
+Json = dict[str, Any]
+
+TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": "read",
+        "description": "Read a file.",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "limit": {"type": "integer"}},
+            "required": ["path"],
+        },
+    },
+}
+REPLIES = [
+    "<think>\nRead it first.\n</think>\n\n" + write_call("read", path="é.py", limit=2.0),
+    "I look again.\n" + write_call("read", path="b.py") + "\n" + write_call("read", path="c.py"),
+    "<think>\nDone.\n</think>\n\nIt is right.",
+]
+"""Replies with a thought and a call, with text and two calls, and with an answer."""
+
+
+def echo_pi(message: Json) -> Json:
+    """Repeat a reply as pi does: null contents and thoughts vanish, and arguments are written without spaces."""
+    calls = [compact(call) for call in message.get("tool_calls", ())]
+    content = {"content": message["content"]} if message["content"] else {}
+    return {"role": "assistant", **content, **({"tool_calls": calls} if calls else {})}
+
+
+def echo_opencode(message: Json) -> Json:
+    """Repeat a reply as opencode does: with an empty content, and with thoughts."""
+    thought = {"reasoning_content": message["reasoning_content"]} if "reasoning_content" in message else {}
+    return {**echo_pi(message), "content": message["content"] or "", **thought}
+
+
+def echo_mini(message: Json) -> Json:
+    """Repeat a reply as mini-swe-agent does: null contents vanish, and keys are in another order."""
+    calls = [dict(reversed(call.items())) for call in message.get("tool_calls", ())]
+    fields = {"content": message["content"], "role": "assistant", "tool_calls": calls}
+    return {name: value for name, value in fields.items() if value}
+
+
+def compact(call: Json) -> Json:
+    arguments = json.dumps(json.loads(call["function"]["arguments"]), separators=(",", ":"), ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments.replace("2.0", "2")}}
+
+
+STREAMS: Json = {"stream": True, "stream_options": {"include_usage": True}}
+AGENTS: dict[str, tuple[Json, Callable[[Json], Json]]] = {
+    "pi": ({**STREAMS, "max_completion_tokens": 16384, "store": False}, echo_pi),
+    "opencode": ({**STREAMS, "max_tokens": 32000, "tool_choice": "auto"}, echo_opencode),
+    "mini": ({}, echo_mini),
+}
+TITLE: Json = {
+    "model": MODEL,
+    "max_tokens": 32000,
+    **STREAMS,
+    "messages": [system("You output ONLY a thread title."), user("Generate a title:\n"), user('"Check é.py."')],
+}
+
+
+@asynccontextmanager
+async def scripted(replies: Sequence[str] = REPLIES) -> AsyncIterator[tuple[EndpointStage, AgentSession, Any]]:
+    """Serve scripted replies. The last value posts a body to a session, and returns the choice, joined if streamed."""
+    tokenizer = hermes_tokenizer()
+    async with (
+        EndpointStage(ScriptedEngine(tokenizer, take_turns(replies)), tokenizer) as stage,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        session = await stage.session(max_new_tokens=1000)
+
+        async def post(body: Json, **headers: str) -> Json:
+            url = f"{stage.endpoint.url(session)}/chat/completions"
+            answer = await http.post(url, json={"model": MODEL, **body}, headers=headers)
+            assert answer.status_code == 200, answer.text
+            return join_chunks(answer.text) if body.get("stream") else answer.json()["choices"][0]
+
+        yield stage, session, post
+
+
+def join_chunks(events: str) -> Json:
+    """Join the chunks of a choice, as clients do."""
+    message: Json = {"role": "assistant", "content": None}
+    joined: Json = {"message": message, "finish_reason": None}
+    *chunks, done = [line.removeprefix("data: ") for line in events.splitlines() if line]
+    assert done == "[DONE]"
+    for choice in (choice for chunk in chunks for choice in json.loads(chunk)["choices"]):
+        joined["finish_reason"] = choice["finish_reason"] or joined["finish_reason"]
+        for name in ("content", "reasoning_content"):
+            if piece := choice["delta"].get(name):
+                message[name] = (message.get(name) or "") + piece
+        for call in choice["delta"].get("tool_calls", ()):
+            assert call["index"] == len(message.setdefault("tool_calls", []))
+            message["tool_calls"].append({name: value for name, value in call.items() if name != "index"})
+    return joined
+
+
+async def solve(post: Any, agent: str) -> list[Json]:
+    """Play the conversation of an agent until a reply without calls, and return the choices."""
+    options, echo = AGENTS[agent]
+    messages: list[Json] = [system("You help."), {"role": "user", "content": [{"type": "text", "text": "Check é.py."}]}]
+    choices: list[Json] = []
+    while not choices or choices[-1]["finish_reason"] == "tool_calls":
+        choices.append(await post({"messages": messages, "tools": [TOOL], **options}))
+        message = choices[-1]["message"]
+        results = [
+            {"role": "tool", "content": f"result {call['id']}", "tool_call_id": call["id"]}
+            for call in message.get("tool_calls", ())
+        ]
+        messages += [echo(message), *results]
+    return choices
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_a_conversation_is_one_row_of_the_sampled_tokens(agent: str) -> None:
+    async with scripted() as (stage, session, post):
+        first, second, third = await solve(post, agent)
+        await post(TITLE)
+        await stage.endpoint.end_session(session)
+        recording, tokenizer, sample = session.recording, stage.chat.tokenizer, stage.engine.sample
+    assert [choice["finish_reason"] for choice in (first, second, third)] == ["tool_calls", "tool_calls", "stop"]
+    assert (first["message"]["content"], first["message"]["reasoning_content"]) == (None, "Read it first.")
+    assert [call["function"] for call in first["message"]["tool_calls"]] == [
+        {"name": "read", "arguments": '{"path": "é.py", "limit": 2.0}'}
+    ]
+    assert second["message"]["content"] == "I look again."
+    assert [json.loads(call["function"]["arguments"])["path"] for call in second["message"]["tool_calls"]] == [
+        "b.py",
+        "c.py",
+    ]
+    assert third["message"]["content"] == "It is right."
+    assert recording.exclude_side_rows() == 1
+    recording.finish()
+    title, row = recording.rows
+    assert sum(title.loss_mask) == 0
+    turns = recording.turns[1:]
+    assert [row.response_ids[turn.start : turn.end] for turn in turns] == [sample(reply) for reply in REPLIES]
+    assert sum(row.loss_mask) == sum(turn.end - turn.start for turn in turns)
+    assert trained_texts(tokenizer, row) == [f"{reply}<|im_end|>" for reply in REPLIES]
+    assert [row.logprobs[turn.start : turn.end] for turn in turns] == [
+        result.logprobs for _, result in stage.engine.exchanges[:3]
+    ]
+    (request, _) = stage.engine.exchanges[2]
+    assert request.prompt_ids == row.token_ids[: len(request.prompt_ids)]
+    assert len({request.session_id for request, _ in stage.engine.exchanges[:3]}) == 1, "the cache is reused"
+    ids = [call["id"] for call in second["message"]["tool_calls"]]
+    assert tokenizer.decode(row.token_ids).count(f"<|im_start|>tool\nresult {ids[1]}<|im_end|>") == 1
+
+
+async def test_an_edited_history_of_calls_starts_a_new_row() -> None:
+    async with scripted() as (_, session, post):
+        messages = [user("Check it.")]
+        reply = (await post({"messages": messages, "tools": [TOOL]}))["message"]
+        (call,) = reply["tool_calls"]
+        others = [
+            {**call, "function": {**call["function"], "arguments": '{"path": "é.py", "limit": 3}'}},
+            {**call, "function": {**call["function"], "name": "write"}},
+        ]
+        for calls in ([], *([other] for other in others), [call, call]):
+            edited = {**echo_pi(reply), "content": "", "tool_calls": calls}
+            result = {"role": "tool", "content": "1", "tool_call_id": call["id"]}
+            await post({"messages": [*messages, edited, result], "tools": [TOOL]})
+        await post({"messages": [*messages, echo_pi(reply), user("Continue.")], "tools": [TOOL]})
+        assert [turn.segment for turn in session.recording.turns] == [0, 1, 2, 3, 4, 0]
+
+
+async def test_renamed_ids_continue_the_row_if_they_are_renamed_consistently() -> None:
+    async with scripted([*REPLIES[1:], *REPLIES[2:] * 2]) as (_, session, post):
+        reply = (await post({"messages": [user("Check.")], "tools": [TOOL]}))["message"]
+        renamed = [{**call, "id": f"mine-{i}"} for i, call in enumerate(reply["tool_calls"])]
+        results = [{"role": "tool", "content": f"{i}", "tool_call_id": f"mine-{i}"} for i in (0, 1)]
+        messages = [user("Check."), {**echo_pi(reply), "tool_calls": renamed}, *results]
+        answer = (await post({"messages": messages, "tools": [TOOL]}))["message"]
+        again = [user("Check."), echo_pi(reply)]
+        again += [{**one, "tool_call_id": call["id"]} for one, call in zip(results, reply["tool_calls"], strict=True)]
+        await post({"messages": [*again, echo_pi(answer), user("Sure?")], "tools": [TOOL]})
+        assert [turn.segment for turn in session.recording.turns] == [0, 0, 0]
+        again[2:] = [{**one, "tool_call_id": reply["tool_calls"][0]["id"]} for one in again[2:]]
+        await post({"messages": [*again, echo_pi(answer), user("Sure?")], "tools": [TOOL]})
+        assert session.recording.turns[-1].segment == 1, "both results belong to one call"
+
+
+async def test_the_template_reads_the_recorded_ids() -> None:
+    """Mistral's templates accept only ids of nine characters."""
+    tokenizer = hermes_tokenizer()
+    chat = ChatEncoder(tokenizer, HERMES.replace("{{ m.content }}", "{{ m.tool_call_id }}{{ m.content }}"))
+    recording, form = Recording(chat), ReplyFormat(tools={})
+    reply = form.split(REPLIES[1], is_truncated=False, seed=1)
+    prompt = recording.chat_prompt([user("?")], chat)
+    recording.record(prompt, EngineResult([5], [0.0], StopReason.STOP, ()), reply)
+    calls = [{**call, "id": f"mine-{i}"} for i, call in enumerate(reply.wire_calls())]
+    echoed = {"role": "assistant", "content": reply.content, "tool_calls": calls}
+    result = {"role": "tool", "content": "2", "tool_call_id": "mine-1"}
+    continued = recording.chat_prompt([user("?"), echoed, result], chat)
+    assert continued.origin is not None
+    assert f"{reply.calls[1].id}2<|im_end|>" in chat.decode_all(continued.token_ids)
+    assert len(str(reply.calls[1].id)) == 9
+
+
+async def test_calls_are_parsed_only_if_the_request_allows_them() -> None:
+    async with scripted([REPLIES[1]] * 3) as (_, session, post):
+        messages, text = [user("Check.")], REPLIES[1]
+        plain = await post({"messages": messages, "tools": [TOOL], "tool_choice": "none"})
+        assert (plain["message"]["content"], plain["finish_reason"]) == (text, "stop")
+        one = await post({"messages": messages, "tools": [TOOL], "parallel_tool_calls": False})
+        assert [json.loads(call["function"]["arguments"])["path"] for call in one["message"]["tool_calls"]] == ["b.py"]
+        short = await post({"messages": messages, "tools": [TOOL], "max_tokens": len(text) - 5})
+        assert (short["message"]["content"], short["finish_reason"]) == (text[:-5], "length")
+        assert session.counts == {"with_tools": 3, "with_calls": 1, "malformed": 1}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_retried_request_gets_the_recorded_reply(streams: bool) -> None:
+    async with scripted() as (stage, session, post):
+        body = {"messages": [user("Check.")], "tools": [TOOL], "stream": streams}
+        first = await post(body, **{"x-stainless-retry-count": "0"})
+        assert await post(body, **{"x-stainless-retry-count": "1"}) == first
+        assert (len(session.recording.turns), len(stage.engine.exchanges), session.counts["repeated"]) == (1, 1, 1)
+        await post(body)
+        await post({**body, "max_tokens": 7}, **{"x-stainless-retry-count": "1"})
+        assert len(session.recording.turns) == 3, "requests that are no retries, or retries of unanswered ones"
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].call])
+def test_results_follow_a_call_as_the_template_writes_them(family: str) -> None:
+    """The text after a recorded call equals the text that the template writes after the same call."""
+    chat = ChatEncoder(FAMILIES[family].tokenizer(), template_kwargs=FAMILIES[family].variables)
+    recording = Recording(chat)
+    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    history = [user("2 + 2?"), calling, {"role": "tool", "content": "4", "tool_call_id": "a1b2c3d4e"}]
+    token_ids = chat.tokenizer(FAMILIES[family].call, add_special_tokens=False)["input_ids"]
+    form = ReplyFormat(tools={}, calls_are_bare="llama 3.1" in family)
+    reply = form.split('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', is_truncated=False, seed=1)
+    prompt = recording.chat_prompt(history[:1], chat)
+    recording.record(prompt, EngineResult(token_ids, [0.0] * len(token_ids), StopReason.STOP, ()), reply)
+    continued = recording.chat_prompt(history, chat)
+    assert continued.token_ids[: len(recording.rows[0].token_ids)] == recording.rows[0].token_ids
+    mark = "1" if "<arg_value>" in str(FAMILIES[family].call) else "1}"
+    sampled_only = (
+        FAMILIES[family].eos if "glm" in family else ""
+    )  # GLM samples an EOS that its template does not write
+    texts = [chat.decode_all(ids).rpartition(mark)[2] for ids in (continued.token_ids, chat.history_ids(history))]
+    assert texts[0].replace(sampled_only, "") == texts[1]
+
+
+def trained_texts(tokenizer: PreTrainedTokenizerBase, row: Segment) -> list[str]:
+    """Return the text of each trained stretch of a row."""
+    ids = [id if is_trained else None for id, is_trained in zip(row.response_ids, row.loss_mask, strict=True)]
+    stretches = [list(group) for is_trained, group in groupby(ids, lambda id: id is not None) if is_trained]
+    return [str(tokenizer.decode(stretch)) for stretch in stretches]
+
+
+async def coding_agent(*, base_url: str, api_key: str, model: str, **_: Any) -> float:
+    """Read a file, and ask for a title at the same time."""
+    async with new_client(base_url) as client:
+        messages: list[Any] = [user("Check.")]
+        await client.chat.completions.create(model=model, messages=TITLE["messages"])
+        for _ in REPLIES:
+            answer = await client.chat.completions.create(model=model, messages=messages, tools=[TOOL])
+            reply = answer.choices[0].message
+            results = [{"role": "tool", "content": "1", "tool_call_id": call.id} for call in reply.tool_calls or ()]
+            messages += [reply, *results]
+        await client.chat.completions.create(model=model, messages=[*messages, user("Summarize.")])
+    return 1.0
+
+
+@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.parametrize("in_own_process", [False, True])
+@pytest.mark.parametrize("trains_side_requests", [False, True])
+async def test_side_requests_are_not_trained_on_by_default(in_own_process: bool, trains_side_requests: bool) -> None:
+    tokenizer = hermes_tokenizer()
+    stage = AgentStage(ScriptedEngine(tokenizer, take_turns(REPLIES)), tokenizer)
+    generator = stage.generator(coding_agent, in_own_process=in_own_process, trains_side_requests=trains_side_requests)
+    (t,) = await generator.rollout(catch_requests(1), SamplingParams(max_new_tokens=1000), BatchMetadata(1, "train"))
+    metrics = generator.take_metrics()
+    await stage.close()
+    assert (t.is_valid, t.total_reward, len(t.segments)) == (True, 1.0, 3)
+    texts = [trained_texts(tokenizer, segment) for segment in t.segments]
+    conversation = [f"{reply}<|im_end|>" for reply in REPLIES]
+    title = ["A title<|im_end|>"]
+    assert texts == ([title, conversation, title] if trains_side_requests else [[], [], conversation])
+    assert [sum(segment.rewards) for segment in t.segments] == [0.0, 0.0, 1.0]
+    assert metrics == {
+        "agent/no_tool_calls": 0.0,
+        "agent/malformed_tool_calls": 0.0,
+        "agent/side_requests": 0.0 if trains_side_requests else 2.0,
+        "agent/repeated_replies": 0.0,
+    }
