@@ -19,6 +19,8 @@ INSTALL_FLAGS ?=
 install = $(PYTHON) dev/install.py $(1) $(INSTALL_FLAGS)
 PACKAGES := -e skyrl-agent -e skyrl-gym -e skyrl-train
 MANIFESTS := skyrl-agent/pyproject.toml skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml constraints.txt
+AGENTS := $(VENVS)/.venv-agents
+AGENTS_REQUIREMENTS := skyrl-train/tests/agents/requirements.txt
 DIFFERENTIAL := $(VENVS)/.venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
 FLEET := $(VENVS)/.venv-fleet
@@ -170,6 +172,10 @@ test-costs: .venv/.dev ## run the tests, and print the processor time of folders
 	@OMP_NUM_THREADS=1 PYTHONPATH=dev $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not nightly" -p costs --costs .venv/costs.jsonl $(ARGS)
 	@$(BIN)/python dev/costs.py .venv/costs.jsonl
 
+.PHONY: test-agents
+test-agents: .venv/.dev $(AGENTS)/.ready ## run coding agents of npm and PyPI against the endpoint (separate environment, needs Node.js 20.6)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TEST_AGENTS=$(abspath $(AGENTS)) $(BIN)/python -m pytest -q skyrl-train/tests/agents $(ARGS)
+
 .PHONY: test-differential
 test-differential: $(DIFFERENTIAL)/.ready ## compare the algorithms with TRL, verl and TorchRL (separate environment)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 \
@@ -313,7 +319,7 @@ wheels: .venv/.dev ## build wheels into dist/, install them into a new environme
 
 ENVS ?= all
 OURS := $(DIFFERENTIAL) $(VERIFIERS) $(VLLM)
-ENVIRONMENTS := $(OURS) $(VISION) $(FLEET) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER_VERSIONS:%=$(TINKER)/%)
+ENVIRONMENTS := $(OURS) $(AGENTS) $(VISION) $(FLEET) $(OPENENV) $(S3) $(SGLANG) $(SKYPILOT) $(TINKER_VERSIONS:%=$(TINKER)/%)
 
 .venv/bin/python $(ENVIRONMENTS:%=%/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -353,6 +359,13 @@ $(SGLANG)/.ready: $(SGLANG_REQUIREMENTS) constraints.txt | $(SGLANG)/bin/python
 	@echo "setup: installing $< into $(SGLANG) (the first time takes a minute or more)"
 	@$(call install,$(SGLANG)) -c constraints.txt torch transformers
 	@$(call install,$(SGLANG)) --no-deps -r $<
+	@touch $@
+
+# Programs that we start. npm installs the other agents beside Python's.
+$(AGENTS)/.ready: $(AGENTS_REQUIREMENTS) skyrl-train/tests/agents/package.json | $(AGENTS)/bin/python
+	@echo "setup: installing $^ into $(AGENTS)"
+	@$(call install,$(AGENTS)) -r $<
+	@$(if $(INSTALL_FLAGS),:,cp skyrl-train/tests/agents/package.json $(AGENTS)/ && npm install --prefix $(AGENTS) --no-audit --no-fund --silent)
 	@touch $@
 
 # None of our packages is installed: servers that our clients reach over a socket, and a reader of our task files.
