@@ -102,8 +102,8 @@ class EndpointProcess:
         """Stop recording and fill in `session.recording`. Unfinished and later requests get status 404."""
         result: SessionResult = await self._call("end", session.id)
         recording = session.recording
-        recording.rows, recording.turns, recording.rows_with_tools, *rest = result
-        session.generate_s, session.engine_failure, session.counts = rest
+        recording.rows, recording.turns, recording.rows_with_tools = result[:3]
+        session.generate_s, session.engine_failure, session.counts = result[3:]
 
     async def serve_others(self) -> None:
         """Answer requests without a session again. This is the initial state."""

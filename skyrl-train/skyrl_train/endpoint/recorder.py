@@ -22,7 +22,7 @@ from skyrl_train.generators.chat_template import ChatEncoder, Messages, dump_jso
 from skyrl_train.generators.conversation import TokenConversation
 from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.media.spans import ImageSpan
-from skyrl_train.rendering.messages import get_function
+from skyrl_train.rendering.messages import find_thought, get_function
 from skyrl_train.types import Segment
 from skyrl_train.types.stop_reasons import StopReason
 
@@ -62,7 +62,7 @@ class Recording(TokenConversation):
     def __init__(self, chat: ChatEncoder, *, ends_stopped_turns: bool = True) -> None:
         super().__init__(chat, None, ends_stopped_turns=ends_stopped_turns)
         self._ends: list[ReplyEnd] = []
-        self._by_digest: dict[Digest, ReplyEnd] = {}
+        self._by_digest: dict[Digest, dict[str | None, ReplyEnd]] = {}  # by thought, as clients may leave it out
         self._by_text: list[tuple[str, ReplyEnd]] = []
         self.rows_with_tools: set[int] = set()  # whose requests offer tools
 
@@ -73,7 +73,8 @@ class Recording(TokenConversation):
         start = blake2b(variant.encode(), digest_size=16).digest()
         digests = list(accumulate(canonical_messages(messages), _next_digest, initial=start))  # of the first 0, 1, …
         for n in range(len(messages), 0, -1):
-            if end := self._by_digest.get(digests[n]):
+            if ends := self._by_digest.get(digests[n]):
+                end = ends.get(find_thought(messages[n - 1])) or next(reversed(ends.values()))
                 known, ends_turn = self._tokens_until(end), self._ends_stopped_turns or not end.was_stopped
                 reply, *after = _rename_calls(messages[n - 1 :], end.call_ids)
                 new = chat.observation_ids(after, known[-1], ends_turn=ends_turn, calls=reply.get("tool_calls"))
@@ -122,7 +123,9 @@ class Recording(TokenConversation):
         self._ends.append(end)
         if prompt.digest is not None:
             (message,) = canonical_messages([reply.to_message()])
-            self._by_digest[_next_digest(prompt.digest, message)] = end
+            ends = self._by_digest.setdefault(_next_digest(prompt.digest, message), {})
+            ends.pop(reply.thought or None, None)
+            ends[reply.thought or None] = end  # the last one
         if prompt.text is not None:
             # Unlike `reply`, `text` includes the stop string. A client repeats text, so a last token without text (EOS)
             # cannot be matched: leave it out.
@@ -167,7 +170,8 @@ def canonical_messages(messages: Messages) -> list[Any]:
     Of a reply, the stripped text and the names and arguments of its calls count. The thought and the ids of calls do
     not. A tool's result names the index of its call instead of an id.
     """
-    canonical, indices = [], dict[Any, int]()
+    canonical: list[Any] = []
+    indices: dict[Any, int] = {}  # of the latest calls, by id
     for message in messages:
         if message["role"] == "assistant":
             calls = parse_arguments(message).get("tool_calls") or []

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.images import find_images
 from skyrl_gym.tools.calls import HARMONY_THOUGHT
-from skyrl_gym.tools.strict_json import check_depth
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.endpoint.recorder import Prompt, Recording
 from skyrl_train.endpoint.replies import Decode, Reply, ReplyFormat, ReplyStream, TextStream, reply_text
@@ -39,7 +38,6 @@ from skyrl_train.inference_engines.base import (
     TokenChunk,
     hash_seed,
 )
-from skyrl_train.rendering.messages import get_function
 from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import StopReason
 
@@ -129,17 +127,16 @@ class ModelService:
             chat, form = self._chat_variant(variant)
             prompt = self._recording(session).chat_prompt(messages, chat, variant, has_tools=bool(request.tools))
         with _encoding("tools"):
-            functions = [get_function(tool) for tool in request.tools or () if request.offers_tools]
-            check_depth(functions)
-            parameters = {str(one["name"]): one.get("parameters") or {} for one in functions}
+            parameters = request.tool_parameters
         start = self.chat.decode_all(prompt.token_ids[-CONTEXT_TOKENS:]).rstrip()
         open_tag = next((tag for tag in form.thought_tags if start.endswith(tag)), None)
         max_calls = 1 if request.parallel_tool_calls is False else None
         form = replace(form, open_tag=open_tag, tools=parameters or None, max_calls=max_calls)
         choices = self._choices(request, "messages", prompt, session)
-        is_repeatable = is_retry and session is not None
-        repeated = session.find_replies(prompt, choices[0].sampling, len(choices)) if is_repeatable else None
-        return Job(request, choices, ChatResponseBuilder(request, self._token_text), form, repeated)
+        job = Job(request, choices, ChatResponseBuilder(request, self._token_text), form)
+        if is_retry and session is not None:
+            job = replace(job, repeated=session.find_replies(prompt, choices[0].sampling, len(choices)))
+        return job
 
     def completion_job(self, request: CompletionRequest, sessions: Sequence[AgentSession | None]) -> Job:
         """Validate and encode a text completion, with one session per prompt. RequestError if it is invalid."""
@@ -276,9 +273,7 @@ class ModelService:
     async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[Sampled]:
         """Return the engine's request and result of each choice. With `on_tokens`, stream the tokens to it."""
         if job.repeated is not None:
-            for index, one in enumerate(job.repeated if on_tokens else ()):
-                on_tokens(index, TokenChunk(one.result.token_ids, one.result.logprobs or []))
-            return job.repeated
+            return _repeat(job.repeated, on_tokens)
         started = time.perf_counter()
         sessions = [session for session in job.owners if session is not None]
         requests = [choice.engine_request() for choice in job.choices]
@@ -322,6 +317,14 @@ class ModelService:
             FinishedChoice(choice.prompt.token_ids, one.result, reply)
             for choice, one, reply in zip(job.choices, sampled, replies, strict=True)
         ]
+
+
+def _repeat(sampled: list[Sampled], on_tokens: OnTokens | None) -> list[Sampled]:
+    """Stream recorded replies again, with all tokens of each at once."""
+    if on_tokens is not None:
+        for index, one in enumerate(sampled):
+            on_tokens(index, TokenChunk(one.result.token_ids, one.result.logprobs or []))
+    return sampled
 
 
 @contextmanager

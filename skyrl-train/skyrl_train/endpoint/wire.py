@@ -16,7 +16,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from skyrl_gym.error import InvalidAnswer
 from skyrl_gym.images import parse_parts, read_parts
-from skyrl_train.rendering.messages import THOUGHT_FIELDS
+from skyrl_gym.tools.strict_json import check_depth
+from skyrl_train.rendering.messages import THOUGHT_FIELDS, get_function
 
 NonEmpty = Annotated[str, MinLen(1)]
 TokenId = Annotated[int, Ge(0)]
@@ -206,9 +207,19 @@ class ChatRequest(CompletionOptions):
     reasoning_effort: str | None = None
 
     @property
-    def offers_tools(self) -> bool:
-        """True if the reply may call tools."""
-        return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
+    def tool_parameters(self) -> dict[str, dict[str, Any]]:
+        """JSON Schema of the arguments of each tool that the reply may call, by name."""
+        functions = [get_function(tool) for tool in self.tools or ()]
+        check_depth(functions)
+        for function in functions:
+            name, parameters = (
+                function.get(key) if isinstance(function, dict) else None for key in ("name", "parameters")
+            )
+            if not (isinstance(name, str) and isinstance(parameters, dict | None)):
+                form = '{"type": "function", "function": {"name": "look", "parameters": {…}}}'
+                refuse(f"the tool {reprlib.repr(function)} is malformed; write {form}", param="tools")
+        is_off = (self.model_extra or {}).get("tool_choice") == "none"
+        return {} if is_off else {function["name"]: function.get("parameters") or {} for function in functions}
 
     @property
     def max_new_tokens(self) -> int | None:

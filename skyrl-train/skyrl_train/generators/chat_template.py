@@ -197,13 +197,13 @@ class ChatEncoder:
                 self._template.render([*start[:1], one], adds_header=False).rpartition(MARK)[2] for one in (turn, TURN)
             )
             n_sampled = len(end) - len(end_of_turn) if end.endswith(end_of_turn) else self._template.find_end(end)
-            found = found if tail.startswith(end[:n_sampled]) else ""
+            found = found if n_sampled >= 0 and tail.startswith(end[:n_sampled]) else ""
         before, tail = before + found + tail[:n_sampled], tail[n_sampled:]
         token_ids = self._template.encode_after(before, self._template.expand(tail, messages))
         if not found or not token_ids:
             raise ConfigError(
-                "the chat template does not show the text of assistant messages, so turns cannot be joined; use a "
-                "template with plain user and assistant turns"
+                "the chat template does not show the text of assistant messages or their calls, so turns cannot be "
+                "joined; use a template with plain user and assistant turns"
             )
         return token_ids
 
