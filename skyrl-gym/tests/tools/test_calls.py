@@ -217,9 +217,9 @@ def test_text_without_a_call_is_unchanged() -> None:
 
 def test_ids_of_calls() -> None:
     kimi = "<|tool_call_begin|>functions.search:3<|tool_call_argument_begin|>{}"
-    mistral = '[TOOL_CALLS][{"name": "search", "arguments": {}, "id": "a1B2c3d4e"}]'
-    texts = (kimi, mistral, "[TOOL_CALLS]search[CALL_ID]a1B2c3d4e[ARGS]{}", JSON_CALL)
-    assert [parse_tool_calls(text)[0].id for text in texts] == ["functions.search:3", "a1B2c3d4e", "a1B2c3d4e", None]
+    mistral = '[TOOL_CALLS][{"name": "search", "arguments": {}, "id": "call00001"}]'
+    texts = (kimi, mistral, "[TOOL_CALLS]search[CALL_ID]call00001[ARGS]{}", JSON_CALL)
+    assert [parse_tool_calls(text)[0].id for text in texts] == ["functions.search:3", "call00001", "call00001", None]
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"city": "Par', "[" * 100_000], ids=["list", "cut off", "deep"])

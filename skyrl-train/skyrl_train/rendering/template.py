@@ -398,7 +398,7 @@ class ChatTemplate:
         """Return True if the template writes calls as bare JSON, False if they have tags, and None if `split_calls`
         cannot parse them.
         """
-        call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+        call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
         calling = {"role": "assistant", "content": "", "tool_calls": [call]}
         with suppress(DataError, ToolCallError):
             _, reply = self.turn([{"role": "user", "content": "?"}, calling], 1, tools)

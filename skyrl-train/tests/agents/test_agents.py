@@ -6,13 +6,18 @@ A scripted engine writes the calls. The agents are in `.venv-agents` (`make test
 import asyncio
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from train_kit.agents import ScriptedEngine, hermes_tokenizer, take_turns, write_call
 from train_kit.endpoints import MODEL, EndpointStage
+from train_kit.messages import user
+
+from skyrl_train.types import PromptRow
 
 pytestmark = pytest.mark.nightly
 
@@ -142,3 +147,26 @@ async def test_an_agent_edits_a_file_and_its_conversation_is_one_row_of_sampled_
     text = str(tokenizer.decode(row.token_ids))
     assert all(f"<|im_start|>assistant\n{reply}<|im_end|>" in text for reply in replies)
     assert "passed" in text.partition(replies[-1])[0]
+
+
+async def test_the_agent_of_the_page_fixes_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs/guides/endpoint.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(import os\n.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    monkeypatch.setenv("PATH", f"{PROGRAMS / 'bin'}:{os.environ['PATH']}")
+    files = {"add.py": "a - b", "test.py": "assert open('add.py').read() == 'a + b'"}
+    row = PromptRow("0", [user(TASK)], None, {"files": files})
+    script = take_turns(mini_script(Path()))
+    async with EndpointStage(ScriptedEngine(hermes_tokenizer(), script), hermes_tokenizer()) as stage:
+        for expected in (1.0, 0.0):
+            session = await stage.session(max_new_tokens=4096)
+            options = {
+                "base_url": stage.endpoint.url(session),
+                "api_key": "x",
+                "model": MODEL,
+                "session_id": session.id,
+            }
+            assert await asyncio.to_thread(names["fix_bug"], row=row, **options) == expected
+            await stage.endpoint.end_session(session)
+            files["add.py"] = "b - a"  # the script does not fix this

@@ -48,7 +48,7 @@ async def test_the_server_of_the_page_records(talker: PreTrainedModel, tiny_toke
         async with new_client(base_url) as client:
             await client.chat.completions.create(model="policy", messages=HELLO)
 
-    recording = await run_code(CODE[1])["serve"](engine, tiny_tokenizer, SamplingParams(max_new_tokens=4), use)
+    recording = await run_code(CODE[-1])["serve"](engine, tiny_tokenizer, SamplingParams(max_new_tokens=4), use)
     assert len(recording.turns) == 1
     await engine.close()
 

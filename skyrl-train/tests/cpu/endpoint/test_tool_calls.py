@@ -1,22 +1,27 @@
 """Agents that call tools, with requests as pi 0.73, opencode 1.18 and mini-swe-agent 2.4 send them."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import groupby
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 from train_kit.agents import HERMES, ScriptedEngine, hermes_tokenizer, take_turns, write_call
 from train_kit.endpoints import MODEL, AgentStage, EndpointStage, catch_requests, new_client
 from train_kit.messages import system, user
 from train_kit.templates import FAMILIES
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.endpoint import AgentSession
+from skyrl_train.endpoint import AgentSession, ModelService
 from skyrl_train.endpoint.recorder import Recording
 from skyrl_train.endpoint.replies import ReplyFormat
+from skyrl_train.endpoint.wire import ChatRequest, RequestError
 from skyrl_train.generators.base import BatchMetadata
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineResult, SamplingParams
@@ -250,9 +255,9 @@ def test_results_follow_a_call_as_the_template_writes_them(family: str) -> None:
     """The text after a recorded call equals the text that the template writes after the same call."""
     chat = ChatEncoder(FAMILIES[family].tokenizer(), template_kwargs=FAMILIES[family].variables)
     recording = Recording(chat)
-    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    call = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-    history = [user("2 + 2?"), calling, {"role": "tool", "content": "4", "tool_call_id": "a1b2c3d4e"}]
+    history = [user("2 + 2?"), calling, {"role": "tool", "content": "4", "tool_call_id": "call00001"}]
     token_ids = chat.tokenizer(FAMILIES[family].call, add_special_tokens=False)["input_ids"]
     form = ReplyFormat(tools={}, calls_are_bare="llama 3.1" in family)
     reply = form.split('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', is_truncated=False, seed=1)
@@ -311,3 +316,54 @@ async def test_side_requests_are_not_trained_on_by_default(in_own_process: bool,
         "agent/side_requests": 0.0 if trains_side_requests else 2.0,
         "agent/repeated_replies": 0.0,
     }
+
+
+async def test_agents_learn_that_no_tool_was_called(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = hermes_tokenizer()
+    stage = AgentStage(ScriptedEngine(tokenizer, take_turns(["<tool_call>{", "Nothing.", "Nothing."])), tokenizer)
+    generator = stage.generator(coding_agent)
+    for _ in range(2):
+        await generator.rollout(catch_requests(1), SamplingParams(max_new_tokens=1000), BatchMetadata(1, "train"))
+        metrics = generator.take_metrics()
+        assert (metrics["agent/no_tool_calls"], metrics["agent/malformed_tool_calls"]) == (1.0, pytest.approx(1 / 3))
+        assert generator.take_metrics() == {}
+    await stage.close()
+    warnings = [record for record in caplog.records if "no reply called one" in record.getMessage()]
+    assert len(warnings) == 1
+
+
+KEYS = st.sampled_from(["type", "properties", "path", "enum", "anyOf", "$ref", "name", "function", "arguments", "id"])
+LEAVES = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["string", "integer", "path", "#", ""])
+JSON_VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS, inner, max_size=2))
+SCHEMAS = st.fixed_dictionaries({"properties": st.fixed_dictionaries({"path": JSON_VALUES})}) | JSON_VALUES
+FUNCTIONS = st.fixed_dictionaries({"name": st.just("read"), "parameters": SCHEMAS})
+TOOLS = st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTIONS | st.just({"name": 5})})
+ARGUMENTS = st.sampled_from(["", "{}", "[", "null", '{"path": 1e400}']) | st.dictionaries(KEYS, JSON_VALUES)
+CALLED = st.fixed_dictionaries({"name": st.just("read"), "arguments": ARGUMENTS})
+CALLS = st.fixed_dictionaries({"function": CALLED | JSON_VALUES}, optional={"id": LEAVES, "type": LEAVES})
+HISTORIES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["assistant", "tool", "user"]), "content": st.none() | st.text(max_size=3)},
+        optional={"tool_calls": st.lists(CALLS, max_size=2), "tool_call_id": st.sampled_from(["path", ""])},
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=200)
+@given(history=HISTORIES, tools=st.lists(TOOLS, min_size=1, max_size=2))
+def test_no_tools_or_calls_of_a_client_are_an_error_of_the_server(history: list[Json], tools: list[Json]) -> None:
+    """The client gets an answer, or is told what is wrong with the request."""
+    text = write_call("read", path="a") + "<function=read><parameter=path>5</parameter></function>"
+    tokenizer = hermes_tokenizer()
+    service = ModelService(ScriptedEngine(tokenizer, lambda _: text), tokenizer, model_name=MODEL)  # type: ignore[arg-type]
+    session = AgentSession("a", SamplingParams(max_new_tokens=500), 1, service.new_recording())
+
+    async def ask() -> None:
+        request = ChatRequest.model_validate({"model": MODEL, "messages": history, "tools": tools})
+        answer = await service.answer(service.chat_job(request, session))
+        assert len(answer["choices"][0]["message"]["tool_calls"]) == 2
+
+    with suppress(ValidationError, RequestError):
+        asyncio.run(ask())

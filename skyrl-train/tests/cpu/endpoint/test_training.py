@@ -1,9 +1,13 @@
 """Training runs through the endpoint, with agents that use only OpenAI's interface."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+from train_kit.agents import HERMES
 from train_kit.endpoints import new_client
+from train_kit.messages import user
 from train_kit.runs import run_of
 
 from examples.endpoint.main_endpoint_catch import EndpointExp
@@ -66,3 +70,30 @@ def test_the_policy_learns_from_rewards_of_its_agent(arguments: list[str]) -> No
     rewards = [step["reward/avg_raw_reward"] for step in steps]
     assert rewards[0] < 0.7
     assert sum(rewards[-3:]) / 3 > 0.75, rewards
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_an_agent_with_tools_and_side_requests_trains(arguments: list[str], tmp_path: Path, reduction: str) -> None:
+    async def asks_for_a_title(*, base_url: str, model: str, row: PromptRow, **_: Any) -> float:
+        tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+        async with new_client(base_url) as client:
+            await client.chat.completions.create(model=model, messages=[user("Title?")])
+            await client.chat.completions.create(model=model, messages=row.prompt, tools=[tool])
+            await client.chat.completions.create(model=model, messages=[user("Summary?")])
+        return 1.0 if row.uid.endswith("1") else 0.5
+
+    template = tmp_path / "hermes.jinja"
+    template.write_text(HERMES)
+    overrides = [
+        "trainer.eval_interval=-1",
+        f"trainer.algorithm.loss_reduction={reduction}",
+        "generator.chat_template.source=file",
+        f"generator.chat_template.name_or_path={template}",
+    ]
+    _, *steps = train(experiment_of(asks_for_a_title), [*arguments, *overrides])
+    for step in steps:
+        assert step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-5
+        assert math.isfinite(step["policy/policy_loss"])
+        assert (step["agent/no_tool_calls"], step["agent/side_requests"]) == (1.0, 40), "two of each of 20 rollouts"
+    metrics = (Path(__file__).parents[4] / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    assert [name for name in steps[0] if name.startswith("agent/") and f"`{name}`" not in metrics] == []
