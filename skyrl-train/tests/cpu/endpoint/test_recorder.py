@@ -140,6 +140,18 @@ def test_the_row_of_the_last_turn_comes_last(conversation: ScriptedConversation)
     assert [turn.segment for turn in conversation.recording.turns] == [1, 0, 1]
 
 
+def test_replies_that_differ_only_in_their_thoughts(conversation: ScriptedConversation) -> None:
+    """A client may repeat a thought, and then continues that reply. Otherwise it continues the last one."""
+    prompts = [conversation.ask(OPENING) for _ in range(2)]
+    for prompt, thought in zip(prompts, ("A", "B"), strict=True):
+        conversation.recording.record(prompt, EngineResult([7], [0.0], "stop", ()), Reply("Act", thought))
+    origins = []
+    for thought in ("A", "B", None, "C"):
+        repeated = {**assistant("Act"), **({"reasoning_content": thought} if thought else {})}
+        origins.append(conversation.ask([*OPENING, repeated, user("State")]).origin)
+    assert [origin and origin.row for origin in origins] == [0, 1, 1, 1]
+
+
 def test_token_prompts_that_start_with_recorded_tokens_continue_their_row(conversation: ScriptedConversation) -> None:
     first = conversation.recording.token_prompt([5, 6, 7])
     conversation.answer(first, "Act")

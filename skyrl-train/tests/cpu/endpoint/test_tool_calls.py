@@ -1,6 +1,7 @@
 """Agents that call tools, with requests as pi 0.73, opencode 1.18 and mini-swe-agent 2.4 send them."""
 
 import asyncio
+import copy
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -89,9 +90,11 @@ TITLE: Json = {
 
 
 @asynccontextmanager
-async def scripted(replies: Sequence[str] = REPLIES) -> AsyncIterator[tuple[EndpointStage, AgentSession, Any]]:
+async def scripted(
+    replies: Sequence[str] = REPLIES, tokenizer: PreTrainedTokenizerBase | None = None
+) -> AsyncIterator[tuple[EndpointStage, AgentSession, Any]]:
     """Serve scripted replies. The last value posts a body to a session, and returns the choice, joined if streamed."""
-    tokenizer = hermes_tokenizer()
+    tokenizer = tokenizer or hermes_tokenizer()
     async with (
         EndpointStage(ScriptedEngine(tokenizer, take_turns(replies)), tokenizer) as stage,
         httpx.AsyncClient(timeout=60) as http,
@@ -236,6 +239,28 @@ async def test_calls_are_parsed_only_if_the_request_allows_them() -> None:
         short = await post({"messages": messages, "tools": [TOOL], "max_tokens": len(text) - 5})
         assert (short["message"]["content"], short["finish_reason"]) == (text[:-5], "length")
         assert session.counts == {"with_tools": 3, "with_calls": 1, "malformed": 1}
+
+
+READ = {"name": "read", "arguments": {"path": "a"}}
+OPENED = HERMES.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+BARE = HERMES.replace('<tool_call>\n{"name"', '{"name"').replace("}}\n</tool_call>", "}}")
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "thought"),
+    [(OPENED, "Hm\n</think>\n\n" + write_call("read", path="a"), "Hm"), (BARE, json.dumps(READ), None)],
+    ids=["the prompt opens a thought", "calls have no tags"],
+)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_the_template_determines_the_format_of_replies(
+    template: str, text: str, thought: str | None, streams: bool
+) -> None:
+    tokenizer = copy.deepcopy(hermes_tokenizer())
+    tokenizer.chat_template = template
+    async with scripted([text], tokenizer) as (_, _, post):
+        choice = await post({"messages": [user("?")], "tools": [TOOL], "stream": streams})
+    assert choice["message"].get("reasoning_content") == thought
+    assert [one["function"]["name"] for one in choice["message"]["tool_calls"]] == ["read"]
 
 
 @pytest.mark.parametrize("streams", [False, True])

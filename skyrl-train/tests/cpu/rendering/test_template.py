@@ -221,3 +221,12 @@ def test_a_system_message_counts_as_written_even_if_a_later_turn_omits_it() -> N
 def test_a_prompt_that_ends_with_calls_is_refused() -> None:
     with pytest.raises(DataError, match="message 1, the last one of the prompt, has tool calls without their results"):
         ChatTemplate(load("kimi k2, with tools")).prompt([user("2 + 2?"), {**assistant(""), "tool_calls": [CALL]}])
+
+
+UNKNOWN_CALLS = {"deepseek-v3", "deepseek-r1", "kimi k2, with tools"}  # here with shorter tags than the published ones
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].call])
+def test_the_style_of_calls(family: str) -> None:
+    style = ChatTemplate(load(family), variables=FAMILIES[family].variables).find_call_style([])
+    assert style is (None if family in UNKNOWN_CALLS else family == "llama 3.1")
