@@ -104,8 +104,8 @@ class AgentGenerator(RolloutGenerator):
             max_concurrent_agents: Maximum number of rollouts at once.
             in_own_process: Run the server in a separate process. False runs it in the trainer's event loop: it starts
                 faster, but requests and the trainer then wait for each other.
-            trains_side_requests: Train on the replies to requests without tools of an agent that offers tools in other
-                requests, such as the title of its conversation.
+            trains_side_requests: Train on the replies to requests with neither tools nor earlier replies, such as the
+                title of a conversation, even if the agent offers tools in other requests.
 
         Raises:
             ConfigError: a setting applies only to the turns of environments.
@@ -226,7 +226,8 @@ class AgentGenerator(RolloutGenerator):
                 finally:
                     await endpoint.end_session(session)
                     rollout.conversation = session.recording if session.recording.turns else None
-                    session.counts["side"] = 0 if self._trains_side_requests else session.recording.exclude_side_rows()
+                    if session.counts["with_tools"] and not self._trains_side_requests:
+                        session.counts["side"] = session.recording.exclude_side_rows()
                     self._counts[rollout.request.id.phase].append(session.counts)
                     rollout.generate_s = session.generate_s
                     rollout.env_s = max(0.0, time.perf_counter() - started - session.generate_s)

@@ -31,7 +31,7 @@ MakeService = Callable[[InferenceEngine], ModelService]
 
 
 SessionResult = tuple[list[Segment], list[Turn], set[int], float, str | None, Counter[str]]
-"""Rows, turns and rows with tools of the recording, `generate_s`, `engine_failure` and `counts`, for the trainer."""
+"""Rows, turns and side rows of the recording, `generate_s`, `engine_failure` and `counts`, for the trainer."""
 
 
 class EndpointProcess:
@@ -102,7 +102,7 @@ class EndpointProcess:
         """Stop recording and fill in `session.recording`. Unfinished and later requests get status 404."""
         result: SessionResult = await self._call("end", session.id)
         recording = session.recording
-        recording.rows, recording.turns, recording.rows_with_tools = result[:3]
+        recording.rows, recording.turns, recording.side_rows = result[:3]
         session.generate_s, session.engine_failure, session.counts = result[3:]
 
     async def serve_others(self) -> None:
@@ -133,7 +133,7 @@ class _EndpointHost(Endpoint):
         await self.end_session(session)
         recording = session.recording
         rest = session.generate_s, session.engine_failure, session.counts
-        return recording.rows, recording.turns, recording.rows_with_tools, *rest
+        return recording.rows, recording.turns, recording.side_rows, *rest
 
     async def hold_others(self) -> None:
         await super().hold_others()

@@ -51,6 +51,7 @@ class Prompt:
     digest: Digest | None = None  # hash of its messages, for a chat
     text: str | None = None  # for a text completion
     has_tools: bool = False
+    is_side: bool = False  # it offers no tools, and its messages have no reply
 
 
 class Recording(TokenConversation):
@@ -64,7 +65,7 @@ class Recording(TokenConversation):
         self._ends: list[ReplyEnd] = []
         self._by_digest: dict[Digest, dict[str | None, ReplyEnd]] = {}  # by thought, as clients may leave it out
         self._by_text: list[tuple[str, ReplyEnd]] = []
-        self.rows_with_tools: set[int] = set()  # whose requests offer tools
+        self.side_rows: set[int] = set()  # that start with a side request
 
     def chat_prompt(
         self, messages: Messages, chat: ChatEncoder, variant: str = "", *, has_tools: bool = False
@@ -82,7 +83,8 @@ class Recording(TokenConversation):
                 return Prompt(known + new, (*self._images_until(end), *images), end, digests[-1], has_tools=has_tools)
         token_ids = chat.history_ids(messages)
         images = chat.find_spans(token_ids, messages)
-        return Prompt(token_ids, tuple(images), digest=digests[-1], has_tools=has_tools)
+        is_side = not has_tools and all(message["role"] != "assistant" for message in messages)
+        return Prompt(token_ids, tuple(images), digest=digests[-1], has_tools=has_tools, is_side=is_side)
 
     def text_prompt(self, text: str) -> Prompt:
         """Return the prompt of plain text."""
@@ -115,9 +117,9 @@ class Recording(TokenConversation):
         else:
             index = len(self.rows)
             self.rows.append(Segment.start(list(prompt.token_ids), prompt.images))
+            if prompt.is_side:
+                self.side_rows.add(index)
         self._append_turn(index, result)
-        if prompt.has_tools:
-            self.rows_with_tools.add(index)
         call_ids = tuple(str(call.id) for call in reply.calls)
         end = ReplyEnd(index, len(self.rows[index].token_ids), result.stop_reason == StopReason.STOP, call_ids)
         self._ends.append(end)
@@ -136,15 +138,14 @@ class Recording(TokenConversation):
         return index
 
     def exclude_side_rows(self) -> int:
-        """Exclude the rows without tools from training, if others have tools, and return the number of their turns.
+        """Exclude `side_rows` from training, and return the number of their turns, which become the first ones.
 
-        Coding agents ask for a title or a summary beside their task. Those turns become the first ones.
+        Coding agents ask for a title beside their task. An answer without tools at the end of a task is no side row.
         """
-        side = {i for i in range(len(self.rows)) if self.rows_with_tools and i not in self.rows_with_tools}
-        for index in side:
+        for index in self.side_rows:
             self.rows[index].loss_mask = [0] * self.rows[index].response_length
-        self.turns.sort(key=lambda turn: turn.segment not in side)
-        return sum(turn.segment in side for turn in self.turns)
+        self.turns.sort(key=lambda turn: turn.segment not in self.side_rows)
+        return sum(turn.segment in self.side_rows for turn in self.turns)
 
     def finish(self) -> None:
         """Drop everything after the last turn of each row, and move the row of the last turn to the end."""

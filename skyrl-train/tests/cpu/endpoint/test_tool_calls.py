@@ -306,7 +306,7 @@ def trained_texts(tokenizer: PreTrainedTokenizerBase, row: Segment) -> list[str]
 
 
 async def coding_agent(*, base_url: str, api_key: str, model: str, **_: Any) -> float:
-    """Read a file, and ask for a title at the same time."""
+    """Read a file, ask for an answer without tools at the end, and for a title and a summary beside the task."""
     async with new_client(base_url) as client:
         messages: list[Any] = [user("Check.")]
         await client.chat.completions.create(model=model, messages=TITLE["messages"])
@@ -315,7 +315,8 @@ async def coding_agent(*, base_url: str, api_key: str, model: str, **_: Any) -> 
             reply = answer.choices[0].message
             results = [{"role": "tool", "content": "1", "tool_call_id": call.id} for call in reply.tool_calls or ()]
             messages += [reply, *results]
-        await client.chat.completions.create(model=model, messages=[*messages, user("Summarize.")])
+        await client.chat.completions.create(model=model, messages=[*messages, user("Answer.")])
+        await client.chat.completions.create(model=model, messages=[user("A summary?")])
     return 1.0
 
 
@@ -329,12 +330,11 @@ async def test_side_requests_are_not_trained_on_by_default(in_own_process: bool,
     (t,) = await generator.rollout(catch_requests(1), SamplingParams(max_new_tokens=1000), BatchMetadata(1, "train"))
     metrics = generator.take_metrics()
     await stage.close()
-    assert (t.is_valid, t.total_reward, len(t.segments)) == (True, 1.0, 3)
+    assert (t.is_valid, t.total_reward) == (True, 1.0)
     texts = [trained_texts(tokenizer, segment) for segment in t.segments]
-    conversation = [f"{reply}<|im_end|>" for reply in REPLIES]
-    title = ["A title<|im_end|>"]
-    assert texts == ([title, conversation, title] if trains_side_requests else [[], [], conversation])
-    assert [sum(segment.rewards) for segment in t.segments] == [0.0, 0.0, 1.0]
+    conversation, other = [f"{reply}<|im_end|>" for reply in REPLIES], ["A title<|im_end|>"]
+    assert texts == ([other, conversation, other, other] if trains_side_requests else [[], conversation, [], other])
+    assert [sum(segment.rewards) for segment in t.segments] == [0.0, 0.0, 0.0, 1.0]
     assert metrics == {
         "agent/no_tool_calls": 0.0,
         "agent/malformed_tool_calls": 0.0,
