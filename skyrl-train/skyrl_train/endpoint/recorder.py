@@ -125,9 +125,7 @@ class Recording(TokenConversation):
         self._ends.append(end)
         if prompt.digest is not None:
             (message,) = canonical_messages([reply.to_message()])
-            ends = self._by_digest.setdefault(_next_digest(prompt.digest, message), {})
-            ends.pop(reply.thought or None, None)
-            ends[reply.thought or None] = end  # the last one
+            self._by_digest.setdefault(_next_digest(prompt.digest, message), {})[reply.thought or None] = end
         if prompt.text is not None:
             # Unlike `reply`, `text` includes the stop string. A client repeats text, so a last token without text (EOS)
             # cannot be matched: leave it out.

@@ -214,7 +214,9 @@ class ModelService:
             is_bare = template.find_call_style(tools)
             if is_bare is None and "calls" not in self._warned:
                 self._warned.add("calls")
-                logger.warning("The chat template writes tool calls in an unknown format, so replies have none.")
+                logger.warning(
+                    "The chat template writes tool calls in a format that is not parsed, so replies may have none."
+                )
         tags = template.thought_tags | (HARMONY_THOUGHT if template.has_channels else {})
         form = ReplyFormat(tags, has_channels=template.has_channels, calls_are_bare=bool(is_bare))
         chat = ChatEncoder(self._tokenizer, self._template, variables) if variant else self.chat

@@ -203,13 +203,12 @@ async def test_renamed_ids_continue_the_row_if_they_are_renamed_consistently() -
         results = [{"role": "tool", "content": f"{i}", "tool_call_id": f"mine-{i}"} for i in (0, 1)]
         messages = [user("Check."), {**echo_pi(reply), "tool_calls": renamed}, *results]
         answer = (await post({"messages": messages, "tools": [TOOL]}))["message"]
-        again = [user("Check."), echo_pi(reply)]
-        again += [{**one, "tool_call_id": call["id"]} for one, call in zip(results, reply["tool_calls"], strict=True)]
-        await post({"messages": [*again, echo_pi(answer), user("Sure?")], "tools": [TOOL]})
-        assert [turn.segment for turn in session.recording.turns] == [0, 0, 0]
-        again[2:] = [{**one, "tool_call_id": reply["tool_calls"][0]["id"]} for one in again[2:]]
-        await post({"messages": [*again, echo_pi(answer), user("Sure?")], "tools": [TOOL]})
-        assert session.recording.turns[-1].segment == 1, "both results belong to one call"
+        ids = [call["id"] for call in reply["tool_calls"]]
+        for order in ((0, 0), (0, 1)):  # both results of one call, and one of each
+            again = [{**one, "tool_call_id": ids[i]} for one, i in zip(results, order, strict=True)]
+            history = [user("Check."), echo_pi(reply), *again, echo_pi(answer)]
+            await post({"messages": [*history, user("Sure?")], "tools": [TOOL]})
+        assert [turn.segment for turn in session.recording.turns] == [0, 0, 1, 0]
 
 
 async def test_the_template_reads_the_recorded_ids() -> None:
