@@ -40,6 +40,7 @@ def split(form: str, text: str, stop_reason: StopReason = StopReason.STOP) -> Re
 )
 @example(text="<think>\nA \n</think>\n\n B < c\n" + CALL + "\n" + CALL, cuts=[1] * 60, is_whole=True)
 @example(text=" \n<think", cuts=[1] * 60, is_whole=True)
+@example(text='{"name": "add", "arguments": {}}', cuts=[1] * 60, is_whole=True)
 def test_streamed_parts_add_up(chat: ChatEncoder, form: str, text: str, cuts: list[int], is_whole: bool) -> None:
     token_ids = chat.encode(text)
     result = EngineResult(token_ids, [0.0] * len(token_ids), StopReason.STOP if is_whole else StopReason.LENGTH, ())
