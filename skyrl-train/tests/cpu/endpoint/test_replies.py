@@ -24,6 +24,7 @@ FORMS = {
     "channels": ReplyFormat(HARMONY, has_channels=True, tools=TOOLS),
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+KIMI = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
 PIECES = ["<think>", "</think>", CALL, "<tool_call>{", "<function=add>", "{", "<", " ", "\n", "a", "é", "<|end|>"]
 PIECES += [*HARMONY, "<|start|>assistant<|channel|>final<|message|>", '{"name": "add", "arguments": {}}']
 
@@ -68,6 +69,7 @@ def test_streamed_parts_add_up(chat: ChatEncoder, form: str, text: str, cuts: li
         ("tools", "<function=add><parameter=a>5</parameter></function>", "", "", 1),
         ("bare", '\n{"name": "add", "parameters": {"a": 1}}', "", "", 1),
         ("bare", '{"a": 1}', "", '{"a": 1}', 0),
+        ("tools", KIMI + KIMI, "", "", 2),
         ("one call", CALL + CALL, "", "", 1),
         (
             "channels",
@@ -85,6 +87,12 @@ def test_parts_of_a_reply(form: str, text: str, thought: str, content: str, n_ca
     assert {call.id for call in reply.calls} == {call.id for call in split(form, text).calls}, "ids are stable"
     assert len({call.id for call in reply.calls}) == n_calls
     assert all(call.arguments["a"] in (1, 5) for call in reply.calls), "text is converted to the type of the schema"
+
+
+def test_ids_that_the_model_wrote_are_kept() -> None:
+    assert [call.id for call in split("tools", KIMI + KIMI.replace(":0", ":1")).calls] == [
+        f"functions.add:{i}" for i in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize("text", [f"{CALL}<tool_call>{{", '<tool_call>{"name": 3}</tool_call>'])
