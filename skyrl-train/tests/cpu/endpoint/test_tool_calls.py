@@ -19,7 +19,7 @@ from train_kit.messages import system, user
 from train_kit.templates import FAMILIES
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.endpoint import AgentSession, ModelService
+from skyrl_train.endpoint import AgentResult, AgentSession, ModelService
 from skyrl_train.endpoint.recorder import Recording
 from skyrl_train.endpoint.replies import ReplyFormat
 from skyrl_train.endpoint.wire import ChatRequest, RequestError
@@ -238,7 +238,10 @@ async def test_calls_are_parsed_only_if_the_request_allows_them() -> None:
         unclosed = text.removesuffix("\n</tool_call>")
         short = await post({"messages": messages, "tools": [TOOL], "max_tokens": len(unclosed)})
         assert (short["message"]["content"], short["finish_reason"]) == (unclosed, "length")
-        assert session.counts == {"with_tools": 3, "with_calls": 1, "malformed": 1}
+        one_call = text[: text.index("</tool_call>") + len("</tool_call>") + 3]
+        short = await post({"messages": messages, "tools": [TOOL], "max_tokens": len(one_call)})
+        assert (len(short["message"]["tool_calls"]), short["finish_reason"]) == (1, "length")
+        assert session.counts == {"with_tools": 4, "with_calls": 2, "malformed": 1}
 
 
 READ = {"name": "read", "arguments": {"path": "a"}}
@@ -270,9 +273,10 @@ async def test_a_retried_request_gets_the_recorded_reply(streams: bool) -> None:
         first = await post(body, **{"x-stainless-retry-count": "0"})
         assert await post(body, **{"x-stainless-retry-count": "1"}) == first
         assert (len(session.recording.turns), len(stage.engine.exchanges), session.counts["repeated"]) == (1, 1, 1)
-        await post(body)
+        await post(body, **{"x-stainless-retry-count": "0"})
         await post({**body, "max_tokens": 7}, **{"x-stainless-retry-count": "1"})
-        assert len(session.recording.turns) == 3, "requests that are no retries, or retries of unanswered ones"
+        await post({**body, "max_tokens": 7, "n": 2, "stream": False}, **{"x-stainless-retry-count": "1"})
+        assert len(session.recording.turns) == 5, "requests that are no retries, or retries of unanswered ones"
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].call])
@@ -305,7 +309,7 @@ def trained_texts(tokenizer: PreTrainedTokenizerBase, row: Segment) -> list[str]
     return [str(tokenizer.decode(stretch)) for stretch in stretches]
 
 
-async def coding_agent(*, base_url: str, api_key: str, model: str, **_: Any) -> float:
+async def coding_agent(*, base_url: str, model: str, **_: Any) -> float:
     """Read a file, ask for an answer without tools at the end, and for a title and a summary beside the task."""
     async with new_client(base_url) as client:
         messages: list[Any] = [user("Check.")]
@@ -326,7 +330,13 @@ async def coding_agent(*, base_url: str, api_key: str, model: str, **_: Any) -> 
 async def test_side_requests_are_not_trained_on_by_default(in_own_process: bool, trains_side_requests: bool) -> None:
     tokenizer = hermes_tokenizer()
     stage = AgentStage(ScriptedEngine(tokenizer, take_turns(REPLIES)), tokenizer)
-    generator = stage.generator(coding_agent, in_own_process=in_own_process, trains_side_requests=trains_side_requests)
+
+    async def rewards_each_reply(**options: Any) -> AgentResult:
+        reward = await coding_agent(**options)
+        return AgentResult([0.0] * (5 if trains_side_requests else 3) + [reward])
+
+    options = {"in_own_process": in_own_process, "trains_side_requests": trains_side_requests}
+    generator = stage.generator(rewards_each_reply, **options)
     (t,) = await generator.rollout(catch_requests(1), SamplingParams(max_new_tokens=1000), BatchMetadata(1, "train"))
     metrics = generator.take_metrics()
     await stage.close()
