@@ -19,6 +19,7 @@ from train_kit.messages import system, user
 from train_kit.templates import FAMILIES
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.tools.strict_json import BadJSON
 from skyrl_train.endpoint import AgentResult, AgentSession, ModelService
 from skyrl_train.endpoint.recorder import Recording
 from skyrl_train.endpoint.replies import ReplyFormat
@@ -402,3 +403,12 @@ def test_no_tools_or_calls_of_a_client_are_an_error_of_the_server(history: list[
 
     with suppress(ValidationError, RequestError):
         asyncio.run(ask())
+
+
+def test_a_schema_that_is_too_deep_is_refused() -> None:
+    deep: Json = {}
+    for _ in range(300):
+        deep = {"allOf": [deep]}
+    tool = {"type": "function", "function": {"name": "read", "parameters": {"properties": {"path": deep}}}}
+    with pytest.raises(BadJSON, match="too deeply"):
+        _ = ChatRequest.model_validate({"model": MODEL, "messages": [user("?")], "tools": [tool]}).tool_parameters
