@@ -24,6 +24,7 @@ from skyrl_train.endpoint import AgentResult, AgentSession, ModelService
 from skyrl_train.endpoint.recorder import Recording
 from skyrl_train.endpoint.replies import ReplyFormat
 from skyrl_train.endpoint.wire import ChatRequest, RequestError
+from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineResult, SamplingParams
@@ -227,6 +228,20 @@ async def test_the_template_reads_the_recorded_ids() -> None:
     assert continued.origin is not None
     assert f"{reply.calls[1].id}2<|im_end|>" in chat.decode_all(continued.token_ids)
     assert len(str(reply.calls[1].id)) == 9
+
+
+def test_a_template_that_rewrites_calls_of_the_past_is_refused() -> None:
+    chat = ChatEncoder(
+        hermes_tokenizer(), HERMES.replace("\n</tool_call>", "{{ '!' if loop.last else '' }}</tool_call>")
+    )
+    rewriting = ChatEncoder(
+        hermes_tokenizer(), HERMES.replace("\n</tool_call>", "{{ '!' if m == messages[-1] else '' }}</tool_call>")
+    )
+    calls = [{"id": "0", "type": "function", "function": {"name": "read", "arguments": {}}}]
+    result = {"role": "tool", "content": "1", "tool_call_id": "0"}
+    assert chat.observation_ids([result], chat.eos_token_id or 0, calls=calls)
+    with pytest.raises(ConfigError, match="does not show the text of assistant messages or their calls"):
+        rewriting.observation_ids([result], chat.eos_token_id or 0, calls=calls)
 
 
 async def test_calls_are_parsed_only_if_the_request_allows_them() -> None:
