@@ -16,16 +16,7 @@ from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_train.entrypoints.command import as_command, importing_torch
 from skyrl_train.entrypoints.merge import merge
 from skyrl_train.entrypoints.report import report
-from skyrl_train.entrypoints.start import (
-    RUN_SETTINGS,
-    SUPERVISED,
-    DryRun,
-    Fit,
-    PrintConfig,
-    Program,
-    start_rl,
-    start_supervised,
-)
+from skyrl_train.entrypoints.start import COMMANDS, RUN_SETTINGS, DryRun, Fit, PrintConfig, Program, start
 from skyrl_train.errors import SkyRLError
 
 if TYPE_CHECKING:
@@ -64,10 +55,9 @@ def _complete_key(context: typer.Context, incomplete: str) -> list[str]:
 
 def _fields(context: typer.Context) -> Fields:
     """Return the keys of a command's configuration."""
-    from skyrl_train.config.problems import FIELDS
-
-    command = str(context.command.name)
-    return load_attribute(SUPERVISED[command][0]).fields if command in SUPERVISED else FIELDS
+    schema, _ = COMMANDS.get(str(context.command.name), COMMANDS["train"])
+    fields: Fields = load_attribute(schema).fields
+    return fields
 
 
 Overrides = Annotated[
@@ -97,17 +87,14 @@ def train(
         bool, typer.Option("--checked", hidden=True, help="Another process has checked the settings and logged them.")
     ] = False,
 ) -> None:
-    """Run `skyrl train`, or one of the commands in `SUPERVISED`."""
-    command = str(context.command.name)
+    """Run one of the commands in `COMMANDS` that train."""
     if is_checked:
         logging.getLogger("skyrl_train.config").setLevel(logging.ERROR)
     if help:
         _print_help(context, overrides)
-    elif command in SUPERVISED:
-        start_supervised(command, overrides or [], config, print_config, dry_run, fit=fit, is_checked=is_checked)
     else:
-        program = context.obj or Program()
-        start_rl(overrides or [], config, print_config, dry_run, trains=True, fit=fit, program=program)
+        command, program = str(context.command.name), context.obj or Program()
+        start(command, overrides or [], config, print_config, dry_run, fit=fit, is_checked=is_checked, program=program)
 
 
 for _name, _help in {
@@ -132,7 +119,7 @@ def generate(
     if help:
         _print_help(context, overrides)
     else:
-        start_rl(overrides or [], config, print_config, dry_run=False, trains=False)
+        start("generate", overrides or [], config, print_config)
 
 
 @app.command(context_settings=RUN_SETTINGS)

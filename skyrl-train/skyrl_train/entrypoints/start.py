@@ -44,54 +44,70 @@ class Program:
     """Parses the overrides. Takes the arguments of `parse_cli`."""
 
 
-SUPERVISED = {
+COMMANDS = {
+    "train": ("skyrl_train.config.loading:RL", "skyrl_train.entrypoints.experiment:RLExperiment"),
+    "generate": ("skyrl_train.config.loading:RL", "skyrl_train.entrypoints.evaluation:EvaluationExperiment"),
     "sft": ("skyrl_train.config.supervised:SFT", "skyrl_train.entrypoints.sft:SFTExp"),
     "dpo": ("skyrl_train.config.supervised:DPO", "skyrl_train.entrypoints.preferences:DPOExp"),
     "reward": ("skyrl_train.config.supervised:REWARD", "skyrl_train.entrypoints.preferences:RewardExp"),
 }
-"""Commands that train on fixed data: their schema and their experiment."""
+"""Commands that start a run: their schema and their experiment."""
 
 
-def start_rl(
+def start(
+    command: str,
     overrides: Sequence[str],
-    config: Path | None,
-    print_config: bool,
-    dry_run: bool,
+    config: Path | None = None,
+    print_config: bool = False,
+    dry_run: bool = False,
     *,
-    trains: bool,
     fit: bool = False,
+    is_checked: bool = False,
     program: Program = Program(),
+    torchrun_flags: Sequence[str] = (),
 ) -> None:
-    """Check the configuration, then print it, print the plan of the run, train, or evaluate."""
-    from skyrl_train.config import to_yaml
-    from skyrl_train.entrypoints.preflight import check_data, find_missing
+    """Check the configuration, then print it, print the plan of the run, or run the command, maybe under torchrun.
 
-    cfg = program.parse(overrides, config, partial(find_missing, trains=trains))
-    cfg = _fit(cfg) if fit else cfg
+    `program` applies to `train`. Set `is_checked` if another process has already checked the files and their rows.
+    """
+    from skyrl_train.config import to_yaml
+    from skyrl_train.config.cli import parse
+    from skyrl_train.entrypoints.preflight import check_answers, check_data, find_missing, find_missing_for_supervised
+
+    (schema, experiment_name), trains, options = COMMANDS[command], command != "generate", dict[str, Any]()
+    is_custom, is_supervised = program.experiment is not None, command not in ("train", "generate")
+    cfg: Any
+    if is_supervised:
+        cfg = parse(overrides, load_attribute(schema), () if is_checked else (find_missing_for_supervised,), config)
+    else:
+        cfg = program.parse(overrides, config, partial(find_missing, trains=trains))
+    if fit:
+        with importing_torch():
+            from skyrl_train.entrypoints.memory_plan import fit_to_machine
+
+        cfg = fit_to_machine(cfg)
     if print_config:
         typer.echo(to_yaml(cfg), nl=False)
         return
-    is_checked = program.experiment is None and check_data(cfg, trains=trains)  # other experiments may read other data
+    if is_supervised and not is_checked:
+        check_answers(cfg)
+    elif not is_supervised and not is_custom:  # a custom experiment may read other data
+        options["data_is_checked"] = check_data(cfg, trains=trains)
     if dry_run:
         with importing_torch():
             from skyrl_train.entrypoints.describe_plan import print_plan
 
-            print_plan(cfg, is_custom=program.experiment is not None)
+            print_plan(cfg, is_custom=is_custom)
+    elif is_supervised and cfg.trainer.placement.uses_torchrun and "TORCHELASTIC_RUN_ID" not in os.environ:
+        file = [] if config is None else ["--config", str(config)]
+        arguments = [command, "--checked", *(["--fit"] if fit else []), *file, *overrides]
+        replace_by_torchrun(arguments, cfg.trainer.placement, torchrun_flags)
     elif program.experiment is not None:
         program.experiment(cfg).run()
     else:
-        name = "experiment:RLExperiment" if trains else "evaluation:EvaluationExperiment"
         with importing_torch():
-            experiment = load_attribute(f"skyrl_train.entrypoints.{name}")
-        experiment(cfg, data_is_checked=is_checked).run()
-
-
-def _fit(cfg: Any) -> Any:
-    """Return the settings with which the run fits. Raise ConfigError if none are known."""
-    with importing_torch():
-        from skyrl_train.entrypoints.memory_plan import fit_to_machine
-
-    return fit_to_machine(cfg)
+            experiment = load_attribute(experiment_name)
+        experiment(cfg, **options).run()
 
 
 def parse_for_plan(command: str, overrides: Sequence[str], config: Path | None) -> SkyRLConfig | SupervisedConfig:
@@ -102,56 +118,11 @@ def parse_for_plan(command: str, overrides: Sequence[str], config: Path | None) 
     from skyrl_train.algorithms.rules import ALGORITHM_RULES
     from skyrl_train.config.cli import parse
 
-    if command != "train" and command not in SUPERVISED:
-        raise ConfigError(f"--command {command} is not a kind of run; use one of train, {', '.join(SUPERVISED)}")
-    name = "skyrl_train.config.loading:RL" if command == "train" else SUPERVISED[command][0]
+    if command not in COMMANDS or command == "generate":
+        names = ", ".join(name for name in COMMANDS if name != "generate")
+        raise ConfigError(f"--command {command} is not a kind of run; use one of {names}")
     rules = (import_modules, *ALGORITHM_RULES) if command == "train" else ()
-    return parse(overrides, replace(load_attribute(name), machine_rules=()), rules, config)
-
-
-def start_supervised(
-    command: str,
-    overrides: Sequence[str],
-    config: Path | None,
-    print_config: bool,
-    dry_run: bool,
-    torchrun_flags: Sequence[str] = (),
-    *,
-    fit: bool = False,
-    is_checked: bool = False,
-) -> None:
-    """Check the configuration, then print it, print the plan of the run, or train (here or under torchrun).
-
-    Set `is_checked` if another process has already checked the files and their rows.
-    """
-    from skyrl_train.config import to_yaml
-    from skyrl_train.config.cli import parse
-    from skyrl_train.entrypoints.preflight import check_answers, find_missing_for_supervised
-
-    schema, experiment_name = SUPERVISED[command]
-    rules = () if is_checked else (find_missing_for_supervised,)
-    cfg: SupervisedConfig = parse(overrides, load_attribute(schema), rules, config)
-    cfg = _fit(cfg) if fit else cfg
-    if print_config:
-        typer.echo(to_yaml(cfg), nl=False)
-        return
-    if not is_checked:
-        check_answers(cfg)
-    if dry_run:
-        from skyrl_train.entrypoints.describe_plan import print_plan
-
-        print_plan(cfg, is_custom=False)
-    elif cfg.trainer.placement.uses_torchrun and "TORCHELASTIC_RUN_ID" not in os.environ:
-        file = [] if config is None else ["--config", str(config)]
-        replace_by_torchrun(
-            [command, "--checked", *(["--fit"] if fit else []), *file, *overrides],
-            cfg.trainer.placement,
-            torchrun_flags,
-        )
-    else:
-        with importing_torch():
-            experiment = load_attribute(experiment_name)
-        experiment(cfg).run()
+    return parse(overrides, replace(load_attribute(COMMANDS[command][0]), machine_rules=()), rules, config)
 
 
 def replace_by_torchrun(arguments: Sequence[str], placement: RunPlacementConfig, flags: Sequence[str] = ()) -> NoReturn:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from skyrl_train.entrypoints.command import as_command
-from skyrl_train.entrypoints.start import RUN_SETTINGS, DryRun, PrintConfig, start_rl, start_supervised
+from skyrl_train.entrypoints.start import RUN_SETTINGS, DryRun, PrintConfig, start
 
 
 def add_to(app: typer.Typer) -> None:
@@ -33,7 +33,5 @@ def verl(
     from skyrl_train.compat.verl.programs import MAIN_PPO
 
     program, overrides = read_command(command)
-    if program is MAIN_PPO:
-        start_rl(overrides, None, print_config, dry_run, trains=True)
-    else:
-        start_supervised("sft", overrides, None, print_config, dry_run, find_torchrun_flags(command))
+    name, flags = ("train", []) if program is MAIN_PPO else ("sft", find_torchrun_flags(command))
+    start(name, overrides, None, print_config, dry_run, torchrun_flags=flags)
