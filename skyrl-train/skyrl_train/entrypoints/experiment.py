@@ -6,44 +6,79 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skyrl_train.algorithms import advantage_estimator, required_inputs
+from skyrl_train.algorithms.inputs import FROM_GREEDY_ROLLOUTS
 from skyrl_train.algorithms.rules import algorithm_warnings, check_algorithm
-from skyrl_train.callbacks import Callback, Run, StepReport
+from skyrl_train.callbacks import (
+    Callback,
+    Checkpointing,
+    Evaluation,
+    Export,
+    Logging,
+    Reporting,
+    Run,
+    SavedConfig,
+    StepReport,
+    TrajectoryDump,
+)
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.dataset.order import PromptOrder
+from skyrl_train.dataset.mixture import MixedPrompts
+from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.dataset.rows import check_environments
 from skyrl_train.entrypoints.base import Experiment, train
 from skyrl_train.entrypoints.command import validate_cfg
 from skyrl_train.entrypoints.engine import engine_sync, load_engine_model, new_engine, sync_options
 from skyrl_train.entrypoints.load_learner import load_learner
 from skyrl_train.entrypoints.memory_plan import warn_of_shortage
-from skyrl_train.entrypoints.parts import RunParts, check_reward_functions, open_source, step_callbacks
 from skyrl_train.entrypoints.preflight import check_data
 from skyrl_train.entrypoints.prompts import (
-    check_drawn_rows,
     check_rows,
     curriculum_callbacks,
     load_policy_tokenizer,
     open_eval_prompts,
     open_prompts,
-    order_prompts,
 )
+from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import RolloutGenerator
+from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.gym_generator import GymGenerator
+from skyrl_train.generators.rewards import functions_of_batches
+from skyrl_train.generators.source import BufferedRollouts, Rollouts
 from skyrl_train.inference_engines.base import InferenceEngine, weight_folder
+from skyrl_train.launch.launcher import Launcher
+from skyrl_train.learner import Learner
 from skyrl_train.models.loading import CRITIC_PATH, load_model
 from skyrl_train.plan import RunPlan, limit_steps
+from skyrl_train.remote_storage import RemoteStorage
 from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import Tracking
 from skyrl_train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """The parts of a run from which its trainer is made."""
+
+    launcher: Launcher
+    learner: Learner
+    engine: InferenceEngine
+    generator: RolloutGenerator
+    tracker: Tracking
+    prompts: PromptOrder
+    train_dataset: PromptDataset
+    eval_dataset: PromptDataset | None
+    curriculum: list[Callback]
+    total_steps: int
 
 
 class _AllocatedMemory(Callback):
@@ -147,13 +182,34 @@ class RLExperiment(Experiment):
 
     def get_prompts(self, train_dataset: PromptDataset) -> PromptOrder:
         """Return the order in which training draws its prompts."""
-        return order_prompts(self.cfg, train_dataset)
+        trainer, mixture = self.cfg.trainer, self.cfg.data.mixture
+        if not mixture.is_used:
+            return ShuffledPrompts(train_dataset, trainer.train_batch_size, trainer.seed)
+        return MixedPrompts(
+            train_dataset,
+            trainer.train_batch_size,
+            trainer.seed,
+            mixture.weights,
+            mixture.min_per_batch,
+            resumes_weights=mixture.curriculum is not None,
+        )
 
     def get_callbacks(
         self, eval_dataset: PromptDataset | None, generator: RolloutGenerator, tracker: Tracking
     ) -> list[Callback]:
         """Return the callbacks of a step, in order."""
-        return step_callbacks(self.cfg, self.run_folder, self.tokenizer, eval_dataset, generator, tracker)
+        trainer, folder, chat = self.cfg.trainer, self.run_folder, ChatEncoder(self.tokenizer)
+        evaluation = [] if eval_dataset is None else [Evaluation(eval_dataset, generator, folder, chat)]
+        return [
+            SavedConfig(folder),
+            *evaluation,
+            Logging(tracker),
+            *([TrajectoryDump(folder, chat)] if trainer.dump_trajectories else []),
+            Checkpointing(),
+            Export(),
+            Reporting(folder),
+            RemoteStorage(folder, trainer.remote_trajectory_url),
+        ]
 
     async def _run(self) -> None:
         cfg = self.cfg.trainer
@@ -188,8 +244,16 @@ class RLExperiment(Experiment):
     def trainer_parts(self, parts: RunParts, cfg: SkyRLConfig) -> dict[str, Any]:
         """Return the keyword arguments of a `Trainer`. `cfg` is the configuration of its rollout source."""
         callbacks = self.get_callbacks(parts.eval_dataset, parts.generator, parts.tracker)
+        estimator = advantage_estimator(cfg.trainer.algorithm.advantage_estimator)
+        options = {"with_greedy_rewards": bool(required_inputs(estimator) & FROM_GREEDY_ROLLOUTS)}
+        if cfg.trainer.fully_async.enabled:
+            source: Rollouts = BufferedRollouts(
+                cfg, parts.generator, parts.prompts, total_steps=parts.total_steps, **options
+            )
+        else:
+            source = Rollouts(cfg, parts.generator, parts.prompts, **options)
         return {
-            "source": open_source(cfg, parts),
+            "source": source,
             "learner": parts.learner,
             "sync_engines": engine_sync(
                 self.plan, parts.launcher, parts.learner.policy, parts.engine, len(self.tokenizer)
@@ -208,6 +272,19 @@ class RLExperiment(Experiment):
         """Check all rows, unless a custom generator replaces the environments. Lazy datasets also check each draw."""
         if self.replaces("get_generator"):
             return
-        check_drawn_rows(self.cfg, datasets)
+        environment, max_turns = self.cfg.environment, self.cfg.generator.max_turns
+        for dataset in datasets:
+            if not dataset.is_checked:
+                dataset.check_drawn = lambda row: check_environments([row], environment, max_turns, is_complete=False)
         if not self._data_is_checked:
             check_rows(self.cfg, datasets)
+
+
+def check_reward_functions(cfg: SkyRLConfig) -> None:
+    """Raise ConfigError if a reward function needs whole batches and training is asynchronous."""
+    if cfg.trainer.fully_async.enabled and (names := functions_of_batches(cfg.generator)):
+        raise ConfigError(
+            f"generator.reward_functions={names[0]} compares the samples of a batch, but "
+            "trainer.fully_async.enabled=true scores one prompt at a time; register it with level=group, "
+            "or set trainer.fully_async.enabled=false"
+        )

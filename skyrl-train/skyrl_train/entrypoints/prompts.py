@@ -13,7 +13,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.files import local_path
 from skyrl_train.dataset.mixture import MixedPrompts
-from skyrl_train.dataset.order import PromptOrder, ShuffledPrompts
+from skyrl_train.dataset.order import PromptOrder
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import check_environments
 from skyrl_train.errors import ConfigError
@@ -64,21 +64,6 @@ def open_eval_prompts(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> P
     return open_prompts(cfg, tokenizer, "validation") if has_data else None
 
 
-def order_prompts(cfg: SkyRLConfig, dataset: PromptDataset) -> PromptOrder:
-    """Return the order in which training draws the prompts of a dataset."""
-    trainer, mixture = cfg.trainer, cfg.data.mixture
-    if not mixture.is_used:
-        return ShuffledPrompts(dataset, trainer.train_batch_size, trainer.seed)
-    return MixedPrompts(
-        dataset,
-        trainer.train_batch_size,
-        trainer.seed,
-        mixture.weights,
-        mixture.min_per_batch,
-        resumes_weights=mixture.curriculum is not None,
-    )
-
-
 def curriculum_callbacks(cfg: SkyRLConfig, prompts: PromptOrder) -> list[Callback]:
     """Return the callback of `data.mixture.curriculum`, if it is set. ConfigError if it names no function."""
     name = cfg.data.mixture.curriculum
@@ -91,14 +76,6 @@ def curriculum_callbacks(cfg: SkyRLConfig, prompts: PromptOrder) -> list[Callbac
     if not callable(curriculum):
         raise ConfigError(f"data.mixture.curriculum={name} is {curriculum!r}; it must be a function")
     return [CurriculumStep(prompts, curriculum)]
-
-
-def check_drawn_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:
-    """Make lazy datasets check each row when it is drawn."""
-    environment, max_turns = cfg.environment, cfg.generator.max_turns
-    for dataset in datasets:
-        if not dataset.is_checked:
-            dataset.check_drawn = lambda row: check_environments([row], environment, max_turns, is_complete=False)
 
 
 def check_rows(cfg: SkyRLConfig, datasets: Sequence[PromptDataset]) -> None:

@@ -18,8 +18,7 @@ from skyrl_train.config.problems import raise_problems
 from skyrl_train.config.rules import find_problems
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.evaluation import EvaluationExperiment
-from skyrl_train.entrypoints.experiment import RLExperiment
-from skyrl_train.entrypoints.parts import RunParts, check_reward_functions
+from skyrl_train.entrypoints.experiment import RLExperiment, RunParts, check_reward_functions
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.inference_engines.base import InferenceEngine
