@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from skyrl_train.config.generator import Sampler
 from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
-from skyrl_train.inference_engines.vllm.engine import VLLMEngine
+from skyrl_train.inference_engines.vllm.engine import AsyncVLLMEngine, VLLMEngine
 
 NewEngine = Callable[..., VLLMEngine]
 SaveModel = Callable[[PretrainedConfig], Path]

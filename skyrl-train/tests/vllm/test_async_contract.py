@@ -92,7 +92,7 @@ async def test_calls_that_wait_for_a_killed_process_fail(engine_kit: EngineKit) 
 START_AND_HANG = """
 import asyncio, sys, time
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
-from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
+from skyrl_train.inference_engines.vllm.engine import AsyncVLLMEngine
 from skyrl_train.models.loading import load_tokenizer
 
 async def main():

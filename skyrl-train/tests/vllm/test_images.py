@@ -18,8 +18,7 @@ from skyrl_train.entrypoints import main_base
 from skyrl_train.errors import EngineError
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
-from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
-from skyrl_train.inference_engines.vllm.engine import VLLMEngine
+from skyrl_train.inference_engines.vllm.engine import AsyncVLLMEngine, VLLMEngine
 from skyrl_train.inference_engines.vllm.server import VLLMServerEngine
 from skyrl_train.models.loading import load_tokenizer
 

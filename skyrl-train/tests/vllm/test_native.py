@@ -11,7 +11,7 @@ from train_kit.engines import EngineKit, SharedEngines
 from train_kit.own_logprobs_contract import OwnLogprobsContract
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
+from skyrl_train.inference_engines.vllm.engine import AsyncVLLMEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

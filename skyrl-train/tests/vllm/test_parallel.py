@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.entrypoints import main_base
 from skyrl_train.errors import EngineLostError
-from skyrl_train.inference_engines.vllm.async_engine import PARALLEL_SIZES, AsyncVLLMEngine
+from skyrl_train.inference_engines.vllm.engine import PARALLEL_SIZES, AsyncVLLMEngine
 from skyrl_train.weight_sync import SyncOptions, WeightSync
 
 pytestmark = pytest.mark.timeout(600)

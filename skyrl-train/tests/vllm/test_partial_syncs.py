@@ -13,8 +13,7 @@ from train_kit.processes import find_descendants
 from train_kit.weight_sync import AdapterSource, TensorSource, add_random_adapter, change_adapter
 from transformers import GPT2Config, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
-from skyrl_train.inference_engines.vllm.engine import VLLMEngine
+from skyrl_train.inference_engines.vllm.engine import AsyncVLLMEngine, VLLMEngine
 from skyrl_train.models.loading import load_model
 from skyrl_train.models.lora import trained_parameters
 from skyrl_train.weight_sync import SyncOptions, WeightSync

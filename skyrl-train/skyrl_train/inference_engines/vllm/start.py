@@ -16,8 +16,7 @@ def start(setup: EngineSetup) -> InferenceEngine:
     cfg, generator, path = setup.cfg, setup.cfg.generator, setup.cfg.trainer.policy.model.path
     ready_timeout_s = math.ceil(generator.engine_start_timeout_seconds)
     os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(ready_timeout_s)  # vLLM reads it when it is imported
-    from skyrl_train.inference_engines.vllm.async_engine import AsyncVLLMEngine
-    from skyrl_train.inference_engines.vllm.engine import VLLMEngine
+    from skyrl_train.inference_engines.vllm.engine import AsyncVLLMEngine, VLLMEngine
 
     has_gpu = torch.cuda.is_available()
     sampler = generator.choose_sampler(has_gpu=has_gpu)
