@@ -49,11 +49,6 @@ PATHS = (
 """Keys in which `~` and `$VARIABLES` are expanded. Some also accept names, but these contain neither."""
 
 
-def _max_input_length(cfg: SkyRLConfig) -> int | None:
-    """Return the maximum prompt length. With several turns, the limit is the model's context, still unknown here."""
-    return cfg.trainer.max_prompt_length if cfg.generator.max_turns == 1 else None
-
-
 def _max_seq_len(cfg: SkyRLConfig) -> int | None:
     n_input = cfg.generator.max_input_length
     return None if n_input is None else n_input + cfg.generator.sampling_params.max_generate_length
@@ -89,7 +84,8 @@ SOURCES: Sources = (
         "generator.eval_sampling_params.max_generate_length",
         lambda cfg: cfg.generator.sampling_params.max_generate_length,
     ),
-    ("generator.max_input_length", _max_input_length),
+    # With several turns, the limit is the model's context, which is still unknown here.
+    ("generator.max_input_length", lambda cfg: cfg.trainer.max_prompt_length if cfg.generator.max_turns == 1 else None),
     ("trainer.algorithm.max_seq_len", _max_seq_len),
 )
 

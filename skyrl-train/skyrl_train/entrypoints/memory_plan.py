@@ -176,7 +176,7 @@ def to_json(memory: MemoryForecast, speed: SpeedForecast | None, price: float | 
     """Return the plan as JSON. Sizes are in bytes."""
     content: dict[str, Any] = {
         "device": memory.hardware.device,
-        "capacity": {place: _finite(memory.capacity(place)) for place in memory.places},
+        "capacity": {place: size if (size := memory.capacity(place)) < math.inf else None for place in memory.places},
         "parts": [{"name": p.name, "place": p.place, "phases": dict(p.phases)} for p in memory.parts],
         "totals": {place: {phase: memory.total(place, phase) for phase in memory.phases} for place in memory.places},
         "peaks": {place: dict(zip(("phase", "bytes"), memory.peak(place), strict=True)) for place in memory.places},
@@ -188,10 +188,6 @@ def to_json(memory: MemoryForecast, speed: SpeedForecast | None, price: float | 
         content["tokens_per_second"] = speed.tokens_per_second
         content["cost_per_step"] = None if price is None else speed.cost(price)
     return json.dumps(content, indent=2)
-
-
-def _finite(n_bytes: float) -> float | None:
-    return None if n_bytes == math.inf else n_bytes
 
 
 def show_plan(

@@ -8,8 +8,6 @@ messages through a `Channel`:
                        (n, "error", exception)
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging

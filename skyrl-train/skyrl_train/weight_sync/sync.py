@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -157,7 +157,10 @@ class WeightSync:
                         for name, task in receiving.items()
                         if sinks[name].n_weight_copies == 1 and task.done() and task.exception() is not None
                     ]
-                    await _end_sender(sending, plan, first_error, failed)
+                    deadline = time.monotonic() + plan.timeout_s  # keep trying: the sender may not be listening yet
+                    while not sending.done() and time.monotonic() < deadline:
+                        is_listening = await asyncio.to_thread(call_off, plan, first_error, failed)
+                        await asyncio.wait([sending], timeout=LINGER_S if is_listening else MAX_POLL_S)
                     raise first_error from first_error.__cause__
             finally:
                 for task in tasks:
@@ -207,16 +210,6 @@ class WeightSync:
             base_version=held if sends_changes else None,
             names=tuple(names),
         )
-
-
-async def _end_sender(
-    sending: asyncio.Future[Receipt], plan: SyncPlan, reason: BaseException, failed: Sequence[int]
-) -> None:
-    """Keep cancelling a sync until its sender has ended, because the sender may not be listening yet."""
-    deadline = time.monotonic() + plan.timeout_s
-    while not sending.done() and time.monotonic() < deadline:
-        is_listening = await asyncio.to_thread(call_off, plan, reason, failed)
-        await asyncio.wait([sending], timeout=LINGER_S if is_listening else MAX_POLL_S)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

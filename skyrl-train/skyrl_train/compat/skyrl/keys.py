@@ -7,27 +7,20 @@ from skyrl_train.aliases import Alias
 MODELS = ("policy", "critic", "ref")
 ROPE = ("rope_scaling", "rope_theta")
 ENGINE_SECTIONS = ("generator", "generator.inference_engine")
+ENGINE_KEYS = (
+    *("backend", "run_engines_locally", "engine_init_kwargs", "async_engine", "gpu_memory_utilization"),
+    *("enforce_eager", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enable_chunked_prefill"),
+    *("weight_sync_backend", "weight_transfer_threshold_cuda_ipc_GB"),
+)
+"""Keys of `generator` that are in `generator.inference_engine` in other versions."""
 
 ALIASES = {
-    "generator.inference_engine.backend": Alias("generator.backend"),
-    "generator.inference_engine.run_engines_locally": Alias("generator.run_engines_locally"),
+    **{f"generator.inference_engine.{name}": Alias(f"generator.{name}") for name in ENGINE_KEYS},
     "generator.inference_engine.num_engines": Alias("generator.num_inference_engines"),
     "generator.inference_engine.tensor_parallel_size": Alias("generator.inference_engine_tensor_parallel_size"),
     "generator.inference_engine.pipeline_parallel_size": Alias("generator.inference_engine_pipeline_parallel_size"),
     "generator.inference_engine.data_parallel_size": Alias("generator.inference_engine_data_parallel_size"),
     "generator.inference_engine.external_server_urls": Alias("generator.remote_inference_engine_urls"),
-    "generator.inference_engine.enable_prefix_caching": Alias("generator.enable_prefix_caching"),
-    "generator.inference_engine.enable_chunked_prefill": Alias("generator.enable_chunked_prefill"),
-    "generator.inference_engine.max_num_batched_tokens": Alias("generator.max_num_batched_tokens"),
-    "generator.inference_engine.engine_init_kwargs": Alias("generator.engine_init_kwargs"),
-    "generator.inference_engine.weight_sync_backend": Alias("generator.weight_sync_backend"),
-    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Alias(
-        "generator.weight_transfer_threshold_cuda_ipc_GB"
-    ),
-    "generator.inference_engine.async_engine": Alias("generator.async_engine"),
-    "generator.inference_engine.gpu_memory_utilization": Alias("generator.gpu_memory_utilization"),
-    "generator.inference_engine.max_num_seqs": Alias("generator.max_num_seqs"),
-    "generator.inference_engine.enforce_eager": Alias("generator.enforce_eager"),
     **{
         f"trainer.{role}.fsdp_config.mixed_precision.param_dtype": Alias(
             f"trainer.{role}.fsdp_config.param_dtype", {"bf16": "bfloat16", "fp32": "float32"}

@@ -189,16 +189,14 @@ class GeneralEngine(EmbeddedEngine[PaddedSequence]):
                 last = self._read(cache, unread, images)
             for sequence, state in zip(group, last, strict=True):
                 states[sequence], sequence.kept = state, None
-            self._add_to_batch(cache, group)
+            for batch in self._batches:
+                if self._is_padded or batch.cache.length == cache.length:
+                    batch.cache.join(cache)
+                    batch.sequences += group
+                    break
+            else:
+                self._batches.append(Batch(cache, group))
         return self._sample(sequences, torch.stack([states[sequence] for sequence in sequences]))
-
-    def _add_to_batch(self, cache: PaddedCache, sequences: list[PaddedSequence]) -> None:
-        for batch in self._batches:
-            if self._is_padded or batch.cache.length == cache.length:
-                batch.cache.join(cache)
-                batch.sequences += sequences
-                return
-        self._batches.append(Batch(cache, sequences))
 
     @torch.inference_mode()
     def _remove_finished(self) -> None:

@@ -1,7 +1,5 @@
 """Choose the sequences and tokens that the next step reads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from skyrl_train.inference_engines.hf.embedded import DrawnSequence, StepLimits

@@ -62,8 +62,10 @@ class WorkerExtension:
             return {"error": f"vLLM's own sampler must report log-probs with --logprobs-mode {NATIVE_LOGPROBS}"}
         if self.vllm_config.speculative_config is not None:
             return {"error": "speculative decoding gives no reliable log-probs; remove --speculative-config"}
-        if sampler == "seeded" and (reason := self._cannot_be_seeded()):
-            return {"error": reason}
+        if sampler == "seeded" and self.vllm_config.scheduler_config.async_scheduling:
+            return {"error": "asynchronous scheduling hides sampled tokens from the sampler; use --no-async-scheduling"}
+        if sampler == "seeded" and not isinstance(self.model_runner, GPUModelRunner):  # the CPU runner is a subclass
+            return {"error": "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"}
         native = self._native_sampler
         facts, runner = read_facts(self.vllm_config, eos_token_id), self.model_runner
         is_later_stage = isinstance(runner, GPUModelRunner) and not get_pp_group().is_first_rank
@@ -78,14 +80,6 @@ class WorkerExtension:
         self._read_placeholders_as_text()
         runner.sampler = PositionSampler(runner, frozenset(facts.eos_ids)) if sampler == "seeded" else native
         return {"facts": facts._asdict(), "sampler": sampler}
-
-    def _cannot_be_seeded(self) -> str | None:
-        """Return why our sampler cannot choose the tokens, or None if it can."""
-        if self.vllm_config.scheduler_config.async_scheduling:
-            return "asynchronous scheduling hides sampled tokens from the sampler; use --no-async-scheduling"
-        if not isinstance(self.model_runner, GPUModelRunner):  # the CPU runner is a subclass
-            return "vLLM's second model runner calls samplers differently; set VLLM_USE_V2_MODEL_RUNNER=0"
-        return None
 
     def _read_placeholders_as_text(self) -> None:
         """Make a vision-language model read placeholders that no image fills, such as sampled ones, as text."""
