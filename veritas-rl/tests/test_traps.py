@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM
 from veritas_kit.recipes import VERITAS, Recipes
 
 from skyrl_gym.tasks.dataset import OpenSpielDataset
+from skyrl_train.compat.cli import main as skyrl
 from skyrl_train.compat.verl.command import read_command
 from skyrl_train.config import load_config
 from skyrl_train.config.cli import parse
 from skyrl_train.dataset.custom import CustomDataset
-from skyrl_train.entrypoints.cli import main as skyrl
 
 TOOLS = VERITAS / "train/tools"
 MODEL = "train/models/org/other"

@@ -5,13 +5,11 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from skyrl_agent.chat import Chat
-from skyrl_agent.config import AgentGeneration
-from skyrl_agent.tools.base import BaseTool, create_tools
+from skyrl_agent.tools.base import AgentContext, BaseTool, create_tools
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.env_pool import ThreadPool, await_with_timeout, errors_as_exceptions
 
@@ -79,20 +77,6 @@ class Outcome:
 
     finish_reason: str  # never empty, e.g. "FINISH_TOOL" or "max_iterations_reached"
     result: Any = None  # what the task evaluates, e.g. an answer
-
-
-@dataclass(slots=True)
-class AgentContext:
-    """A trajectory's chat, tools, settings and instance."""
-
-    chat: Chat  # begins with the task's instruction
-    tools: Mapping[str, BaseTool]
-    settings: AgentGeneration
-    instance: Any
-    trajectory_id: str
-    runtime: Any  # created by the task, e.g. a container
-    tool_threads: ThreadPool
-    tool_calls: dict[str, int] = field(default_factory=dict)  # number of calls per tool
 
 
 class BaseAgent(ABC):

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import jsonschema
 
+from skyrl_agent.chat import Chat
+from skyrl_agent.config import AgentGeneration
 from skyrl_agent.loading import load_class
 from skyrl_gym.envs.entry_point import suggest_name
 from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.core import ToolGroup
 from skyrl_train.errors import ConfigError
-
-if TYPE_CHECKING:
-    from skyrl_agent.agents.base import BaseAgent
+from skyrl_train.generators.env_pool import ThreadPool
 
 C = TypeVar("C", bound="type[BaseTool]")
 
@@ -34,6 +35,31 @@ a value
 of several lines
 </parameter>
 </function>"""
+
+
+@dataclass(slots=True)
+class AgentContext:
+    """A trajectory's chat, tools, settings and instance."""
+
+    chat: Chat  # begins with the task's instruction
+    tools: Mapping[str, BaseTool]
+    settings: AgentGeneration
+    instance: Any
+    trajectory_id: str
+    runtime: Any  # created by the task, e.g. a container
+    tool_threads: ThreadPool
+    tool_calls: dict[str, int] = field(default_factory=dict)  # number of calls per tool
+
+
+class ToolUser(Protocol):
+    """The agent that calls a tool, as tools see it: a `BaseAgent`."""
+
+    context: AgentContext
+    chat: Chat
+    instance: Any
+
+    def set_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the conversation so far."""
 
 
 class BaseTool(ABC):
@@ -55,7 +81,7 @@ class BaseTool(ABC):
         self.settings = dict(settings or {})
 
     @abstractmethod
-    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> Any:
+    def call(self, params: dict[str, Any], *, agent: ToolUser, trajectory_id: str) -> Any:
         """Return the result for the model: text, or any JSON-serializable value. May block, or be a coroutine function.
 
         `None` means that the tool has written to `agent.chat` itself. Errors are explained to the model, except
@@ -118,7 +144,7 @@ class GroupTool(BaseTool):
         """Return the arguments unchanged. The group validates them when it is called."""
         return dict(arguments)
 
-    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+    def call(self, params: dict[str, Any], *, agent: ToolUser, trajectory_id: str) -> str:
         return str(self._group.call(self.name, params))
 
     def close(self) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import urllib3
 
-from skyrl_agent.tools.base import BaseTool, register_tool, text_parameters
+from skyrl_agent.tools.base import BaseTool, ToolUser, register_tool, text_parameters
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
-
-if TYPE_CHECKING:
-    from skyrl_agent.agents.base import BaseAgent
 
 TIMEOUT_S = 30.0
 
@@ -35,7 +32,7 @@ class CodeInterpreter(BaseTool):
         self._url = os.environ.get("SANDBOX_FUSION_URL")
         self._local = None if self._url else PythonCodeExecutorToolGroup(timeout=self._timeout_s)
 
-    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+    def call(self, params: dict[str, Any], *, agent: ToolUser, trajectory_id: str) -> str:
         if self._local is not None:
             return self._local.python(params["code"]) or "(the program printed nothing)"
         body = {"code": params["code"], "language": "python", "run_timeout": self._timeout_s}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from skyrl_agent.tools.base import BaseTool, register_tool, text_parameters
-
-if TYPE_CHECKING:
-    from skyrl_agent.agents.base import BaseAgent
+from skyrl_agent.tools.base import BaseTool, ToolUser, register_tool, text_parameters
 
 
 @register_tool("finish")
@@ -18,7 +15,7 @@ class Finish(BaseTool):
     parameters = text_parameters(answer="The complete answer to the task.")
     ends_trajectory = True
 
-    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+    def call(self, params: dict[str, Any], *, agent: ToolUser, trajectory_id: str) -> str:
         return str(params["answer"]).strip()
 
 

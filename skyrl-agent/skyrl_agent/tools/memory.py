@@ -5,13 +5,10 @@ Source: MemAgent (Yu et al., 2025, arXiv:2507.02259).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from skyrl_agent.tools.base import BaseTool, register_tool, text_parameters
+from skyrl_agent.tools.base import BaseTool, ToolUser, register_tool, text_parameters
 from skyrl_gym.tools.calls import ToolCallError
-
-if TYPE_CHECKING:
-    from skyrl_agent.agents.base import BaseAgent
 
 
 @register_tool("next_with_summary")
@@ -24,7 +21,7 @@ class NextWithSummary(BaseTool):
     )
     parameters = text_parameters(summary="What you want to remember.")
 
-    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> None:
+    def call(self, params: dict[str, Any], *, agent: ToolUser, trajectory_id: str) -> None:
         reader: Any = agent.context.runtime
         if reader.is_at_end:
             raise ToolCallError("This is the last section; finish with your answer.")

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import urllib3
 
 from skyrl_agent.judge import complete
-from skyrl_agent.tools.base import BaseTool, register_tool, text_parameters
+from skyrl_agent.tools.base import BaseTool, ToolUser, register_tool, text_parameters
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.search import MAX_QUERY_CHARS, SearchToolGroup
-
-if TYPE_CHECKING:
-    from skyrl_agent.agents.base import BaseAgent
 
 TIMEOUT_S = 60.0
 MAX_PAGE_CHARS = 100_000
@@ -87,7 +84,7 @@ class LocalSearch(BaseTool):
     description = "Search the encyclopedia for passages."
     parameters = QUERY
 
-    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+    def call(self, params: dict[str, Any], *, agent: ToolUser, trajectory_id: str) -> str:
         url = os.environ.get("LOCAL_SEARCH_URL", "http://127.0.0.1:8000/retrieve")
         n_documents = int(os.environ.get("LOCAL_SEARCH_TOP_K", "3"))
         group = SearchToolGroup(url, n_documents, TIMEOUT_S, log_requests=False, raise_failures=True)
@@ -107,7 +104,7 @@ class SearchEngine(BaseTool):
     description = "Search the web. Returns titles, addresses and excerpts of the first results."
     parameters = QUERY
 
-    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+    def call(self, params: dict[str, Any], *, agent: ToolUser, trajectory_id: str) -> str:
         hits = self._search(params["query"][:MAX_QUERY_CHARS])
         results = [f"[{i}] {title}\n{link}\n{text}" for i, (title, link, text) in enumerate(hits, start=1)]
         return "\n\n".join(results) or "No results found."
@@ -144,7 +141,7 @@ class WebBrowser(BaseTool):
     description = "Read a web page and extract what helps to reach a goal."
     parameters = text_parameters(url="The address of the page.", goal="What you want to find out.")
 
-    def call(self, params: Mapping[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+    def call(self, params: Mapping[str, Any], *, agent: ToolUser, trajectory_id: str) -> str:
         reader = os.environ.get("JINA_URL", "https://r.jina.ai").rstrip("/")
         key = os.environ.get("JINA_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from skyrl_agent.tools.base import BaseTool, register_tool, text_parameters
+from skyrl_agent.tools.base import BaseTool, ToolUser, register_tool, text_parameters
 from skyrl_agent.workspaces import FILE_TIMEOUT_S, Workspace, quote_path
 from skyrl_gym.error import ToolFailure
 from skyrl_gym.runtime.text import clean_text
 from skyrl_gym.tools.calls import ToolCallError
-
-if TYPE_CHECKING:
-    from skyrl_agent.agents.base import BaseAgent
 
 COMMAND_TIMEOUT_S = 120.0
 TOOL_TIMEOUT_SHARE = 0.9  # of `generator.tool_timeout`: a command is killed and reported before the call is abandoned
@@ -61,7 +58,7 @@ ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|
 CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
-def workspace_of(agent: BaseAgent, tool: BaseTool) -> Workspace:
+def workspace_of(agent: ToolUser, tool: BaseTool) -> Workspace:
     """Return a trajectory's workspace. Raises ToolFailure if its task has no workspace."""
     if not isinstance(runtime := agent.context.runtime, Workspace):
         raise ToolFailure(
@@ -95,7 +92,7 @@ class ExecuteBash(BaseTool):
             f"file. Commands that take longer than {self._timeout_s:g} seconds are killed, unless you set a timeout."
         )
 
-    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+    def call(self, params: dict[str, Any], *, agent: ToolUser, trajectory_id: str) -> str:
         limit_s = TOOL_TIMEOUT_SHARE * agent.context.settings.tool_timeout
         timeout_s = min(float(params.get("timeout", self._timeout_s)), limit_s)
         result = workspace_of(agent, self).execute(params["command"], timeout_s)
@@ -124,7 +121,7 @@ class StrReplaceEditor(BaseTool):
             raise ValueError(f"str_replace_editor has no setting {next(iter(self.settings))!r}")
         self._history: dict[str, list[bytes]] = {}  # earlier contents by path
 
-    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+    def call(self, params: dict[str, Any], *, agent: ToolUser, trajectory_id: str) -> str:
         workspace, path = workspace_of(agent, self), params["path"]
         try:
             match params["command"]:
@@ -245,7 +242,7 @@ class Think(BaseTool):
     description = "Write down a thought, for example a plan or the causes that a failure may have. It changes nothing."
     parameters = text_parameters(thought="The thought.")
 
-    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+    def call(self, params: dict[str, Any], *, agent: ToolUser, trajectory_id: str) -> str:
         return "Your thought has been logged."
 
 
@@ -257,5 +254,5 @@ class Submit(BaseTool):
     parameters = text_parameters(message="A short summary of what you did.") | {"required": []}
     ends_trajectory = True
 
-    def call(self, params: dict[str, Any], *, agent: BaseAgent, trajectory_id: str) -> str:
+    def call(self, params: dict[str, Any], *, agent: ToolUser, trajectory_id: str) -> str:
         return str(params.get("message", "")).strip()

@@ -6,99 +6,12 @@ environments in code that the workers import, not only in the launch script.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import json
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from skyrl_gym import error
-from skyrl_gym.core import Env
-from skyrl_gym.envs.entry_point import load_attribute, split_entry_point, suggest_name
-
-EnvCreator = Callable[..., Env[Any, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class EnvSpec:
-    """A registered environment, e.g. ``EnvSpec("catch", "examples.catch.env:CatchEnv", {"env_config": {}})``.
-
-    - id: the `env_class` of its dataset rows.
-    - entry_point: the class, a function that returns an environment, or its import path ``"module:attribute"``.
-    - kwargs: default constructor arguments. The arguments of `make` override them.
-    """
-
-    id: str
-    entry_point: EnvCreator | str | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.id, str) or not self.id:
-            raise error.InvalidSpec(f"the environment id {self.id!r} must be a non-empty string, such as 'catch'")
-        if isinstance(self.entry_point, str):
-            split_entry_point(self.entry_point)
-        elif self.entry_point is not None and not callable(self.entry_point):
-            raise error.InvalidSpec(
-                f"entry_point of {self.id!r} is {self.entry_point!r}; use a class, a function or 'module:attribute'"
-            )
-        if not isinstance(self.kwargs, dict):
-            raise error.InvalidSpec(f"the kwargs of {self.id!r} must be a dict, got {self.kwargs!r}")
-
-    @property
-    def name(self) -> str:
-        """The environment's id."""
-        return self.id
-
-    def load(self) -> EnvCreator:
-        """Return the class or function of `entry_point`, imported if necessary."""
-        if self.entry_point is None:
-            raise error.InvalidSpec(f"the spec of {self.id!r} has no entry_point; use a class or 'module:attribute'")
-        return load_env_creator(self.entry_point) if isinstance(self.entry_point, str) else self.entry_point
-
-    def make(self, **kwargs: Any) -> Env[Any, Any]:
-        """Make a new environment from this spec. Same as `make(spec, **kwargs)`."""
-        return make(self, **kwargs)
-
-    def to_json(self) -> str:
-        """Write this spec as JSON. Raises `InvalidSpec` if the entry point or an argument cannot be written."""
-        if callable(self.entry_point):
-            raise error.InvalidSpec(
-                f"the entry_point of {self.id!r} is the object {self.entry_point!r}, which cannot be written as JSON; "
-                "use 'module:attribute'"
-            )
-        try:
-            return json.dumps(dataclasses.asdict(self))
-        except (TypeError, ValueError) as problem:
-            raise error.InvalidSpec(
-                f"the kwargs of {self.id!r} cannot be written as JSON: {problem}; got {self.kwargs!r}"
-            ) from problem
-
-    @staticmethod
-    def from_json(json_env_spec: str) -> EnvSpec:
-        """Read a spec that `to_json` wrote. Raises `InvalidSpec` for anything else."""
-        try:
-            fields = json.loads(json_env_spec)
-        except json.JSONDecodeError as problem:
-            raise error.InvalidSpec(f"not the JSON of an EnvSpec: {problem}; got {json_env_spec!r}") from problem
-        if not isinstance(fields, dict):
-            raise error.InvalidSpec(f"the JSON of an EnvSpec is an object with id, entry_point, kwargs; got {fields!r}")
-        try:
-            return EnvSpec(**fields)
-        except TypeError as problem:
-            raise error.InvalidSpec(
-                f"the JSON of an EnvSpec has the keys id, entry_point and kwargs; got {sorted(fields)}"
-            ) from problem
-
-    def pprint(self, disable_print: bool = False, include_entry_points: bool = False) -> str | None:
-        """Print this spec, one field per line. With `disable_print`, return the text instead."""
-        lines = [f"id={self.id}"]
-        if include_entry_points:
-            lines.append(f"entry_point={self.entry_point}")
-        lines.extend(f"{key}={value!r}" for key, value in self.kwargs.items())
-        return _print_or_return("\n".join(lines), disable_print)
-
+from skyrl_gym.core import Env, EnvCreator, EnvSpec
+from skyrl_gym.envs.entry_point import load_attribute, suggest_name
 
 registry: dict[str, EnvSpec] = {}
 """Registered environments of this process, by id."""
@@ -163,22 +76,7 @@ def make(id: str | EnvSpec, **kwargs: Any) -> Env[Any, Any]:
     1.0
     >>> deregister("table")
     """
-    env_spec = id if isinstance(id, EnvSpec) else spec(id)
-    merged = copy.deepcopy(env_spec.kwargs) | kwargs
-    creator = env_spec.load()
-    try:
-        env = creator(**merged)
-    except TypeError as problem:
-        raise TypeError(
-            f"{problem} (raised while making environment {env_spec.id!r} with kwargs {merged})"
-        ) from problem
-    if not isinstance(env, Env):
-        raise TypeError(
-            f"the entry_point of {env_spec.id!r} must return a skyrl_gym.Env, got {type(env).__name__}; "
-            "subclass skyrl_gym.envs.base_text_env.BaseTextEnv"
-        )
-    env.spec = dataclasses.replace(env_spec, kwargs=merged)
-    return env
+    return (id if isinstance(id, EnvSpec) else spec(id)).make(**kwargs)
 
 
 def validates_rows(creator: EnvCreator) -> bool:
@@ -205,15 +103,11 @@ def pprint_registry(
     width = max(map(len, ids), default=0)
     rows = [ids[start : start + num_cols] for start in range(0, len(ids), num_cols)]
     lines = ["  ".join(env_id.ljust(width) for env_id in row).rstrip() for row in rows]
-    return _print_or_return("\n".join(lines), disable_print)
+    if disable_print:
+        return "\n".join(lines)
+    print(*lines, sep="\n")  # noqa: T201, as the name says
+    return None
 
 
 def _is_built_in(env_spec: EnvSpec) -> bool:
     return isinstance(env_spec.entry_point, str) and env_spec.entry_point.startswith(__name__.split(".")[0] + ".")
-
-
-def _print_or_return(text: str, disable_print: bool) -> str | None:
-    if disable_print:
-        return text
-    sys.stdout.write(text + "\n")
-    return None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from functools import cache
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -239,17 +238,11 @@ def _print_help(context: typer.Context, names: Sequence[str] | None) -> None:
     typer.echo(describe_keys(names, fields) if names else f"{context.get_help()}\n\n{sections}")
 
 
-@cache
-def _add_verl() -> None:
-    import_module("skyrl_train.compat.verl.cli").add_to(app)
-
-
 def main(argv: Sequence[str] | None = None, program: Program | None = None) -> int:
     """Run `skyrl` and return the exit status. `argv` defaults to the arguments of the process.
 
     `program` replaces the experiment and parser of `skyrl train`.
     """
-    _add_verl()
     try:
         app(argv, prog_name="skyrl", obj=program)
     except SystemExit as stop:
@@ -263,10 +256,5 @@ def run_subcommand(command: str, argv: Sequence[str] | None = None, program: Pro
         sys.exit(status)
 
 
-def run() -> None:
-    """Run the console script `skyrl`."""
-    sys.exit(main())
-
-
 if __name__ == "__main__":
-    run()
+    sys.exit(main())

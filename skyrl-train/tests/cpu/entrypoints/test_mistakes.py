@@ -30,7 +30,7 @@ GOOD = {
 
 SCRIPT = """
 import contextlib, io, json, sys
-from skyrl_train.entrypoints.cli import main
+from skyrl_train.compat.cli import main
 answers = []
 for argv in json.load(sys.stdin):
     stderr = io.StringIO()

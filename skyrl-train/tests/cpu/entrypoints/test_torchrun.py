@@ -130,7 +130,7 @@ def test_a_command_line_of_verl_starts_its_ranks_with_torchrun(
     train(*program, *two, "--dry-run", command="verl")
     assert "processes    2 of torchrun" in capsys.readouterr().out
     expected = train("fsdp_sft_trainer", *one, command="verl")
-    command = [python(), "-m", "skyrl_train.entrypoints.cli", "verl", *program, *two]
+    command = [python(), "-m", "skyrl_train.compat.cli", "verl", *program, *two]
     finished = subprocess.run(command, capture_output=True, check=False, **process_options())
     messages = finished.stdout + finished.stderr
     assert finished.returncode == 0, messages

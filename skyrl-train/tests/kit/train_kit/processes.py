@@ -78,7 +78,7 @@ def write_commands(folder: Path) -> Path:
     starts faster than the zygote forks.
     """
     choose = f'[ "$1" != -c ] || exec {sys.executable} "$@"\nexec {python()} "$@"\n'
-    lines = {"python": choose, "python3": choose, "skyrl": f'exec {python()} -m skyrl_train.entrypoints.cli "$@"\n'}
+    lines = {"python": choose, "python3": choose, "skyrl": f'exec {python()} -m skyrl_train.compat.cli "$@"\n'}
     for name, line in lines.items():
         (folder / name).write_text(f"#!/bin/sh\n{line}")
         (folder / name).chmod(0o755)

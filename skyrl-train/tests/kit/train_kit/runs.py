@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from skyrl_train import callbacks
 from skyrl_train.callbacks import Callback, StepReport
 from skyrl_train.checkpoint import CheckpointStore
+from skyrl_train.compat import cli
 from skyrl_train.config.cli import parse
 from skyrl_train.config.supervised import DPO, REWARD, SFT
-from skyrl_train.entrypoints import cli
 from skyrl_train.entrypoints.command import parse_cli
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.preferences import DPOExp, RewardExp

@@ -2,7 +2,7 @@
 
 import sys
 
-from skyrl_train.entrypoints.cli import main
+from skyrl_train.compat.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["verl", "fsdp_sft_trainer", *sys.argv[1:]]))

@@ -1,18 +1,16 @@
-"""The command `skyrl verl`."""
+"""The command `skyrl`: our own commands, and `skyrl verl` for verl's command lines."""
 
+import sys
 from typing import Annotated
 
 import typer
 
+from skyrl_train.entrypoints.cli import app, main
 from skyrl_train.entrypoints.command import as_command
 from skyrl_train.entrypoints.start import RUN_SETTINGS, DryRun, PrintConfig, start
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command to `skyrl`."""
-    app.command(context_settings=RUN_SETTINGS)(verl)
-
-
+@app.command(context_settings=RUN_SETTINGS)
 @as_command
 def verl(
     command: Annotated[
@@ -35,3 +33,12 @@ def verl(
     program, overrides = read_command(command)
     name, flags = ("train", []) if program is MAIN_PPO else ("sft", find_torchrun_flags(command))
     start(name, overrides, None, print_config, dry_run, torchrun_flags=flags)
+
+
+def run() -> None:
+    """Run the console script `skyrl`."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()
