@@ -134,6 +134,10 @@ bench-memory: .venv/.runtime ## compare the planned memory of 16 runs with the m
 bench-precision: $(SMOLLM2) .venv/.runtime ## train in bfloat16 with 8-bit AdamW beside float32; writes benchmarks/memory/precision.md
 	@$(BENCH)/memory/precision.py --model ../$(SMOLLM2) --output_dir ../outputs/bench-precision $(ARGS)
 
+.PHONY: bench-memory-limit
+bench-memory-limit: $(SMOLLM2) .venv/.runtime ## train with 10% more and 15% less memory than planned, in control groups (as root)
+	@$(BENCH)/memory/limit.py --model ../$(SMOLLM2)
+
 .PHONY: bench-sync
 bench-sync: .venv/.runtime ## send 2.5 GB of weights through shared memory and gloo; writes benchmarks/sync/results.md
 	@$(BENCH)/sync/transports.py $(ARGS)

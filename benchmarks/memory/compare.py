@@ -57,7 +57,6 @@ SETTINGS = {
     "trainer.policy_mini_batch_size": 4,
     "trainer.critic_mini_batch_size": 4,
     "trainer.eval_interval": -1,
-    "trainer.ckpt_interval": 2,
     "trainer.epochs": 10,
     "trainer.max_prompt_length": 256,
     "trainer.logger": "jsonl",
@@ -120,6 +119,7 @@ def command(case: str, folder: Path, n_steps: int) -> list[str]:
         "trainer.output_dir": folder / "runs",
         "trainer.run_name": case.replace(",", "").replace(" ", "-"),
         "trainer.max_training_steps": n_steps,
+        "trainer.ckpt_interval": n_steps,  # an earlier copy could still be written during the next update
     }
     merged = SETTINGS | settings | own
     return [f"{key}={model if value == 'MODEL' else str(value)}" for key, value in merged.items()]

@@ -90,7 +90,7 @@ def run(task: str, kind: str, seed: int, output: Path, model: Path) -> list[dict
     folder = output / f"{task}-{list(KINDS).index(kind)}-{seed}"
     log = output / f"{folder.name}.log"
     if not (folder / "finished").exists():
-        paths = [str(HERE.parent / "real"), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        paths = [*(str(HERE.parent / name) for name in ("real", "training", ".")), os.environ.get("PYTHONPATH", "")]
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         with log.open("w") as file:
             # Catch ends with status 1 if the model has not learned, which is a result here.

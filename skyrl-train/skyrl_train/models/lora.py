@@ -16,8 +16,10 @@ from typing import Any
 
 import peft
 import torch
-from peft.tuners.lora import LoraLayer, ParamWrapper
+from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
+from peft.tuners.lora.layer import LoraVariant
 from safetensors.torch import save_file
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -50,6 +52,43 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns the values of a whole parameter, detached, on every rank."""
 
 
+class _AddProduct(torch.autograd.Function):
+    """y + scaling · x·Bᵀ, in place of y (…, out). x is (…, rank), and B is (out, rank)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, x: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(x, b)
+        ctx.scaling = scaling
+        y.view(-1, y.shape[-1]).addmm_(x.flatten(0, -2), b.T, alpha=scaling)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        x, b = ctx.saved_tensors
+        scaled = x.flatten(0, -2) * ctx.scaling
+        return grad, grad @ (b * ctx.scaling), grad.flatten(0, -2).T @ scaled, None
+
+
+class _Adapter(LoraVariant):
+    """W·x + (alpha / rank) · B·(A·x), added to the matrix's output while B multiplies.
+
+    peft writes the product, the scaled product and the sum as three more tensors of the output's size. They are freed
+    at once, but a CPU's allocator cannot use every gap again: the passes of an adapter then take a third more memory.
+    """
+
+    @staticmethod
+    def forward(
+        module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        low = module.lora_A[active_adapter](module.lora_dropout[active_adapter](x))
+        b, scaling = module.lora_B[active_adapter], module.scaling[active_adapter]
+        if low.dtype != result.dtype:  # a float32 adapter on bfloat16 weights, without autocast
+            return result + b(low) * scaling
+        return _AddProduct.apply(result, low, b.weight.to(low.dtype), scaling)
+
+
 def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
     """Freeze a model and add a trainable float32 adapter: a new one with zero effect, or the one in `lora_path`.
 
@@ -70,6 +109,9 @@ def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
         except ValueError as error:
             raise ConfigError(f"{name_source(lora)} does not fit a {type(model).__name__}: {error}") from error
     _check_layers(model, lora)
+    for layer in adapter_layers(model).values():
+        if type(layer) is Linear:
+            layer.lora_variant[NAME] = _Adapter()
     if has_head:
         model.get_submodule(VALUE_HEAD).requires_grad_(True)
         config.modules_to_save = [VALUE_HEAD]

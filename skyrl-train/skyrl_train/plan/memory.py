@@ -35,8 +35,8 @@ PROCESS_BYTES = {"cpu": 570e6, "cuda": 3e9}
 ENGINE_PROCESS_BYTES = 500e6
 CONTEXT_BYTES = 600e6
 """Memory that CUDA takes on a GPU for each process."""
-FRAGMENTATION = {"cpu": 0.15, "cuda": 0.05}
-"""Share of temporary memory that the allocator cannot reuse."""
+FRAGMENTATION = {"cpu": 0.22, "cuda": 0.05}
+"""Share of temporary memory that is added for gaps that the allocator cannot use again. Fitted on a CPU (glibc 2.36)."""
 HEAD_BLOCK_BYTES = {"cpu": 2 * 4 * math.prod(CPU_BLOCK), "cuda": 2 * 4 * GPU_LOGITS}
 CACHE = "engine: key-value cache"
 TURN_TOKENS = 64
@@ -96,6 +96,11 @@ class Rows:
         """Tokens of the largest micro-batch. A longer row is computed alone, which is not counted."""
         largest = min(self.budget, self._cost / self.n_passes + 2 * self.row_tokens, self._cost)
         return int(largest * self.n_tokens / max(1.0, self._cost))
+
+    @property
+    def later_tokens(self) -> int:
+        """Tokens of the largest micro-batch after the first one."""
+        return min(self.micro_batch_tokens, max(0, self.n_tokens - self.micro_batch_tokens))
 
     @property
     def trained_share(self) -> float:
@@ -298,7 +303,10 @@ class _Forecaster:
         if trainer.activation_offload:
             yield self._part("activations", n_tokens * kept, ["update"], "host")
             kept = activation_bytes_per_token(self.config, value_bytes=size) // text.num_hidden_layers
-        yield self._temporary("activations", n_tokens * kept + inside, ["update"])
+        # The first backward pass replaces activations by gradients, layer by layer. Only later passes start with both.
+        first, later = (n * kept + inside for n in (n_tokens, rows.later_tokens))
+        gradients = self._share(policy) * policy.training.gradients
+        yield self._temporary("activations", max(first - gradients, later), ["update"])
         if not self.hardware.has_gpus:
             head += min(MAX_SAVED_BYTES, n_tokens * rows.trained_share * text.vocab_size * 4)
         yield self._temporary("logits", head, ["update"])

@@ -1,0 +1,52 @@
+"""Train SmolLM2-135M-Instruct with little more and with less memory than planned: `make bench-memory-limit`, as root.
+
+Each run is in a control group with a limit. At the planned peak plus 10% it must finish. At the planned peak minus 15%,
+the plan must refuse it before it loads the model.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from precision import command
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def run_limited(arguments: list[str], n_bytes: int, log: Path) -> int:
+    """Run a command in a new control group with `n_bytes` of memory, and return its exit status."""
+    is_v1 = (CGROUPS / "memory").is_dir()
+    group = CGROUPS / ("memory" if is_v1 else "") / f"skyrl-{n_bytes}"
+    group.mkdir()
+    try:
+        (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(n_bytes))
+        enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+        with log.open("w") as file:
+            return subprocess.run([*enter, *arguments], stdout=file, stderr=file, check=False).returncode
+    finally:
+        group.rmdir()
+
+
+def main() -> None:
+    """Run the command. Exit with status 1 if a run ends in another way."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
+    model = options.parse_args().model.resolve()
+    folder = Path(tempfile.mkdtemp(prefix="limit-"))
+    train = [*command("grpo", "float32, AdamW", 1, folder, model), "trainer.ckpt_interval=10"]
+    planning = [*train[:3], "plan", "--json", *train[4:]]
+    done = subprocess.run(planning, capture_output=True, text=True, check=True)
+    peak = max(json.loads(done.stdout)["totals"]["host"].values())
+    for share, is_enough in ((1.1, True), (0.85, False)):
+        status = run_limited(train, int(share * peak), folder / "run.log")
+        last = (folder / "run.log").read_text().splitlines()[-1]
+        print(f"planned {peak / 1e9:.2f} GB, limit {share:.0%}: exit status {status}: {last}", flush=True)
+        if (status == 0) != is_enough or ("GB" not in last and not is_enough):
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
