@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from precision import command
+from precision import command, variables
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -25,7 +25,9 @@ def run_limited(arguments: list[str], n_bytes: int, log: Path) -> int:
         (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(n_bytes))
         enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
         with log.open("w") as file:
-            return subprocess.run([*enter, *arguments], stdout=file, stderr=file, check=False).returncode
+            return subprocess.run(
+                [*enter, *arguments], stdout=file, stderr=file, env=variables(), check=False
+            ).returncode
     finally:
         group.rmdir()
 
@@ -38,7 +40,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="limit-"))
     train = [*command("grpo", "float32, AdamW", 1, folder, model), "trainer.ckpt_interval=10"]
     planning = [*train[:3], "plan", "--json", *train[4:]]
-    done = subprocess.run(planning, capture_output=True, text=True, check=True)
+    done = subprocess.run(planning, capture_output=True, text=True, env=variables(), check=True)
     peak = max(json.loads(done.stdout)["totals"]["host"].values())
     for share, is_enough in ((1.1, True), (0.85, False)):
         status = run_limited(train, int(share * peak), folder / "run.log")

@@ -79,6 +79,12 @@ def command(task: str, kind: str, seed: int, folder: Path, model: Path) -> list[
     return [sys.executable, "-m", "skyrl_train.entrypoints.cli", name, *settings]
 
 
+def variables() -> dict[str, str]:
+    """Return the environment of a run, which imports the environment class of `make bench-real`."""
+    paths = [*(str(HERE.parent / name) for name in ("real", "training", ".")), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """Return the rows of the only run below a folder, or [] if there is none."""
     files = list(folder.rglob("metrics.jsonl"))
@@ -90,12 +96,10 @@ def run(task: str, kind: str, seed: int, output: Path, model: Path) -> list[dict
     folder = output / f"{task}-{list(KINDS).index(kind)}-{seed}"
     log = output / f"{folder.name}.log"
     if not (folder / "finished").exists():
-        paths = [*(str(HERE.parent / name) for name in ("real", "training", ".")), os.environ.get("PYTHONPATH", "")]
-        variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         with log.open("w") as file:
             # Catch ends with status 1 if the model has not learned, which is a result here.
             subprocess.run(
-                command(task, kind, seed, folder, model), stdout=file, stderr=file, env=variables, check=False
+                command(task, kind, seed, folder, model), stdout=file, stderr=file, env=variables(), check=False
             )
         rows = read_metrics(folder)
         if not any(METRICS[task][0] in row for row in rows):

@@ -79,9 +79,7 @@ class _Adapter(LoraVariant):
     """
 
     @staticmethod
-    def forward(
-        module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any
-    ) -> torch.Tensor:
+    def forward(module: Any, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         low = module.lora_A[active_adapter](module.lora_dropout[active_adapter](x))
         b, scaling = module.lora_B[active_adapter], module.scaling[active_adapter]
         if low.dtype != result.dtype:  # a float32 adapter on bfloat16 weights, without autocast
