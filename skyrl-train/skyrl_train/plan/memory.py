@@ -36,7 +36,7 @@ ENGINE_PROCESS_BYTES = 500e6
 CONTEXT_BYTES = 600e6
 """Memory that CUDA takes on a GPU for each process."""
 FRAGMENTATION = {"cpu": 0.22, "cuda": 0.05}
-"""Share of temporary memory that is added for gaps that the allocator cannot use again. Fitted on a CPU (glibc 2.36)."""
+"""Share of temporary memory that the allocator cannot use again. Fitted to runs on a CPU, with glibc 2.36."""
 HEAD_BLOCK_BYTES = {"cpu": 2 * 4 * math.prod(CPU_BLOCK), "cuda": 2 * 4 * GPU_LOGITS}
 CACHE = "engine: key-value cache"
 TURN_TOKENS = 64
