@@ -49,10 +49,10 @@ class OpenModel:
 
 
 def open_model(path: str, *, local_files_only: bool = False) -> OpenModel:
-    """Open a model's weights in a folder or on the Hub, or with `local_files_only` in the Hub's cache.
+    """Open the weights of a model folder or a Hub model. With `local_files_only`, use the Hub's cache, no download.
 
     Raises:
-        ConfigError: there is no such model, or it has no safetensors files.
+        ConfigError: there is no such model, a file is unreadable, or the weights or `config.json` are missing.
     """
     folder = Path(path)
     if not folder.is_dir():

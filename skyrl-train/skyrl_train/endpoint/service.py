@@ -331,7 +331,7 @@ def _repeat(sampled: list[Sampled], on_tokens: OnTokens | None) -> list[Sampled]
 
 @contextmanager
 def _encoding(param: str) -> Iterator[None]:
-    """Reject the request if the chat template or the tokenizer raises."""
+    """Convert any exception in the block to a RequestError for `param`."""
     try:
         yield
     except RequestError:

@@ -20,7 +20,7 @@ from skyrl_train.rendering.messages import replace_function
 from skyrl_train.rendering.template import MARK, ChatTemplate, Messages
 from skyrl_train.types import Segment
 
-CONTEXT_TOKENS = 32  # last tokens of a row that are decoded to tokenize the text after them
+CONTEXT_TOKENS = 32  # trailing tokens decoded as context to tokenize the text after them
 CACHED_TOKENS = 2**18  # the samples of a group share a prompt, and many environments repeat observations
 TURN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")  # in addition to the template's own
 MAX_CHARS_PER_TOKEN = 32  # longer text certainly exceeds a token limit, and is not even tokenized
@@ -69,14 +69,14 @@ class ChatEncoder:
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raise ConfigError if `template` (default: the tokenizer's), with `template_kwargs`, cannot join turns."""
+        """Load `template` (default: the tokenizer's) with `template_kwargs`. ConfigError if it cannot join turns."""
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, template, template_kwargs)
         self._prompt = _Cached(partial(self._encode_messages, self._template.prompt))
         self._history = _Cached(partial(self._encode_messages, partial(self._template.render, adds_header=True)))
         self._after_turn = _Cached(self._encode_after_turn)
         try:
-            tail = self._after_turn([TURN])  # find a bad template now, not in the first rollout
+            tail = self._after_turn([TURN])  # fail here, not in the first rollout
         except DataError as error:
             raise ConfigError(
                 f"the chat template failed to render a user message and a reply: {error}. Correct the tokenizer's "

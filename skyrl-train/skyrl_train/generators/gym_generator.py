@@ -61,8 +61,8 @@ class GymGenerator(RolloutGenerator):
     """A generator that plays `skyrl_gym` environments with an inference engine.
 
     With `generator.batched`, all rollouts of a call take their turns together. Otherwise, and always with
-    `isolation=process`, each rollout proceeds at its own pace, and the engine batches concurrent requests. The
-    trajectories are the same.
+    `isolation=process`, each rollout proceeds at its own pace, and the engine batches concurrent requests. Both modes
+    give the same trajectories.
 
     Subclasses may override `rollout` and use `generator_cfg`, `inference_engine_client` and `tokenizer`.
     """
@@ -93,7 +93,7 @@ class GymGenerator(RolloutGenerator):
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """Return one trajectory for each request, in order. Failed rollouts are invalid, never reward 0."""
+        """Return one trajectory per request, in order. Failed rollouts are marked invalid instead of scored 0."""
 
         async def play(rollouts: Sequence[Rollout]) -> None:
             groups = [rollouts] if self._is_batched else [[rollout] for rollout in rollouts]

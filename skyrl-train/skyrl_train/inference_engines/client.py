@@ -36,9 +36,9 @@ Restart = Callable[[int], Awaitable[InferenceEngine]]
 class EngineClient:
     """An `InferenceEngine` over several engines with the same model.
 
-    A session starts on the engine with the fewest sessions and stays there. An engine is replaced if its process ends
-    or stops answering. Its requests are then sampled again. They get the same tokens unless the weights have changed or
-    the backend has no seeds, as vLLM's own sampler.
+    A session starts on the engine with the fewest sessions and running requests, and stays there. An engine is replaced
+    if its process ends or stops answering. Its requests are then sampled again. They get the same tokens unless the
+    weights have changed or the backend ignores seeds, like vLLM's own sampler.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class EngineClient:
         return sum(engine.n_weight_copies for engine in self._engines)
 
     def follow(self, sync: WeightSync, has_current_weights: Callable[[], bool] = lambda: True) -> None:
-        """Use `sync`, the weight sync of this client, to send the current weights to replacements.
+        """Use `sync`, this client's weight sync, to send the current weights to replacements.
 
-        A failed sync then replaces the lost engines and sends the weights once more. `has_current_weights` returns
-        False while an update is changing the weights. A replacement then stays paused until the next sync.
+        If a sync fails, it then replaces lost engines and sends the weights once more. `has_current_weights` must
+        return False while an update changes the weights. Replacements then stay paused until the next sync.
         """
         self._sync = sync
         self._has_current_weights = has_current_weights

@@ -14,26 +14,26 @@ logger = logging.getLogger(__name__)
 
 
 class Lease:
-    """The memory of devices that an engine and models share.
+    """Exclusive use of device memory that an engine and models share.
 
-    When one of them computes, everything else leaves: the engine goes to sleep, and models move to host memory. Only
-    the policy's weights stay on the devices next to the engine. They may be needed at any time: after a sync, the
+    While one of them computes, the rest is offloaded: the engine sleeps, and models move to host memory. Only the
+    policy's weights stay on the devices with the engine, because they may be needed at any time: after a sync, the
     policy scores the engine's samples, and a replacement for a lost engine receives them.
 
     An engine that generates with the policy's own tensors releases only its cache, and models stay on their device.
     """
 
     def __init__(self, *, moves_models: bool = True) -> None:
-        """Create a lease without users. Call `add_model` for each model, the policy first, then `add_engine`.
+        """Create an empty lease. Call `add_model` for each model, the policy first, then `add_engine`.
 
-        With `moves_models=False`, only the engine leaves.
+        With `moves_models=False`, models stay on the devices, and only the engine sleeps.
         """
         self.moves_models = moves_models
         self._models: list[WorkerGroup] = []
         self._engine: InferenceEngine | None = None
-        self._user: WorkerGroup | InferenceEngine | None = None  # None: nobody, or a change of users has failed
+        self._user: WorkerGroup | InferenceEngine | None = None  # None if unused, or after a failed handover
         self._lock = asyncio.Lock()
-        self._entering: asyncio.Task[None] | None = None  # of the engine
+        self._entering: asyncio.Task[None] | None = None  # wakes up the engine
 
     async def add_model(self, model: WorkerGroup) -> None:
         """Add a model that has been loaded. Everything but the policy's weights leaves the devices immediately."""

@@ -14,7 +14,7 @@ WINDOWS = ("sliding_window", "attention_chunk_size")
 """Configuration fields that limit attention to nearby tokens. Layers copy them under the same names."""
 
 PROBED_WINDOW = 4
-"""Tokens of a window during a probe."""
+"""Window size during a probe, in tokens."""
 
 
 @contextmanager
@@ -33,10 +33,10 @@ def with_attribute(owners: Collection[Any], name: str, value: Any) -> Iterator[N
 def crossing_windows(
     probe: Callable[Concatenate[PreTrainedModel, P], T],
 ) -> Callable[Concatenate[PreTrainedModel, P], T]:
-    """Decorate a probe of a model: its few tokens cross sliding windows and attention chunks.
+    """Decorate a model probe so that its few tokens cross sliding windows and attention chunks.
 
-    During the probe, a window of 4,096 tokens has only `PROBED_WINDOW`. Masks and caches work the same for any size. If
-    a layer stores another value, e.g. the window + 1, the window is not reduced, because the two must agree.
+    The probe runs with windows of `PROBED_WINDOW` tokens instead of, say, 4,096. Masks and caches work the same at any
+    size. If a layer stores a different value, e.g. the window + 1, the window is not reduced: the two must agree.
     """
 
     @wraps(probe)

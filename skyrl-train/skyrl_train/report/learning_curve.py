@@ -12,7 +12,7 @@ _INK, _QUIET, _GRID = "#1d2430", "#6a7383", "#e6e9ee"
 
 
 class _Curve(NamedTuple):
-    """A line of the picture."""
+    """A line in the figure."""
 
     series: Series
     color: str
@@ -55,7 +55,7 @@ def compare_curves(
     title: str,
     baselines: Mapping[str, float] | None = None,
 ) -> Path:
-    """Plot `metric` of several labeled runs in one picture. DataError if a run has no value of it."""
+    """Plot `metric` of several labeled runs in one figure. Raise DataError if a run has no value of it."""
     curves = []
     for index, (label, rows) in enumerate(runs.items()):
         curve = _require(rows, metric, label)

@@ -67,10 +67,10 @@ def memory_location(device: torch.device) -> str:
 
 
 class StreamWriter:
-    """The sender's end. With `cuda_ipc`, every rank of the model has one, and all ranks make the same calls."""
+    """The sending end. With `cuda_ipc`, every rank of the model has one, and all ranks make the same calls."""
 
     def __init__(self, plan: SyncPlan) -> None:
-        """Wait until every receiver has connected. SyncError if one is missing or `plan.transport` cannot reach it."""
+        """Connect to every receiver. Raise SyncError if one is missing or `plan.transport` cannot reach it."""
         self._plan = plan
         self._device = stream_device(plan)
         self._size = slot_bytes(plan)
@@ -129,7 +129,7 @@ class StreamWriter:
         self._on_first_rank(lambda: self._send("start"))
 
     def _introduce(self, addresses: dict[str, str]) -> None:
-        """Listen, send the addresses of the slots, and record the receivers that cannot open them as remote."""
+        """Accept the receivers, send them the slot addresses, and record receivers that cannot open the slots."""
         self._endpoint = SenderEndpoint(self._plan)
         self._gather("connect", self._connect_deadline)
         self._send(addresses)

@@ -1,4 +1,4 @@
-"""SkyRL's connection of a script to a Ray cluster, with the script's registrations in the cluster's processes."""
+"""SkyRL's `initialize_ray`: connect a script to a Ray cluster whose processes share the script's registrations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Registrations:
         )
 
     def restore(self) -> None:
-        """Also register everything in this process."""
+        """Add the registrations to this process."""
         ENVIRONMENTS.update(self.environments)
         ADVANTAGE_ESTIMATORS.entries.update(self.estimators)
         POLICY_LOSSES.entries.update(self.losses)
@@ -48,12 +48,12 @@ class Registrations:
 
 
 def initialize_ray(cfg: SkyRLConfig | DictConfig) -> None:
-    """Connect a script to a Ray cluster, as SkyRL scripts do before they run an experiment in a task.
+    """Connect to a Ray cluster, as SkyRL scripts do before they run an experiment in a task.
 
-    Environments, estimators, losses and reward functions registered so far are also registered in all processes of the
-    cluster. A new cluster has one CPU more than this machine, for the task. `cfg` is ignored.
+    Processes that the cluster starts for this script get the environments, estimators, losses and reward functions
+    registered so far. A new cluster gets one CPU more than this machine has, for the task. `cfg` is ignored.
 
     Raises:
-        ConfigError: no cluster answers at `$RAY_ADDRESS`.
+        ConfigError: no cluster answers at `$RAY_ADDRESS`, or it is a Ray Client address.
     """
     connect(Registrations.collect().restore, n_task_cpus=1)

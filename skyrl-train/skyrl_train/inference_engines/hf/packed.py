@@ -21,7 +21,7 @@ from skyrl_train.models.routing import Routers
 
 
 class PackedEngine(EmbeddedEngine[CachedSequence]):
-    """An engine that packs the new tokens of all sequences into one row, with keys and values in one memory."""
+    """An engine that packs the new tokens of all sequences into one row, with one pool for keys and values."""
 
     _queue: Scheduler
     sequence_type = CachedSequence
@@ -47,7 +47,7 @@ class PackedEngine(EmbeddedEngine[CachedSequence]):
         self._queue = Scheduler(self._table, self._step_limits)
 
     def _reduce(self, n_sequences: int) -> str | None:
-        """Halve the cache if it could not be allocated and still holds the longest sequence. Else halve the step."""
+        """Halve the cache if allocating it failed and half holds the longest sequence. Otherwise, halve the step."""
         n_tokens = self._memory.size // 2 // self.unit * self.unit
         if not self._memory.does_not_fit or n_tokens < self.info.longest_sequence:
             return super()._reduce(n_sequences)

@@ -68,18 +68,18 @@ class Row:
 class Scheduler(SequenceQueue[CachedSequence]):
     """A first-come, first-served scheduler. Sequences join and leave between steps.
 
-    Every decoding sequence reads one token per step. Prompts share the rest of `max_tokens`, in chunks, so a long
-    prompt does not stop the decoding of other sequences. With max_tokens=512, three decoding sequences, and two new
-    prompts A and B of 400 tokens:
+    Every decoding sequence reads one token per step. Prompts share the rest of `limits.n_tokens`, in chunks, so a long
+    prompt does not stall decoding. With n_tokens=512, three decoding sequences, and two new prompts A and B of 400
+    tokens:
 
         step 1   3 decode, A reads 400, B reads 109    512 tokens, and A samples its first token
         step 2   4 decode, B reads 291                 295 tokens, and B samples its first token
         step 3   5 decode
 
-    When memory runs out, the sequence that came last is preempted: it loses its region, waits at the front of the
-    queue, and is read again later. It then samples the same tokens, because a token's random number depends only on the
-    request's seed and the position. The first sequence is never preempted for a later one, so it always finishes, and
-    the engine makes progress.
+    When memory runs out, the newest running sequence is preempted: it loses its region, returns to the front of the
+    queue, and is prefilled again later. It still samples the same tokens, because a token's random number depends only
+    on the request's seed and the position. The oldest sequence is never preempted for a newer one, so it always
+    finishes, and the engine makes progress.
     """
 
     def __init__(self, table: RegionTable, limits: StepLimits) -> None:
@@ -96,12 +96,12 @@ class Scheduler(SequenceQueue[CachedSequence]):
         return over
 
     def next_step(self) -> tuple[list[Copy], list[Row]]:
-        """Return the copies to make before the next forward pass, and its rows by region. Needs an active sequence."""
+        """Return the copies before the next forward pass, and its rows in memory order. Needs an active sequence."""
         for sequence in list(self.running):  # in arrival order
             while sequence.region is not None and not self._table.grow(
                 sequence.region, len(sequence.token_ids), sequence.max_tokens
             ):
-                last = self.running.pop()  # as the last resort the sequence itself
+                last = self.running.pop()  # possibly `sequence` itself
                 assert last.region is not None
                 self._table.free(last.region)
                 last.region = None
@@ -128,10 +128,10 @@ class Scheduler(SequenceQueue[CachedSequence]):
         self._table.clear()
 
     def _admit(self) -> None:
-        """Give waiting sequences a region, within the limits of sequences and memory.
+        """Allocate regions for waiting sequences, up to the limits on sequences and memory.
 
-        If memory is full, all later sequences also wait, because first come is first served. A sequence that can share
-        a prefix after the next step is skipped, and later ones are tried.
+        If a sequence does not fit, all later ones wait too: first come, first served. A sequence that can share a
+        prefix after the next step is skipped, and later ones are tried.
         """
         skipped: list[CachedSequence] = []
         while self.waiting and len(self.running) < self._limits.n_sequences:

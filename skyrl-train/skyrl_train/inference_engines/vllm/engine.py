@@ -158,7 +158,7 @@ def _start_core(
 
 
 class AsyncVLLMEngine(AsyncEngine):
-    """An engine that runs vLLM in other processes, on one or several GPUs. Create it in the event loop that uses it."""
+    """An engine that runs vLLM in other processes, on one or more devices. Create it in the event loop that uses it."""
 
     def __init__(
         self, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, sampler: Sampler = "seeded"
@@ -216,7 +216,7 @@ class AsyncVLLMEngine(AsyncEngine):
             await self._ask(self._client.add_request_async(core))
 
     async def _read(self) -> None:
-        """Put the engine core's outputs into the queue until the core ends."""
+        """Queue the engine core's outputs until the core exits."""
         try:
             while True:
                 for output in (await self._client.get_output_async()).outputs:
