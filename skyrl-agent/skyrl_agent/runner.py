@@ -41,15 +41,15 @@ RATIOS = {
     "trajectory_timeout": "trajectory_timeout",
     "engine_error": "engine_error",
 }
-"""Metrics that are shares of stop reasons."""
+"""Stop reasons whose shares are metrics, by metric name."""
 
 
 class AgentRunner(RolloutGenerator):
     """A generator whose rollouts are trajectories of an agent.
 
     A failed trajectory is retried. If it fails again, it is invalid: no baseline, metric or loss reads its reward.
-    Trajectories that end for one of `generator.masked_finish_reasons` have a loss mask of 0, but their rewards count in
-    baselines.
+    Trajectories that end for one of `generator.masked_finish_reasons` have a loss mask of 0, but their rewards still
+    count in baselines.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AgentRunner(RolloutGenerator):
         Raises:
             ConfigError: a tool does not exist, or the chat template cannot join turns.
         """
-        tools = agent_cls.create_tools(cfg.tools)  # early, so that a mistake is reported before the first trajectory
+        tools = agent_cls.create_tools(cfg.tools)  # reports mistakes before the first trajectory
         close_tools(tools.values())
         self.cfg = cfg
         self.agent_cls = agent_cls
@@ -85,15 +85,15 @@ class AgentRunner(RolloutGenerator):
                 ) from error
         self._engine = engine
         self._workers: _Workers | None = None
-        self._n_drawn = 0  # instances of earlier calls of `run`
+        self._n_drawn = 0  # rows of earlier `run` calls
         self._played: dict[Phase, list[_Played]] = {"train": [], "eval": []}  # since the last `take_metrics`
 
     async def run(self, input_batch: Any, val_mode: bool = False) -> dict[str, Any]:
-        """Play `num_trajectories` trajectories per row. Return SkyRL-Agent's parallel lists: see `to_agent_output`.
+        """Play `num_trajectories` trajectories per row. Return the lists of `to_agent_output` and `rollout_metrics`.
 
         Args:
             input_batch: a list of rows, SkyRL's `GeneratorInput`, or verl's `DataProto`.
-            val_mode: use the number of trajectories and the sampling parameters of `val_config`.
+            val_mode: use `val_config`'s number of trajectories and sampling parameters.
         """
         settings, is_training = self.cfg.generator, not val_mode
         n_samples = settings.num_trajectories if is_training else settings.val_config.num_trajectories
@@ -198,7 +198,7 @@ class _Workers:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """The facts about a trajectory that metrics are computed from."""
+    """The facts about a trajectory that `agent_metrics` needs."""
 
     group: int
     stop_reason: str
@@ -270,7 +270,7 @@ def to_agent_output(trajectories: Sequence[Trajectory], n_samples: int) -> dict[
 
 
 def agent_metrics(played: Sequence[_Played], masked_reasons: Sequence[str]) -> dict[str, float]:
-    """Return the metrics of trajectories."""
+    """Compute metrics over trajectories."""
     if not played:
         return {}
     groups: dict[int, list[float]] = {}

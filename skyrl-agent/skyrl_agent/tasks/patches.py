@@ -12,7 +12,7 @@ from skyrl_agent.workspaces import MAX_FILE_BYTES, Workspace, WorkspaceError
 logger = logging.getLogger(__name__)
 
 GIT_TIMEOUT_S = 300.0
-MAX_COPIES = 500  # per command, since a command may have 90,000 bytes
+MAX_COPIES = 500  # per command: its limit is 90,000 bytes
 
 PROTECTED = (
     "**/tests/**",
@@ -34,7 +34,7 @@ PROTECTED = (
 )
 """Files that control how tests run. Patches cannot change them: they are reset before the tests.
 
-SWE-bench puts all changes under a `tests` folder into the test patch, so no reference solution has any.
+SWE-bench puts all changes under a `tests` folder into the test patch, so reference solutions contain none.
 """
 
 DOES_NOT_APPLY = 71  # exit status
@@ -47,8 +47,8 @@ export GIT_INDEX_FILE="$folder/index"
 """
 """Command: stage all files in a separate index, so that the agent's index does not change.
 
-The copy keeps the index's timestamp: git compares the content of files that are not older, since their size and time
-may be equal.
+The copy keeps the index's timestamp: git compares the content of files that are not older than the index, because they
+may have changed without a change in size or time.
 """
 
 RECORD = f"""{GIT} rev-parse --git-dir || exit
@@ -103,9 +103,9 @@ def collect_patch(workspace: Workspace) -> str:
 
 
 def _leave_out_largest(workspace: Workspace, path: str) -> None:
-    """Shorten a patch in a workspace to `MAX_FILE_BYTES`. Keep the smallest files and log the names of the rest.
+    """Shorten a patch in a workspace to `MAX_FILE_BYTES`. Keep the smallest files and log up to ten of the rest.
 
-    The patch may be too large to read, so git's headers are searched inside the workspace. Content lines cannot look
+    The patch may be too large to read, so grep finds git's headers inside the workspace. Content lines cannot look
     like headers: they begin with a space, "+", "-" or a backslash.
     """
     quoted = shlex.quote(path)
@@ -154,7 +154,7 @@ def apply_patch(
         protected: glob patterns of more files to reset.
 
     Raises:
-        WorkspaceError: the repository cannot be patched, whatever the patch.
+        WorkspaceError: the repository cannot be patched at all.
     """
     content = patch.encode("utf-8", "surrogateescape")
     if len(content) > MAX_FILE_BYTES:

@@ -1,6 +1,6 @@
 """A cgroup for a program's processes: the kernel counts their memory, including memory that no process has mapped.
 
-It needs the right to create cgroups: as root outside most containers, or where the system delegates cgroups to users.
+This requires permission to create cgroups: root outside most containers, or cgroups that are delegated to users.
 Versions 1 and 2 are supported.
 """
 
@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 PREFIX = "skyrl-program-"
-REMOVE_SECONDS = 5.0  # for the processes of a program to end
+REMOVE_SECONDS = 5.0  # for a program's processes to exit
 TRIAL_BYTES = 64 << 20
 ABANDONED_SECONDS = 60.0
 MAX_TASKS = 1024  # threads per program
@@ -25,10 +25,10 @@ _counter = itertools.count()
 
 @contextmanager
 def memory_cgroup(n_bytes: int) -> Iterator[tuple[int, int] | None]:
-    """Create a cgroup with at most `n_bytes` of memory. Remove it and all its processes afterwards.
+    """Create a cgroup with at most `n_bytes` of memory. Afterwards, kill its processes and remove it.
 
-    Yield two file descriptors, or None if this process cannot create a cgroup. A process joins by writing "0" to the
-    first. The second counts the processes killed for lack of memory.
+    Yield the file descriptors (join, events), or None if this process cannot create a cgroup. A process joins by
+    writing "0" to `join`. `count_killed(events)` counts the processes killed for lack of memory.
     """
     parent = _parent()
     if parent is None:
@@ -52,7 +52,7 @@ def count_killed(events: int) -> int:
 
 @cache
 def _parent() -> Path | None:
-    """Return the cgroup under which this process can create cgroups."""
+    """Return a cgroup in which this process can create cgroups, or None."""
     for parent in _candidates():
         with suppress(OSError, subprocess.SubprocessError):
             _remove_abandoned(parent)
@@ -66,7 +66,7 @@ def _parent() -> Path | None:
 def _candidates() -> Iterator[Path]:
     """Yield cgroups whose children can have a memory limit: this process's cgroup and, in version 2, its parent.
 
-    In version 2, a cgroup with processes has no such children.
+    In version 2, a cgroup that contains processes has no such children.
     """
     for own in _own_cgroups():
         if not _is_v2(own):
@@ -103,7 +103,7 @@ def _cgroup(parent: Path, n_bytes: int) -> Iterator[Path]:
         else:
             limits = {"memory.limit_in_bytes": n_bytes, "memory.memsw.limit_in_bytes": n_bytes}
         for position, (name, value) in enumerate(limits.items()):
-            if position == 0 or (cgroup / name).exists():  # the rest depends on the kernel's configuration
+            if position == 0 or (cgroup / name).exists():  # the others depend on the kernel's configuration
                 (cgroup / name).write_text(str(value), encoding="ascii")
         yield cgroup
     finally:
@@ -112,7 +112,7 @@ def _cgroup(parent: Path, n_bytes: int) -> Iterator[Path]:
 
 
 def _remove(cgroup: Path) -> None:
-    """Kill the processes of a cgroup and of the programs' cgroups in it, then remove them."""
+    """Kill the processes of a cgroup and its nested program cgroups, then remove the cgroups."""
     for nested in cgroup.glob(f"{PREFIX}*"):
         _remove(nested)
     deadline = time.monotonic() + REMOVE_SECONDS

@@ -3,12 +3,12 @@ r"""The words of an answer: names, units, and words that change a number.
 math-verify reads letters as variables and drops ``\text{…}``, so it takes "seat" for "east", 3 km for 3 m, and a profit
 for a loss. Words are therefore compared here:
 
-- A ground truth of words alone, such as ``Tuesday`` or ``SSA``, is compared as it is written.
+- A ground truth of words alone, such as ``Tuesday`` or ``SSA``, is compared word for word.
 - A unit may be missing, as in 12 for 12 cm, but 12 m is not 12 cm.
-- Words that change a number, as in 5 dozen, have to be in both, and opposites, as profit and loss, differ. Other words
-  are labels: 10 ways are 10 arrangements.
-- Quantities of several numbers, as in 3 h 20 min, have the same numbers and words in the same order.
-- A ground truth that is the letter of a choice, such as ``C``, is compared with the letter alone: ``(C) 42`` is right.
+- Words that change a number, as in 5 dozen, must be in both. Opposites such as profit and loss differ. Other words are
+  labels: 10 ways are 10 arrangements.
+- Quantities of several numbers, such as 3 h 20 min, must have the same numbers and words in the same order.
+- A ground truth that is the letter of a choice, such as ``C``, is compared with the answer's letter: ``(C) 42`` counts.
 """
 
 import re
@@ -118,7 +118,7 @@ def compare_names(answer: str, gold: str) -> bool | None:
 
 
 def compare_choices(answer: str, gold: str) -> bool | None:
-    """Compare the letters of choices. Return None if `gold` is none, or the answer has no letter or several.
+    """Compare the letters of choices. Return None if `gold` is not a choice, or the answer has no letter or several.
 
     ``C`` is ``(C) 42`` and ``Option C``, and ``ABD`` is ``A, B, D``.
     """
@@ -149,12 +149,12 @@ def _is_name(word: str) -> bool:
 
 
 def have_same_words(answer: str, gold: str) -> bool:
-    """Return False if the words around the numbers rule out that the answer is right.
+    """Return False if the words around the numbers show that the answer is wrong.
 
-    The default is to let an answer pass, since most words are labels: "10 ways" may be "10 arrangements". Three kinds
-    of words can exclude it. Words that change a number must be in both: "5 dozen" is not "5". Units may be missing on
-    one side, but not differ: "12" is "12 km", "12 m" is not. And of opposite words, both sides must have the same ones,
-    if both have any: "profit of 5" is not "loss of 5".
+    Most words are labels and may differ: "10 ways" may be "10 arrangements". Only three kinds of words count. Words
+    that change a number must be on both sides: "5 dozen" is not "5". Units may be missing on one side, but must not
+    differ: "12" is "12 km", but "12 m" is not. If both sides have words with opposites, these must match: "profit of 5"
+    is not "loss of 5".
     """
     sides = [_tokens(text.rpartition("=")[2] if text.count("=") == 1 else text) for text in (answer, gold)]
     words, expected = ({text for kind, text in side if kind == "word"} for side in sides)
@@ -166,7 +166,7 @@ def have_same_words(answer: str, gold: str) -> bool:
         if words & rates != expected & rates or not (units <= expected_units or expected_units <= units):
             return False
     elif units or expected_units:
-        # A lone letter is usually a variable. Opposite a unit, it is a unit too: 3 m is not 3 km.
+        # A lone letter is usually a variable. If the other side has a unit, it is a unit too: 3 m is not 3 km.
         first_of_kind = dict(reversed(sides[0] if expected_units else sides[1]))
         letter = _stem(first_of_kind.get("letter", ""))
         if (
@@ -180,7 +180,7 @@ def have_same_words(answer: str, gold: str) -> bool:
 
 
 def strip_unit_letter(text: str, other: str) -> str:
-    """Remove the letter after a number if `other` names that unit: ``5 N`` beside ``5 newtons``."""
+    """Remove the letter after a number if `other` names that unit: ``5 N`` becomes ``5`` next to ``5 newtons``."""
     found = _UNIT_LETTER.fullmatch(text.strip(" $."))
     return found[1] if found and ("word", _stem(found[2])) in _tokens(other) else text
 

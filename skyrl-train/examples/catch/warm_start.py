@@ -2,9 +2,9 @@
 
     python -m examples.catch.warm_start --data_dir ~/data/catch --output_dir ~/models/catch-tiny
 
-Trains a tokenizer and a language model on conversations of *random* play: the model learns to read the board, to reply
-with one letter, and how the board changes. It sees no rewards and no good play. Reinforcement learning must teach it to
-catch the ball.
+Trains a tokenizer and a language model on games of *random* play. The model learns to read the board, reply with one
+letter, and predict how the board changes. It sees neither rewards nor good play, so reinforcement learning must teach
+it to catch the ball.
 """
 
 import argparse
@@ -25,19 +25,19 @@ N_STEPS = 150
 
 
 def make_model(train_file: Path, output_dir: Path, seed: int) -> float:
-    """Write tokenizer and model to a new `output_dir`. Return the last loss in nats per token."""
+    """Train a tokenizer and a model, and save them in a new `output_dir`. Return the last loss in nats per token."""
     conversations = play_at_random(read_rows(str(train_file)), N_CONVERSATIONS, seed)
     return make_tiny_model(conversations, output_dir, seed, n_steps=N_STEPS)
 
 
 def play_at_random(rows: Sequence[dict[str, Any]], n_games: int, seed: int) -> list[ConversationType]:
-    """Return complete conversations of a player that replies L, R or S at random."""
+    """Play complete games with random replies (L, R or S), and return the conversations."""
     player, order = random_player(seed), random.Random(seed)
     return [conversation(row, player) for row in order.choices(rows, k=n_games)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Parse the command line, and train and save the model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data_dir", type=Path, required=True, help="folder written by catch_dataset")
     parser.add_argument("--output_dir", type=Path, required=True, help="Hugging Face folder to write")

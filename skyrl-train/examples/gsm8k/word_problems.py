@@ -53,7 +53,7 @@ class Working:
 
 
 def change(rng: random.Random, work: Working) -> str:
-    """Change after buying two kinds of things."""
+    """Ask for the change after a purchase of two kinds of things."""
     (name, who), (first, second) = rng.choice(PEOPLE), rng.sample(GOODS, 2)
     n, price, m, other_price = (rng.randint(2, 9) for _ in range(4))
     paid = (n * price + m * other_price) // 50 * 50 + 50
@@ -68,7 +68,7 @@ def change(rng: random.Random, work: Working) -> str:
 
 
 def half_as_many(rng: random.Random, work: Working) -> str:
-    """A number, a fraction of it, and their sum."""
+    """Ask for the sum of a number and a fraction of it."""
     (name, who), thing = rng.choice(PEOPLE), rng.choice(GOODS)
     part, word = rng.choice([(2, "half"), (3, "a third"), (4, "a quarter")])
     n = part * rng.randint(3, 30)
@@ -81,7 +81,7 @@ def half_as_many(rng: random.Random, work: Working) -> str:
 
 
 def shares(rng: random.Random, work: Working) -> str:
-    """Boxes shared among friends after some pieces are kept."""
+    """Ask for each friend's share of several boxes after some pieces are kept."""
     (name, who), sweet = rng.choice(PEOPLE), rng.choice(SWEETS)
     n_friends, each, per_box = rng.randint(3, 9), rng.randint(3, 12), rng.choice([4, 5, 6, 8, 10, 12])
     n_boxes = n_friends * each // per_box + 2
@@ -96,7 +96,7 @@ def shares(rng: random.Random, work: Working) -> str:
 
 
 def journey(rng: random.Random, work: Working) -> str:
-    """A distance driven at two speeds."""
+    """Ask for the distance driven at two speeds."""
     name, who = rng.choice(PEOPLE)
     hours, other_hours = rng.randint(2, 6), rng.randint(2, 6)
     speed, other_speed = rng.sample(range(30, 101, 5), 2)
@@ -110,7 +110,7 @@ def journey(rng: random.Random, work: Working) -> str:
 
 
 def wages(rng: random.Random, work: Working) -> str:
-    """Remaining wages of several weeks."""
+    """Ask for the remainder of several weeks' wages after a purchase."""
     name, who = rng.choice(PEOPLE)
     hours, rate, weeks = rng.randint(8, 30), rng.randint(9, 25), rng.randint(2, 6)
     spent = 10 * rng.randint(3, 10)
@@ -124,7 +124,7 @@ def wages(rng: random.Random, work: Working) -> str:
 
 
 def discount(rng: random.Random, work: Working) -> str:
-    """Several things at a reduced price."""
+    """Ask for the cost of several things at a reduced price."""
     (name, who), thing = rng.choice(PEOPLE), rng.choice(GOODS)
     price, percent, n = 20 * rng.randint(1, 10), 5 * rng.randint(1, 12), rng.randint(2, 8)
     hundredths = work.step("In hundredths of a dollar, the price falls by {}.", price, "*", percent)
@@ -138,7 +138,7 @@ def discount(rng: random.Random, work: Working) -> str:
 
 
 def ages(rng: random.Random, work: Working) -> str:
-    """The combined age of two people in some years."""
+    """Ask for the combined age of two people in some years."""
     (name, _), (other, _) = rng.sample(PEOPLE, 2)
     age, times, years = rng.randint(4, 15), rng.randint(2, 5), rng.randint(2, 20)
     older = work.step(f"{name} is {{}} years old.", times, "*", age)
@@ -152,7 +152,7 @@ def ages(rng: random.Random, work: Working) -> str:
 
 
 def pages(rng: random.Random, work: Working) -> str:
-    """Remaining pages of a book per day."""
+    """Ask for the daily share of a book's remaining pages."""
     name, who = rng.choice(PEOPLE)
     daily, days, days_left, rest = rng.randint(8, 40), rng.randint(3, 9), rng.randint(2, 9), rng.randint(5, 45)
     total = daily * days + days_left * rest
@@ -167,7 +167,7 @@ def pages(rng: random.Random, work: Working) -> str:
 
 
 def bakery(rng: random.Random, work: Working) -> str:
-    """Earnings from the pieces that are not eaten."""
+    """Ask for the earnings from the pieces that are not eaten."""
     (name, who), sweet = rng.choice(PEOPLE), rng.choice(SWEETS)
     trays, per_tray, price = rng.randint(2, 9), rng.choice([6, 8, 9, 12, 15]), rng.randint(2, 5)
     eaten = rng.randint(2, 10)
@@ -181,7 +181,7 @@ def bakery(rng: random.Random, work: Working) -> str:
 
 
 def harvest(rng: random.Random, work: Working) -> str:
-    """The harvest of a garden, less the plants that die."""
+    """Ask for the harvest of a garden, less the plants that die."""
     (name, who), crop = rng.choice(PEOPLE), rng.choice(CROPS)
     rows, per_row, each, lost = rng.randint(3, 9), rng.randint(4, 12), rng.randint(3, 9), rng.randint(2, 11)
     plants = work.step(f"{name} sets {{}} plants.", rows, "*", per_row)
@@ -194,7 +194,7 @@ def harvest(rng: random.Random, work: Working) -> str:
 
 
 def savings(rng: random.Random, work: Working) -> str:
-    """The time to save a missing amount."""
+    """Ask for the time needed to save a missing amount."""
     (name, who), weeks = rng.choice(PEOPLE), rng.randint(3, 16)
     weekly, owned = rng.randint(5, 30), rng.randint(10, 90)
     price = owned + weekly * weeks
@@ -207,7 +207,7 @@ def savings(rng: random.Random, work: Working) -> str:
 
 
 def fence(rng: random.Random, work: Working) -> str:
-    """The cost of a fence around a rectangle."""
+    """Ask for the cost of a fence around a rectangle."""
     (name, who), price = rng.choice(PEOPLE), rng.randint(3, 15)
     length, width = rng.sample(range(5, 41), 2)
     half = work.step("One long and one short side are {} metres.", length, "+", width)
@@ -220,7 +220,7 @@ def fence(rng: random.Random, work: Working) -> str:
 
 
 def bus(rng: random.Random, work: Working) -> str:
-    """The number of people on a bus after two stops."""
+    """Ask for the number of people on a bus after two stops."""
     start, on, more_on = rng.randint(12, 40), rng.randint(3, 15), rng.randint(3, 15)
     off, more_off = rng.randint(2, 7), rng.randint(2, 7)
     first = work.step("After getting off at the first stop there are {} people.", start, "-", off)
@@ -234,7 +234,7 @@ def bus(rng: random.Random, work: Working) -> str:
 
 
 def average(rng: random.Random, work: Working) -> str:
-    """The score needed for an average."""
+    """Ask for the score needed to reach an average."""
     name, who = rng.choice(PEOPLE)
     wanted = rng.randint(70, 90)
     first, second, third = (wanted + rng.randint(-9, 9) for _ in range(3))

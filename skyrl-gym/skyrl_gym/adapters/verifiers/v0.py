@@ -1,6 +1,6 @@
-"""Environments of verifiers' first generation: `load_environment`, rollouts with a dict of state, and rubrics.
+"""First-generation verifiers environments: `load_environment`, rollouts with a state dict, and rubrics.
 
-`MultiTurnEnv.rollout` is a loop around the model. An episode does the same, one reply at a time. This module needs
+`MultiTurnEnv.rollout` is a loop around the model. An episode runs that loop one reply at a time. This module needs
 verifiers before 0.3, and imports it only when an environment is loaded.
 """
 
@@ -153,7 +153,7 @@ class EnvironmentEpisode:
         return is_over
 
     async def _record_error(self, awaitable: Awaitable[Any]) -> Any:
-        """Await a method of the environment. As in verifiers, its errors go to the state."""
+        """Await an environment method, and store its errors in the state as verifiers does."""
         try:
             return await awaitable
         except self._vf.OverlongPromptError:
@@ -209,7 +209,7 @@ class EnvironmentEpisode:
 
 
 def _check(vf: Any, env: Any) -> None:
-    """Raise ValueError if an environment cannot be played reply by reply, or its rewards compare rollouts."""
+    """Raise ValueError if an environment cannot be played reply by reply, compares rollouts, or is not scored."""
     name = f"{env.env_id or 'the environment'} ({type(env).__name__})"
     if not isinstance(env, vf.MultiTurnEnv):
         raise ValueError(f"{name} is not a MultiTurnEnv, so it cannot be played turn by turn")
@@ -242,7 +242,7 @@ def _rubrics(env: Any) -> Iterator[Any]:
 
 
 def _normalize(messages: Any, name: str) -> Any:
-    """Convert the messages of environments and datasets to verifiers' format. They may be dicts."""
+    """Convert messages of environments and datasets (objects or dicts) to verifiers' format."""
     module: Any = importlib.import_module("verifiers.utils.message_utils")
     return module.normalize_messages(messages, field_name=name)
 
@@ -252,14 +252,14 @@ def _dicts(messages: Any) -> list[dict[str, Any]]:
 
 
 def _without_none(prompt: Any) -> Any:
-    """Remove the fields that a dataset set to None because a different row has them."""
+    """Remove message fields that a dataset filled with None because other rows have them."""
     if isinstance(prompt, list):
         return [{name: value for name, value in message.items() if value is not None} for message in prompt]
     return prompt
 
 
 def _is_models_fault(vf: Any, error: Exception) -> bool:
-    """Return True for a wrong tool call's error, in an environment that stops at such errors."""
+    """Return True if a wrong tool call caused the error that ended the episode."""
     return isinstance(error, vf.ToolError) and not _is_infrastructure_error(vf, error)
 
 
@@ -315,7 +315,7 @@ def _collect_failures() -> Iterator[list[Exception]]:
 
 @contextmanager
 def _ignored_signals() -> Iterator[None]:
-    """Keep verifiers from handling SIGINT and SIGTERM: the trainer handles them, and only the main thread may."""
+    """Keep verifiers from installing signal handlers: the trainer has its own, and only the main thread may."""
     module: Any = importlib.import_module("verifiers.envs.environment")
     signal = module.signal
     module.signal = SimpleNamespace(**{**vars(signal), "signal": lambda *_: None})
@@ -326,7 +326,7 @@ def _ignored_signals() -> Iterator[None]:
 
 
 def _no_client(vf: Any) -> Any:
-    """Return a client for states, since they require one. It rejects calls: the trainer replies only between turns."""
+    """Return the client that a state requires. It rejects calls: the trainer replies only between turns."""
     client_type: Any = importlib.import_module("verifiers.clients").Client
 
     async def refuse(*_: Any, **__: Any) -> Any:

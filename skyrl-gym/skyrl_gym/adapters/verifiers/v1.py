@@ -1,7 +1,7 @@
-"""Environments of verifiers' second generation: tasksets, tasks with rewards, and environments with one agent.
+"""Second-generation verifiers environments: tasksets, tasks with rewards, and environments with one agent.
 
-An episode runs as in verifiers, through the hooks of `Env`, in an event loop task that is suspended while the trainer
-samples. Environments that need a container are rejected.
+An episode calls the hooks of `Env` as verifiers does, in an asyncio task that waits while the trainer samples.
+Environments that need a container are rejected.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -33,7 +33,7 @@ from skyrl_gym.adapters.verifiers.turn import ChatTurn, EpisodeResult, ParsedRep
 from skyrl_gym.envs.base_text_env import ConversationType
 
 NO_CLIENT = vf.EvalClientConfig(base_url="http://trainer.invalid", api_key_var="NO_API_KEY")
-"""An unreachable endpoint: verifiers requires one, but the trainer is not behind an endpoint."""
+"""An unreachable endpoint. verifiers requires an endpoint, but the trainer has none."""
 
 
 class TasksetPackage:
@@ -80,7 +80,7 @@ class TasksetPackage:
 class TasksetEpisode:
     """A `VerifiersEpisode` of a taskset.
 
-    It holds three file descriptors, and a folder in verifiers' cache, until it ends.
+    Until it ends, it holds three file descriptors and a folder in verifiers' cache.
     """
 
     def __init__(self, env: vf.Env[Any], task: vf.Task) -> None:

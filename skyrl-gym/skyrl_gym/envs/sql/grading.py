@@ -1,6 +1,6 @@
 """Grading of SQL solutions: format and result.
 
-Source: the format of SkyRL-SQL (Liu et al., 2025): think, query the database, think again, …, and give the solution.
+Source: the format of SkyRL-SQL (Liu et al., 2025): think, query the database, think again, …, and answer.
 """
 
 import math
@@ -29,8 +29,9 @@ ORDER_BY = re.compile(r"\border\s+by\b", re.IGNORECASE)
 def verify_format_and_extract(output: str) -> tuple[bool, list[str] | None, str | None, None]:
     """Return (is_valid, thoughts, solution, None) for a conversation.
 
-    A valid conversation has exactly one `<solution>…</solution>`, outside thoughts and without tags inside, a thought,
-    and a thought directly after every observation. The fourth value is there for SkyRL users who unpack four.
+    A valid conversation has at least one thought, a thought directly after every observation, and exactly one
+    `<solution>…</solution>`, outside thoughts and without other tags inside. The fourth value is for SkyRL code that
+    unpacks four.
 
     >>> verify_format_and_extract("<think>All of them.</think><solution>SELECT 1</solution>")
     (True, ['All of them.'], 'SELECT 1', None)
@@ -57,7 +58,7 @@ def join_replies(replies: Sequence[str]) -> str:
 
 
 def compute_score(output: str, ground_truth: str, db_file: Path, match: Match = "set") -> float:
-    """Return -1 for a wrong format, 1 if the solution has the result of `ground_truth`, else 0.
+    """Return -1 for a wrong format, 1 if the solution returns the result of `ground_truth`, else 0.
 
     A solution scores 0, whatever its result, if it reads none of the tables of `ground_truth` or its result does not
     depend on the data (`follows_data`).
@@ -88,12 +89,12 @@ def follows_data(db_file: Path, solution: tuple[str, Table], ground_truth: tuple
     """Return False for a constant such as `SELECT 9 FROM goods LIMIT 1`.
 
     Both queries run on parts of the database. `solution` and `ground_truth` are pairs of a query and its result on the
-    whole database. Return True if a part cannot be made or queried.
+    whole database. Return True if a part cannot be created or queried.
 
     Example: the prices are 2, 9, 4 and 7, the ground truth is `SELECT max(price) FROM goods`, and a model that guesses
-    well answers `SELECT 9 FROM goods LIMIT 1`. On the whole database, both return 9. On the part with the prices 2 and
-    4, the ground truth returns 4, but the guess still returns 9. If the ground truth returns 9 on both parts, nothing
-    can be said, so the solution counts.
+    9 answers `SELECT 9 FROM goods LIMIT 1`. On the whole database, both return 9. On the part with the prices 2 and
+    4, the ground truth returns 4, but the guess still returns 9. If the ground truth returns 9 on both parts, a
+    guess cannot be detected, so the solution counts.
     """
 
     def changes(query: str, result: Table, part: Path) -> bool:
@@ -115,7 +116,7 @@ def follows_data(db_file: Path, solution: tuple[str, Table], ground_truth: tuple
 
 
 def find_tables(db_file: Path, query: str) -> set[str]:
-    """Return the tables that SQLite opens for a query. Names would not do: `WITH goods AS (SELECT 4)` reads no table.
+    """Return the tables that SQLite opens for a query. Names are not enough: `WITH goods AS (SELECT 4)` reads none.
 
     Raises:
         QueryError: the query fails.
@@ -142,7 +143,7 @@ def is_same(actual: Table, expected: Table, match: Match, *, is_ordered: bool) -
 
 
 def _with_equal_floats(*tables: Sequence[Row]) -> list[list[Row]]:
-    """Replace numbers that are equal within the tolerance by the first of them.
+    """Replace numbers that are equal within the tolerance with the first of them.
 
     Each number is compared with the first of its group, not with its neighbor, so a group cannot drift: 1 + 0.9e-9
     joins the group of 1, but 1 + 1.8e-9 starts a new one. Integers are compared exactly: 10,000,000,000 is not
@@ -191,7 +192,7 @@ _CLOSING = {"'": "'", '"': '"', "`": "`", "[": "]", "--": "\n", "/*": "*/"}
 
 
 def extract_query(reply: str) -> str | None:
-    """Return the first `<sql>…</sql>` of a reply, or None if there is none.
+    """Return the first `<sql>…</sql>` of a reply, or None.
 
     >>> extract_query("<think>Count them.</think><sql>SELECT count(*) FROM t</sql>")
     'SELECT count(*) FROM t'

@@ -15,7 +15,7 @@ _ROWS = re.compile(r"(?:[1-9]{9}\n){8}[1-9]{9}", re.ASCII)
 
 
 def create(rng: Random) -> Puzzle:
-    """Create a grid with 22 to 45 givens. All its solutions count."""
+    """Create a grid with 22 to 45 givens. Any valid completion is correct."""
     solution = _complete_grid(rng)
     low, high = rng.choices(N_GIVENS, weights=(3, 4, 3))[0]
     givens = set(rng.sample(range(81), rng.randint(low, high)))
@@ -40,7 +40,7 @@ def is_correct(answer: str, truth: str, facts: Mapping[str, Any]) -> bool:
 
 
 def is_valid_grid(cells: str) -> bool:
-    """Return True if every row, column and box of the 81 digits holds all nine."""
+    """Return True if every row, column and box of the 81 cells holds the digits 1 to 9."""
     rows = [cells[9 * i : 9 * i + 9] for i in range(9)]
     columns = [cells[i::9] for i in range(9)]
     boxes = ["".join(rows[3 * (i // 3) + k][3 * (i % 3) : 3 * (i % 3) + 3] for k in range(3)) for i in range(9)]
@@ -48,7 +48,7 @@ def is_valid_grid(cells: str) -> bool:
 
 
 def _complete_grid(rng: Random) -> str:
-    """Return a valid grid: a regular grid with digits, rows and columns permuted (lines within and between bands)."""
+    """Return a valid grid: a fixed pattern with shuffled digits, rows and columns (within and between bands)."""
 
     def order() -> list[int]:
         return [3 * band + line for band in rng.sample(range(3), 3) for line in rng.sample(range(3), 3)]

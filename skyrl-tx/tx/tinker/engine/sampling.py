@@ -1,4 +1,4 @@
-"""Running samples."""
+"""The sampling loop of the engine."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class Sampling:
 
     @property
     def n_free(self) -> int:
-        """Number of requests that may begin."""
+        """Number of requests that can start now."""
         return self._max_running - len(self._running)
 
     @property
@@ -83,7 +83,7 @@ class Sampling:
             return failed_outcome(request, result)
         try:
             payload = codec.sample_bytes(result)
-        except Exception as error:  # noqa: BLE001 (an error of the sampler fails this request only)
+        except Exception as error:  # noqa: BLE001 (a sampler error fails only this request)
             return failed_outcome(request, error)
         self.n_tokens += sum(len(sample.tokens) for sample in result.samples)
         return RequestOutcome(request.request_id or 0, payload, is_protobuf=True)
@@ -96,7 +96,7 @@ class Sampling:
         return running is not None
 
     def step(self) -> bool:
-        """Sample a few tokens for every running request. Return True if there was any."""
+        """Sample a few tokens for the requests that fit. Return True if any request was running."""
         return self._sampler.step()
 
     def take_outcomes(self) -> list[RequestOutcome]:

@@ -1,9 +1,9 @@
-"""The database: SQLite in a file, or PostgreSQL. Opening it applies missing migrations.
+"""The database: SQLite in a file, or PostgreSQL. Opening it applies pending migrations.
 
-SQLite uses a write-ahead log: readers and the writer do not block each other, and commits survive the death of a
-process. Writers take the lock at BEGIN, because if two transactions read first and then both want to write, one of them
-fails, whereas two declared writers wait for each other. On PostgreSQL, an advisory lock serializes writers in the same
-way. So no decision is based on rows that a concurrent writer is changing, and request numbers become visible in order.
+SQLite uses a write-ahead log: readers and the writer do not block each other, and commits survive a process crash.
+Writers take the lock at BEGIN and wait for each other. If two transactions read first and then both tried to write, one
+of them would fail. On PostgreSQL, an advisory lock serializes writers in the same way. Writers therefore never act on
+rows that a concurrent writer is changing, and request numbers become visible in order.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ POOL_SIZE, MAX_OVERFLOW = 16, 32
 MIGRATIONS = Path(__file__).parent / "migrations"
 WRITES, DURABLE = "tx_writes", "tx_durable"
 LOCK = 7_246_331_001
-"""Number of PostgreSQL's advisory lock for writers."""
+"""Key of the PostgreSQL advisory lock for writers."""
 
 
 def open_database(url: str) -> Engine:
@@ -41,7 +41,7 @@ def open_database(url: str) -> Engine:
         event.listen(database, "begin", _begin_postgresql)
     config = AlembicConfig()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    with _for_writing(database).begin() as connection:  # concurrent processes wait until one of them has migrated
+    with _for_writing(database).begin() as connection:  # other processes wait for the migration
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
     return database
@@ -58,7 +58,7 @@ def reading(database: Engine) -> Iterator[Session]:
 def writing(database: Engine, *, is_durable: bool = False) -> Iterator[Session]:
     """Open a session that commits at the end of the block and rolls back on an exception.
 
-    On SQLite, a power loss may undo a commit, unless it or a later one was durable.
+    On SQLite, a power loss may undo a commit, unless that commit or a later one was durable.
     """
     with Session(_for_writing(database, is_durable), expire_on_commit=False) as session, session.begin():
         yield session
@@ -72,7 +72,7 @@ def _for_writing(database: Engine, is_durable: bool = False) -> Engine:
 
 
 def _set_up_sqlite(connection: Any, _: Any) -> None:
-    connection.isolation_level = None  # `_begin_sqlite` begins transactions, not the driver
+    connection.isolation_level = None  # `_begin_sqlite` begins transactions instead of the driver
     cursor = connection.cursor()
     for pragma in (f"busy_timeout={BUSY_MS}", "journal_mode=WAL", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")

@@ -1,4 +1,4 @@
-"""Limits on pending requests. Counts are cached: accepted requests are added to the last database count."""
+"""Limits on pending requests. Counts are cached: each accepted request is added to the last database count."""
 
 import time
 from collections import OrderedDict
@@ -26,12 +26,12 @@ class QueueLimits(NamedTuple):
 
 
 class QueueKey(NamedTuple):
-    """A queue of requests: a model's, a sampling session's, a user's requests without either, or all of a user's."""
+    """A queue: the requests of a model or a sampling session, a user's requests for neither, or all of a user's."""
 
     owner: str
     model_id: str | None = None
     sampling_session_id: str | None = None
-    has_all: bool = False  # of the user
+    has_all: bool = False  # all requests of the user
 
     def __str__(self) -> str:
         return "this user" if self.has_all else self.model_id or self.sampling_session_id or "the base model"
@@ -56,14 +56,14 @@ class Admission:
 
     @classmethod
     def from_config(cls, config: TxConfig) -> Self:
-        """Create it with the configured limits."""
+        """Create an `Admission` with the configured limits."""
         return cls(
             QueueLimits(config.max_queued_requests, config.max_queued_bytes),
             QueueLimits(config.max_queued_requests_per_user, config.max_queued_bytes_per_user),
         )
 
     def admit(self, db: Session, request: TxRequest) -> None:
-        """Count a request that is about to be accepted. Raise `RefusalError` 429 if its queue or its user's is full."""
+        """Count a request before it is accepted. Raise `RefusalError` 429 if its queue or its user's queue is full."""
         n_bytes = len(request.payload)
         queues = (
             (QueueKey(request.owner, request.model_id, request.sampling_session_id), self._queue),
