@@ -35,7 +35,7 @@ PROCESS_BYTES = {"cpu": 570e6, "cuda": 3e9}
 ENGINE_PROCESS_BYTES = 500e6
 CONTEXT_BYTES = 600e6
 """Memory that CUDA takes on a GPU for each process."""
-FRAGMENTATION = {"cpu": 0.22, "cuda": 0.05}
+FRAGMENTATION = {"cpu": 0.27, "cuda": 0.05}
 """Share of temporary memory that the allocator cannot use again. Fitted to runs on a CPU, with glibc 2.36."""
 HEAD_BLOCK_BYTES = {"cpu": 2 * 4 * math.prod(CPU_BLOCK), "cuda": 2 * 4 * GPU_LOGITS}
 CACHE = "engine: key-value cache"
@@ -212,8 +212,9 @@ class _Forecaster:
     def _weights(self, model: PlannedModel) -> Iterator[MemoryPart]:
         """Yield a model's weights, gradients and optimizer state.
 
-        With offloading, everything but the policy's weights is on the device only while its model computes. Models then
-        take turns, so a smaller model than the largest one of a phase adds nothing.
+        Models are updated one after another, so only the largest gradients count. With offloading, everything but the
+        policy's weights is on the device only while its model computes. Models then take turns, so a smaller model than
+        the largest one of a phase adds nothing.
         """
         share, training, always = self._share(model), model.training, self._phases()
         place = "host" if self._is_on_host(model) else self._device
@@ -221,7 +222,11 @@ class _Forecaster:
         is_offloaded = self.plan.offloads_idle and self.hardware.has_gpus
         if not is_offloaded:
             yield self._part(f"{model.name}: weights", weights, always, place)
-            yield self._part(f"{model.name}: gradients", share * training.gradients, ["update"], place)
+            neighbors = [other for other in self.plan.models if self._is_on_host(other) == self._is_on_host(model)]
+            largest = max(neighbors, key=lambda other: self._share(other) * other.training.gradients)
+            yield self._part(
+                f"{model.name}: gradients", share * training.gradients, ["update"] if model is largest else [], place
+            )
             after_step = self._phases(first=always[1])
             yield self._part(f"{model.name}: optimizer state", share * training.moments, after_step, place)
         else:
