@@ -32,12 +32,8 @@ def run_limited(arguments: list[str], n_bytes: int, log: Path) -> int:
         group.rmdir()
 
 
-def main() -> None:
-    """Run the command. Exit with status 1 if a run ends in another way."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
-    model = options.parse_args().model.resolve()
-    folder = Path(tempfile.mkdtemp(prefix="limit-"))
+def compare(model: Path, folder: Path) -> None:
+    """Plan a run, then start it with each limit. Exit with status 1 if one does not end as it must."""
     train = [*command("grpo", "float32, AdamW", 1, folder, model), "trainer.ckpt_interval=10"]
     planning = [*train[:3], "plan", "--json", *train[4:]]
     done = subprocess.run(planning, capture_output=True, text=True, env=variables(), check=True)
@@ -48,6 +44,15 @@ def main() -> None:
         print(f"planned {peak / 1e9:.2f} GB, limit {share:.0%}: exit status {status}: {last}", flush=True)
         if (status == 0) != is_enough or ("GB" not in last and not is_enough):
             sys.exit(1)
+
+
+def main() -> None:
+    """Run the command."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
+    model = options.parse_args().model.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        compare(model, Path(folder))
 
 
 if __name__ == "__main__":

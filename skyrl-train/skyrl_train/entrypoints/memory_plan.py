@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Config = SkyRLConfig | SupervisedConfig
 BAR = 40
 TOLERANCE = 1.05
-"""Factor by which a forecast must exceed the free memory before a run is refused. A forecast may be too high."""
+"""Factor by which a forecast must exceed the free memory before a run is refused. Forecasts are inexact."""
 
 
 def plan_run(cfg: Config, hardware: Hardware | None = None, longest_prompt: int | None = None) -> TrainingPlan:

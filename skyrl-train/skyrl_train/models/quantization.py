@@ -162,7 +162,7 @@ def quantize_base(model: PreTrainedModel, key: str, device: torch.device, weight
         checksum, weight = tensor_checksum(name, weight), weight.to(device)
         model.set_submodule(path, QuantizedLinear(weight, layer.bias, checksum))
         layer.weight.data = weight.new_empty(0)  # `layers` still holds the module
-    release_cached_memory(torch.device("cpu"))  # of the matrices
+    release_cached_memory(torch.device("cpu"))  # otherwise the process keeps the memory of the matrices
     if is_empty:
         for name, parameter in model.named_parameters():
             weights.read(name, parameter.detach(), (0,) * parameter.ndim)

@@ -405,7 +405,7 @@ HISTORIES = st.lists(
 @settings(max_examples=200)
 @given(history=HISTORIES, tools=st.lists(TOOLS, min_size=1, max_size=2))
 def test_no_tools_or_calls_of_a_client_are_an_error_of_the_server(history: list[Json], tools: list[Json]) -> None:
-    """The client gets an answer, or is told what is wrong with the request."""
+    """Every request gets a reply, or an error that names the mistake."""
     text = write_call("read", path="a") + "<function=read><parameter=path>5</parameter></function>"
     tokenizer = hermes_tokenizer()
     service = ModelService(ScriptedEngine(tokenizer, lambda _: text), tokenizer, model_name=MODEL)  # type: ignore[arg-type]
