@@ -11,9 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from skyrl_train.endpoint.responses import Json
+from skyrl_train.endpoint.completions import BodyBuilder, Json
+from skyrl_train.endpoint.messages import error_body
 from skyrl_train.endpoint.session import Owners
-from skyrl_train.endpoint.wire import RequestError
+from skyrl_train.endpoint.wire import RequestError, invalid
 
 T = TypeVar("T")
 
@@ -75,22 +76,30 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, run: Callable[[Receive, Callable[[], Awaitable[None]]], Awaitable[None]], chunks: AsyncGenerator[Json]
+        self,
+        run: Callable[[Receive, Callable[[], Awaitable[None]]], Awaitable[None]],
+        chunks: AsyncGenerator[Json],
+        builder: BodyBuilder,
     ) -> None:
-        """Stream `chunks`. `run` awaits the function that sends them, and may raise ClientGone or RequestError."""
+        """Stream `chunks`. `run` awaits the function that sends them, and may raise ClientGone or RequestError.
+
+        `builder` has the events that end the stream.
+        """
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._run = run
         self._chunks = chunks
+        self._builder = builder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the chunks until the client disconnects."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await self._run(receive, lambda: self._send_chunks(send))
-            await _send_event(send, "[DONE]")
+            if self._builder.last_event is not None:
+                await _send_event(send, self._builder.last_event)
         except RequestError as error:
-            await _send_event(send, json.dumps(error.body()))
+            await _send_json(send, self._builder.fail(error))
         except ClientGone:
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -98,11 +107,16 @@ class EventStream(Response):
     async def _send_chunks(self, send: Send) -> None:
         async with aclosing(self._chunks):
             async for chunk in self._chunks:
-                await _send_event(send, json.dumps(chunk, allow_nan=False, separators=(",", ":")))
+                await _send_json(send, chunk)
 
 
-async def _send_event(send: Send, event: str) -> None:
-    await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+async def _send_json(send: Send, event: Json) -> None:
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    await _send_event(send, json.dumps(event, allow_nan=False, separators=(",", ":")), name)
+
+
+async def _send_event(send: Send, data: str, name: str = "") -> None:
+    await send({"type": "http.response.body", "body": f"{name}data: {data}\n\n".encode(), "more_body": True})
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -112,19 +126,17 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Answer every error of `app` with OpenAI's error body."""
+    """Answer every error of `app` with the error body of OpenAI, or of Anthropic to its clients."""
 
     @app.exception_handler(RequestError)
-    async def request_error(_: Request, error: RequestError) -> Response:
-        return JSONAnswer(error.body(), status_code=error.status)
+    async def request_error(request: Request, error: RequestError) -> Response:
+        is_anthropic = "/v1/messages" in request.url.path or "anthropic-version" in request.headers
+        return JSONAnswer(error_body(error) if is_anthropic else error.body(), status_code=error.status)
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        is_json = first["type"] != "json_invalid"  # otherwise the location is a position in the text
-        where = [str(part) for part in first["loc"][1:] if is_json]
-        message = f"{'.'.join(where) or 'body'}: {first['msg']}"
-        return await request_error(request, RequestError(400, message, param=where[0] if where else None))
+        return await request_error(request, invalid({**first, "loc": first["loc"][1:]}))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

@@ -10,7 +10,7 @@ recorded tokens plus the tokens of the new part. Sampled text is never tokenized
     no recorded reply                           in a new row
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -27,6 +27,7 @@ from skyrl_train.types import Segment
 from skyrl_train.types.stop_reasons import StopReason
 
 Digest = bytes
+Tools = Mapping[str, Mapping[str, Any]]  # JSON Schema of the arguments of each offered tool, by name
 
 MAX_NUMBER = 10**308  # larger integers are no floats
 
@@ -50,7 +51,7 @@ class Prompt:
     origin: ReplyEnd | None = None  # the reply that it continues
     digest: Digest | None = None  # hash of its messages, for a chat
     text: str | None = None  # for a text completion
-    has_tools: bool = False
+    tools: Tools | None = None
     is_side: bool = False  # it offers no tools, and its messages have no reply
 
 
@@ -68,11 +69,11 @@ class Recording(TokenConversation):
         self.side_rows: set[int] = set()  # that start with a side request
 
     def chat_prompt(
-        self, messages: Messages, chat: ChatEncoder, variant: str = "", *, has_tools: bool = False
+        self, messages: Messages, chat: ChatEncoder, variant: str = "", *, tools: Tools | None = None
     ) -> Prompt:
         """Return the prompt of messages rendered by `chat`. `variant` identifies the template variables."""
         start = blake2b(variant.encode(), digest_size=16).digest()
-        digests = list(accumulate(canonical_messages(messages), _next_digest, initial=start))  # of the first 0, 1, …
+        digests = list(accumulate(canonical_messages(messages, tools), _next_digest, initial=start))  # of the first 0, 1, …
         for n in range(len(messages), 0, -1):
             if ends := self._by_digest.get(digests[n]):
                 end = ends.get(find_thought(messages[n - 1])) or next(reversed(ends.values()))
@@ -80,11 +81,11 @@ class Recording(TokenConversation):
                 reply, *after = _rename_calls(messages[n - 1 :], end.call_ids)
                 new = chat.observation_ids(after, known[-1], ends_turn=ends_turn, calls=reply.get("tool_calls"))
                 images = [span.shift(len(known)) for span in chat.find_spans(new, after)]
-                return Prompt(known + new, (*self._images_until(end), *images), end, digests[-1], has_tools=has_tools)
+                return Prompt(known + new, (*self._images_until(end), *images), end, digests[-1], tools=tools)
         token_ids = chat.history_ids(messages)
         images = chat.find_spans(token_ids, messages)
-        is_side = not has_tools and all(message["role"] != "assistant" for message in messages)
-        return Prompt(token_ids, tuple(images), digest=digests[-1], has_tools=has_tools, is_side=is_side)
+        is_side = tools is None and all(message["role"] != "assistant" for message in messages)
+        return Prompt(token_ids, tuple(images), digest=digests[-1], tools=tools, is_side=is_side)
 
     def text_prompt(self, text: str) -> Prompt:
         """Return the prompt of plain text."""
@@ -124,7 +125,7 @@ class Recording(TokenConversation):
         end = ReplyEnd(index, len(self.rows[index].token_ids), result.stop_reason == StopReason.STOP, call_ids)
         self._ends.append(end)
         if prompt.digest is not None:
-            (message,) = canonical_messages([reply.to_message()])
+            (message,) = canonical_messages([reply.to_message()], prompt.tools)
             self._by_digest.setdefault(_next_digest(prompt.digest, message), {})[reply.thought or None] = end
         if prompt.text is not None:
             # Unlike `reply`, `text` includes the stop string. A client repeats text, so a last token without text (EOS)
@@ -163,11 +164,12 @@ class Recording(TokenConversation):
         return tuple(span for span in self.rows[end.row].images if span.end <= end.n_tokens)
 
 
-def canonical_messages(messages: Messages) -> list[Any]:
+def canonical_messages(messages: Messages, tools: Tools | None = None) -> list[Any]:
     """Return a form of messages that is equal for histories that differ only in how a client writes the replies.
 
     Of a reply, the stripped text and the names and arguments of its calls count. The thought and the ids of calls do
-    not. A tool's result names the index of its call instead of an id.
+    not. Neither do arguments that equal the default in the tool's schema, because Claude Code adds the missing ones. A
+    tool's result names the index of its call instead of an id.
     """
     canonical: list[Any] = []
     indices: dict[Any, int] = {}  # of the latest calls, by id
@@ -176,7 +178,7 @@ def canonical_messages(messages: Messages) -> list[Any]:
             calls = parse_arguments(message).get("tool_calls") or []
             indices = {call.get("id"): index for index, call in enumerate(calls)}
             functions = [get_function(call) for call in calls]
-            called = [(one.get("name"), _canonical_numbers(one.get("arguments"))) for one in functions]
+            called = [(one.get("name"), _canonical_arguments(one, tools or {})) for one in functions]
             content = message["content"]
             content = content.strip() if isinstance(content, str) else content
             canonical.append({"role": "assistant", "content": content or "", "calls": called})
@@ -184,6 +186,17 @@ def canonical_messages(messages: Messages) -> list[Any]:
             id = message.get("tool_call_id")
             canonical.append(message if id is None else {**message, "tool_call_id": indices.get(id, id)})
     return canonical
+
+
+def _canonical_arguments(function: Mapping[str, Any], tools: Tools) -> Any:
+    """Return the arguments of a call without those that equal their default."""
+    arguments, schema = function.get("arguments"), tools.get(str(function.get("name")), {}).get("properties")
+    if isinstance(arguments, dict) and isinstance(schema, dict):
+        defaults = {name: one["default"] for name, one in schema.items() if isinstance(one, dict) and "default" in one}
+        arguments = {
+            name: value for name, value in arguments.items() if name not in defaults or value != defaults[name]
+        }
+    return _canonical_numbers(arguments)
 
 
 def _canonical_numbers(value: Any) -> Any:

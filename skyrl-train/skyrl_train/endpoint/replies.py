@@ -92,11 +92,18 @@ class ReplyFormat:
 def reply_text(decode: Decode, result: EngineResult, stops: Sequence[str], *, keeps_stop: bool) -> str:
     """Return the text of a complete reply, up to the stop string that ended it."""
     text = decode(result.token_ids)
-    if keeps_stop or not stops or result.stop_reason != "stop":
-        return text
+    start, _ = find_stop(decode, result, () if keeps_stop else stops) or (len(text), "")
+    return text[:start]
+
+
+def find_stop(decode: Decode, result: EngineResult, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Return the position of the stop string that ended a reply, and the string."""
+    if not stops or result.stop_reason != StopReason.STOP:
+        return None
+    text = decode(result.token_ids)
     n_before = len(decode(result.token_ids[:-1]).rstrip(INCOMPLETE))  # the last token completed the stop string
-    found = [text.find(stop, max(0, n_before - len(stop) + 1)) for stop in stops]
-    return text[: min((start for start in found if start >= 0), default=len(text))]
+    found = [(text.find(stop, max(0, n_before - len(stop) + 1)), stop) for stop in stops]
+    return min((one for one in found if one[0] >= 0), default=None, key=lambda one: one[0])
 
 
 class TextStream:

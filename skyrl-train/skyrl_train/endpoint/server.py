@@ -1,6 +1,7 @@
-"""An OpenAI-compatible HTTP server for the model under training. It runs in the caller's event loop.
+"""An HTTP server for the model under training, with OpenAI's and Anthropic's APIs. It runs in the caller's event loop.
 
-    POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /health
+    POST /v1/chat/completions   POST /v1/responses   POST /v1/messages                GET /v1/models   GET /health
+    POST /v1/completions                             POST /v1/messages/count_tokens   GET /v1/models/<id>
 
 Requests under `/session/<id>` are recorded until that session ends.
 """
@@ -22,12 +23,17 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import Receive
 
 from skyrl_train.endpoint.asgi import ActiveRequests, EventStream, JSONAnswer, handle_errors
+from skyrl_train.endpoint.blocks import BlockRequest
+from skyrl_train.endpoint.completions import Json
+from skyrl_train.endpoint.messages import MessagesRequest
+from skyrl_train.endpoint.responses import ResponsesRequest
 from skyrl_train.endpoint.service import Job, ModelService
 from skyrl_train.endpoint.session import AgentSession, Owners
 from skyrl_train.endpoint.wire import (
     ChatRequest,
     CompletionOptions,
     CompletionRequest,
+    RequestError,
     refuse,
     unavailable,
     unknown_session,
@@ -41,6 +47,7 @@ T = TypeVar("T")
 
 START_S = 10.0
 SHUTDOWN_S = 5  # grace period for open connections
+EPOCH = "1970-01-01T00:00:00Z"  # creation time of the model, as its real one is unknown
 KEEP_ALIVE_S = 600  # clients keep their connections while the trainer updates the model
 
 
@@ -73,8 +80,12 @@ class Endpoint:
         app = FastAPI(title="SkyRL", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         router = APIRouter()
         router.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
+        router.add_api_route("/v1/responses", self._respond_to, methods=["POST"])
+        router.add_api_route("/v1/messages", self._message, methods=["POST"])
+        router.add_api_route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"])
         router.add_api_route("/v1/completions", self._complete, methods=["POST"])
         router.add_api_route("/v1/models", self._models)
+        router.add_api_route("/v1/models/{model:path}", self._model)
         router.add_api_route("/health", self._health)
         app.include_router(router)
         app.include_router(router, prefix="/session/{session_id}")
@@ -145,10 +156,24 @@ class Endpoint:
     # -- routes
 
     async def _chat(self, body: ChatRequest, request: Request) -> Response:
+        return await self._reply(body, request)
+
+    async def _respond_to(self, body: ResponsesRequest, request: Request) -> Response:
+        return await self._reply(body, request)
+
+    async def _message(self, body: MessagesRequest, request: Request) -> Response:
+        return await self._reply(body, request)
+
+    async def _reply(self, body: ChatRequest | BlockRequest, request: Request) -> Response:
         (session,) = self._sessions_of(body, request, 1)
-        n_retries = request.headers.get("x-stainless-retry-count", "")  # of the clients of OpenAI
+        n_retries = request.headers.get("x-stainless-retry-count", "")  # of the clients of OpenAI and Anthropic
         is_retry = n_retries.isdecimal() and int(n_retries) > 0
         return await self._respond(self._service.chat_job(body, session, is_retry=is_retry), request)
+
+    async def _count_tokens(self, body: MessagesRequest, request: Request) -> Response:
+        (session,) = self._sessions_of(body, request, 1)
+        _, prompt, _ = self._service.encode_chat(body, session)
+        return JSONAnswer({"input_tokens": len(prompt.token_ids)})
 
     async def _complete(self, body: CompletionRequest, request: Request) -> Response:
         sessions = self._sessions_of(body, request, len(body.prompts))
@@ -156,9 +181,22 @@ class Endpoint:
 
     async def _models(self, request: Request) -> Response:
         self._check_session(request)
-        limits = {"max_model_len": self._service.engine.info.context_length}
-        model = {"object": "model", "created": 0, "owned_by": "skyrl", "id": self._service.model_name, **limits}
-        return JSONAnswer({"object": "list", "data": [model]})
+        id = self._service.model_name
+        return JSONAnswer(
+            {"object": "list", "data": [self._describe_model()], "has_more": False, "first_id": id, "last_id": id}
+        )
+
+    async def _model(self, request: Request, model: str) -> Response:
+        self._check_session(request)
+        if model != self._service.model_name:
+            raise RequestError(404, f"there is no model {model!r} here; this is {self._service.model_name!r}")
+        return JSONAnswer(self._describe_model())
+
+    def _describe_model(self) -> Json:
+        """Return the model in the form of OpenAI's API and of Anthropic's."""
+        id, length = self._service.model_name, self._service.engine.info.context_length
+        model: Json = {"object": "model", "created": 0, "owned_by": "skyrl", "id": id, "max_model_len": length}
+        return model | {"type": "model", "display_name": id, "created_at": EPOCH, "max_input_tokens": length}
 
     async def _health(self) -> Response:
         self._check_open()
@@ -175,14 +213,17 @@ class Endpoint:
             raise unknown_session(session_id)
 
     def _sessions_of(self, body: CompletionOptions, request: Request, n_prompts: int) -> list[AgentSession | None]:
-        """Return the session of each prompt. The URL names it, or else the header, or else the body.
+        """Return the session of each prompt. The URL names it, or else a header or API key, or else the body.
 
-        If a header or body names an unknown session, the request is served but not recorded.
+        If only these name a session and it is unknown, the request is served but not recorded.
         """
         self._check_open()
         self._check_session(request)
-        session_id = request.path_params.get("session_id") or request.headers.get("x-session-id")
-        named = body.session_id if session_id is None else session_id
+        headers = request.headers
+        key = headers.get("authorization", "").removeprefix("Bearer ")
+        keys = (headers.get("x-session-id"), headers.get("x-api-key"), key)
+        in_headers = next((key for key in keys if key in self._sessions), None)
+        named = request.path_params.get("session_id") or in_headers or body.session_id
         ids = named if isinstance(named, list) else [named] * n_prompts
         if len(ids) != n_prompts:
             refuse(f"{len(ids)} session ids for {n_prompts} prompts; send one for each", param="session_id")
@@ -190,7 +231,7 @@ class Endpoint:
 
     async def _respond(self, job: Job, request: Request) -> Response:
         if job.request.stream:
-            return EventStream(partial(self._run, job.owners), self._service.stream(job))
+            return EventStream(partial(self._run, job.owners), self._service.stream(job), job.builder)
         return JSONAnswer(await self._run(job.owners, request.receive, lambda: self._service.answer(job)))
 
     async def _run(self, owners: Owners, receive: Receive, work: Callable[[], Awaitable[T]]) -> T:

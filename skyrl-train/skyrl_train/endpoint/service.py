@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_gym.images import find_images
 from skyrl_gym.tools.calls import HARMONY_THOUGHT
 from skyrl_train.concurrency import gather_or_cancel
+from skyrl_train.endpoint.blocks import BlockRequest
+from skyrl_train.endpoint.completions import BodyBuilder, ChatResponseBuilder, FinishedChoice, Json, ResponseBuilder
 from skyrl_train.endpoint.recorder import Prompt, Recording
-from skyrl_train.endpoint.replies import Decode, Reply, ReplyFormat, ReplyStream, TextStream, reply_text
-from skyrl_train.endpoint.responses import ChatResponseBuilder, FinishedChoice, Json, ResponseBuilder
+from skyrl_train.endpoint.replies import Decode, Reply, ReplyFormat, ReplyStream, TextStream, find_stop, reply_text
 from skyrl_train.endpoint.session import AgentSession, Owners, Sampled, free_sampling
 from skyrl_train.endpoint.wire import (
     MAX_PROMPTS,
@@ -62,14 +63,21 @@ class Job:
 
     request: CompletionOptions
     choices: list[Choice]
-    builder: ResponseBuilder
+    builder: BodyBuilder
     form: ReplyFormat = field(default_factory=ReplyFormat)
-    repeated: list[Sampled] | None = None  # replies to the earlier request that this one retries
+    is_retry: bool = False
 
     @property
     def owners(self) -> Owners:
         """The sessions of the request's choices."""
         return frozenset(choice.session for choice in self.choices)
+
+    def in_progress(self) -> AbstractAsyncContextManager[list[Sampled] | None]:
+        """Wait for the request that this one retries, and return its replies. See `AgentSession.in_progress`."""
+        first = self.choices[0]
+        if first.session is None or first.prompt.digest is None:
+            return nullcontext()
+        return first.session.in_progress(first.prompt, first.sampling, len(self.choices) if self.is_retry else 0)
 
 
 OnTokens = Callable[[int, TokenChunk], None]  # called with the index of a choice and its new tokens
@@ -110,12 +118,29 @@ class ModelService:
 
     # -- from requests to jobs
 
-    def chat_job(self, request: ChatRequest, session: AgentSession | None, *, is_retry: bool = False) -> Job:
-        """Validate and encode a chat request. RequestError if it is invalid.
+    def chat_job(
+        self, body: ChatRequest | BlockRequest, session: AgentSession | None, *, is_retry: bool = False
+    ) -> Job:
+        """Validate and encode a request of any chat API. RequestError if it is invalid.
 
         `is_retry` is True if the client repeats a request. A recorded reply to it is then sent again.
         """
+        request, prompt, form = self.encode_chat(body, session)
+        choices = self._choices(request, "messages", prompt, session)
+        if isinstance(body, ChatRequest):
+            builder: BodyBuilder = ChatResponseBuilder(request, self._token_text)
+        else:
+            builder = body.new_builder(session and session.stored)
+        return Job(request, choices, builder, form, is_retry)
+
+    def encode_chat(
+        self, body: ChatRequest | BlockRequest, session: AgentSession | None
+    ) -> tuple[ChatRequest, Prompt, ReplyFormat]:
+        """Return a request as a chat request, its prompt, and the format of the replies."""
+        request = body if isinstance(body, ChatRequest) else body.to_chat(session and session.stored, self._warned)
         self._check(request)
+        with _encoding("tools"):
+            parameters = request.tool_parameters
         with _encoding("messages"):
             effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
             tools = {"tools": request.tools} if request.tools else {}
@@ -125,18 +150,13 @@ class ModelService:
             if find_images(messages) and self.chat.find_text_model() is not None:
                 refuse(f"the model {self.model_name!r} reads only text; remove the images", param="messages")
             chat, form = self._chat_variant(variant)
-            prompt = self._recording(session).chat_prompt(messages, chat, variant, has_tools=bool(request.tools))
-        with _encoding("tools"):
-            parameters = request.tool_parameters
+            prompt = self._recording(session).chat_prompt(messages, chat, variant, tools=parameters or None)
         start = self.chat.decode_all(prompt.token_ids[-CONTEXT_TOKENS:]).rstrip()
         open_tag = next((tag for tag in form.thought_tags if start.endswith(tag)), None)
+        offered = parameters if parameters and request.may_call_tools else None
         max_calls = 1 if request.parallel_tool_calls is False else None
-        form = replace(form, open_tag=open_tag, tools=parameters or None, max_calls=max_calls)
-        choices = self._choices(request, "messages", prompt, session)
-        job = Job(request, choices, ChatResponseBuilder(request, self._token_text), form)
-        if is_retry and session is not None:
-            job = replace(job, repeated=session.find_replies(prompt, choices[0].sampling, len(choices)))
-        return job
+        form = replace(form, open_tag=open_tag, tools=offered, max_calls=max_calls)
+        return request, prompt, form
 
     def completion_job(self, request: CompletionRequest, sessions: Sequence[AgentSession | None]) -> Job:
         """Validate and encode a text completion, with one session per prompt. RequestError if it is invalid."""
@@ -226,56 +246,63 @@ class ModelService:
 
     async def answer(self, job: Job) -> Json:
         """Return the complete answer. RequestError if the engine fails."""
-        sampled = await self._generate(job)
-        decode, keeps_stop = self._decode(job), bool(job.request.include_stop_str_in_output)
-        replies = []
-        for choice, one in zip(job.choices, sampled, strict=True):
-            text = reply_text(decode, one.result, choice.sampling.stop, keeps_stop=keeps_stop)
-            is_truncated = one.result.stop_reason != StopReason.STOP
-            replies.append(job.form.split(text, is_truncated=is_truncated, seed=one.request.seed))
-        return job.builder.complete(self._record(job, sampled, replies))
+        async with job.in_progress() as repeated:
+            sampled = await self._generate(job, repeated=repeated)
+            decode, keeps_stop = self._decode(job), bool(job.request.include_stop_str_in_output)
+            replies = []
+            for choice, one in zip(job.choices, sampled, strict=True):
+                text = reply_text(decode, one.result, choice.sampling.stop, keeps_stop=keeps_stop)
+                is_truncated = one.result.stop_reason != StopReason.STOP
+                replies.append(job.form.split(text, is_truncated=is_truncated, seed=one.request.seed))
+            return job.builder.complete(self._record(job, sampled, replies))
 
     async def stream(self, job: Job) -> AsyncGenerator[Json]:
-        """Yield the response in chunks. RequestError if the engine fails.
+        """Yield the events of the response. RequestError if the engine fails."""
+        async with job.in_progress() as repeated:
+            events: asyncio.Queue[tuple[int, TokenChunk] | None] = asyncio.Queue()
 
-        With top logprobs, each choice's logprobs come in its last chunk, because the engine reports them only then.
-        """
-        events: asyncio.Queue[tuple[int, TokenChunk] | None] = asyncio.Queue()
-        generating = asyncio.create_task(self._generate(job, lambda index, tokens: events.put_nowait((index, tokens))))
-        generating.add_done_callback(lambda _: events.put_nowait(None))
-        decode, keeps_stop = self._decode(job), bool(job.request.include_stop_str_in_output)
-        streams = [
-            ReplyStream(TextStream(decode, choice.sampling.stop, keeps_stop=keeps_stop), job.form)
-            for choice in job.choices
-        ]
-        logprobs_last = bool(job.request.n_top_logprobs)
-        try:
-            yield job.builder.first_chunk([choice.prompt.token_ids for choice in job.choices])
-            while (event := await events.get()) is not None:
-                index, tokens = event
-                thought, content = streams[index].push(tokens.token_ids)
-                tokens = replace(tokens, logprobs=[]) if logprobs_last else tokens
-                yield job.builder.chunk(index, thought, content, tokens)
-            sampled = await generating
-        finally:
-            generating.cancel()
-            await asyncio.gather(generating, return_exceptions=True)
-        ends = [stream.finish(one.result, one.request.seed) for stream, one in zip(streams, sampled, strict=True)]
-        replies = self._record(job, sampled, [reply for _, _, reply in ends])
-        for index, ((thought, content, _), finished) in enumerate(zip(ends, replies, strict=True)):
-            for chunk in job.builder.last_chunks(index, thought, content, finished, with_logprobs=logprobs_last):
-                yield chunk
-        if job.request.includes_usage:
-            yield job.builder.usage_chunk(replies)
+            def add_tokens(index: int, tokens: TokenChunk) -> None:
+                events.put_nowait((index, tokens))
+
+            generating = asyncio.create_task(self._generate(job, add_tokens, repeated))
+            generating.add_done_callback(lambda _: events.put_nowait(None))
+            decode, keeps_stop = self._decode(job), bool(job.request.include_stop_str_in_output)
+            streams = [
+                ReplyStream(TextStream(decode, choice.sampling.stop, keeps_stop=keeps_stop), job.form)
+                for choice in job.choices
+            ]
+            try:
+                for event in job.builder.start([choice.prompt.token_ids for choice in job.choices]):
+                    yield event
+                while (new := await events.get()) is not None:
+                    index, tokens = new
+                    for event in job.builder.chunk(index, *streams[index].push(tokens.token_ids), tokens):
+                        yield event
+                sampled = await generating
+            finally:
+                generating.cancel()
+                await asyncio.gather(generating, return_exceptions=True)
+            ends = [stream.finish(one.result, one.request.seed) for stream, one in zip(streams, sampled, strict=True)]
+            replies = self._record(job, sampled, [reply for _, _, reply in ends])
+            for index, ((thought, content, _), finished) in enumerate(zip(ends, replies, strict=True)):
+                for event in job.builder.end(index, thought, content, finished):
+                    yield event
+            for event in job.builder.finish(replies):
+                yield event
 
     def _decode(self, job: Job) -> Decode:
         """Return the decoder of replies. The text of a completion continues its prompt."""
         return self.chat.decode_after if isinstance(job.request, CompletionRequest) else self.chat.decode
 
-    async def _generate(self, job: Job, on_tokens: OnTokens | None = None) -> list[Sampled]:
-        """Return the engine's request and result of each choice. With `on_tokens`, stream the tokens to it."""
-        if job.repeated is not None:
-            return _repeat(job.repeated, on_tokens)
+    async def _generate(
+        self, job: Job, on_tokens: OnTokens | None = None, repeated: list[Sampled] | None = None
+    ) -> list[Sampled]:
+        """Return the engine's request and result of each choice, or the repeated ones. `on_tokens` streams the tokens."""
+        if repeated is not None:
+            for index, one in enumerate(repeated):
+                if on_tokens is not None:
+                    on_tokens(index, TokenChunk(one.result.token_ids, one.result.logprobs or []))
+            return repeated
         started = time.perf_counter()
         sessions = [session for session in job.owners if session is not None]
         requests = [choice.engine_request() for choice in job.choices]
@@ -312,21 +339,13 @@ class ModelService:
         return await gather_or_cancel(stream(index, request) for index, request in enumerate(requests))
 
     def _record(self, job: Job, sampled: Sequence[Sampled], replies: Sequence[Reply]) -> list[FinishedChoice]:
+        finished = []
         for choice, one, reply in zip(job.choices, sampled, replies, strict=True):
-            if choice.session is not None and job.repeated is None:
+            if choice.session is not None and not one.is_recorded:
                 choice.session.record(choice.prompt, one, reply)
-        return [
-            FinishedChoice(choice.prompt.token_ids, one.result, reply)
-            for choice, one, reply in zip(job.choices, sampled, replies, strict=True)
-        ]
-
-
-def _repeat(sampled: list[Sampled], on_tokens: OnTokens | None) -> list[Sampled]:
-    """Stream recorded replies again, with all tokens of each at once."""
-    if on_tokens is not None:
-        for index, one in enumerate(sampled):
-            on_tokens(index, TokenChunk(one.result.token_ids, one.result.logprobs or []))
-    return sampled
+            _, stop = find_stop(self._decode(job), one.result, choice.sampling.stop) or (0, None)
+            finished.append(FinishedChoice(choice.prompt.token_ids, one.result, reply, stop))
+        return finished
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """An agent's session: the sampling parameters, seeds and caches of its requests, and their recording."""
 
+import asyncio
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import Any
 
 from skyrl_train.endpoint.recorder import Digest, Prompt, Recording
 from skyrl_train.endpoint.replies import Reply
@@ -45,12 +48,16 @@ def _limit(sampling: SamplingParams, request: CompletionOptions) -> SamplingPara
     )
 
 
+RequestKey = tuple[Digest | None, SamplingParams]  # equal for a request and its retry
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """A request to the engine and its result."""
 
     request: EngineRequest
     result: EngineResult
+    is_recorded: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +80,9 @@ class AgentSession:
     caches: set[str] = field(default_factory=set)  # session ids of the engine, one per row
     _seeds: set[int] = field(default_factory=set)  # of requests so far
     _cache_of_row: dict[int, str] = field(default_factory=dict)
-    _replies: dict[tuple[Digest | None, SamplingParams], list[Sampled]] = field(default_factory=dict)
+    _replies: dict[RequestKey, list[Sampled]] = field(default_factory=dict)
+    _in_progress: dict[RequestKey, set[asyncio.Future[None]]] = field(default_factory=dict)
+    stored: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # messages up to a response of /v1/responses
 
     def sampling_for(self, request: CompletionOptions, warned: set[str]) -> SamplingParams:
         """Return the sampling parameters of a reply. Warn about each ignored field that is not in `warned` yet."""
@@ -113,22 +122,38 @@ class AgentSession:
         assert sampled.request.session_id is not None
         self._cache_of_row.setdefault(row, sampled.request.session_id)
         self.counts.update(
-            with_tools=int(prompt.has_tools), with_calls=int(bool(reply.calls)), malformed=int(reply.is_malformed)
+            with_tools=int(prompt.tools is not None), with_calls=int(bool(reply.calls)), malformed=int(reply.is_malformed)
         )
         if prompt.digest is not None:
             # Without the prompt and the experts, which take much memory.
-            kept = Sampled(replace(sampled.request, prompt_ids=[]), replace(sampled.result, experts=None))
+            kept = Sampled(replace(sampled.request, prompt_ids=[]), replace(sampled.result, experts=None), True)
             self._replies.setdefault((prompt.digest, sampled.request.sampling), []).append(kept)
             if len(self._replies) > MAX_REPEATABLE:
                 del self._replies[next(iter(self._replies))]
 
-    def find_replies(self, prompt: Prompt, sampling: SamplingParams, n: int) -> list[Sampled] | None:
-        """Return the last `n` replies to an equal request. A client that lost them repeats the request."""
-        replies = self._replies.get((prompt.digest, sampling), [])[-n:]
-        if len(replies) < n:
-            return None
-        self.counts["repeated"] += 1
-        return replies
+    @asynccontextmanager
+    async def in_progress(
+        self, prompt: Prompt, sampling: SamplingParams, n_repeated: int
+    ) -> AsyncIterator[list[Sampled] | None]:
+        """Mark a request as in progress, and yield the last `n_repeated` replies to an equal request, if there are any.
+
+        A client that has lost the replies repeats the request. If the first request is still in progress, wait for it:
+        its replies would otherwise be recorded twice.
+        """
+        key = prompt.digest, sampling
+        others, own = self._in_progress.setdefault(key, set()), asyncio.get_running_loop().create_future()
+        while n_repeated and others:
+            await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+        others.add(own)
+        try:
+            replies = self._replies.get(key, [])
+            is_repeated = 0 < n_repeated <= len(replies)
+            if is_repeated:
+                self.counts["repeated"] += 1
+            yield replies[-n_repeated:] if is_repeated else None
+        finally:
+            others.discard(own)
+            own.set_result(None)
 
     def give_up(self, request: EngineRequest) -> None:
         """Release the seed of a failed request, so that a retry samples the same tokens."""

@@ -1,5 +1,7 @@
 """Requests and errors of the endpoint: OpenAI's chat and text completions, with the usual extras of vLLM.
 
+`responses` and `messages` have the requests of the other APIs, which become chat requests.
+
 Unknown fields are ignored, so that newer clients keep working. Known fields that would change the answer but are not
 supported are rejected (see `NOT_OFFERED`).
 
@@ -9,7 +11,7 @@ response types make this code longer and each chunk slower to build.
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -70,6 +72,13 @@ class RequestError(Exception):
 def refuse(message: str, *, param: str | None = None, code: str | None = None) -> NoReturn:
     """Raise a RequestError with status 400, for a client's mistake."""
     raise RequestError(400, message, param=param, code=code)
+
+
+def invalid(error: Mapping[str, Any]) -> RequestError:
+    """Return an error with status 400 for an error that pydantic has found."""
+    is_json = error["type"] != "json_invalid"  # otherwise the location is a position in the text
+    where = [str(part) for part in error["loc"] if is_json]
+    return RequestError(400, f"{'.'.join(where) or 'body'}: {error['msg']}", param=where[0] if where else None)
 
 
 def unavailable(reason: str) -> RequestError:
@@ -137,7 +146,9 @@ class StreamOptions(WireModel):
 
 
 class CompletionOptions(WireModel):
-    """Fields that chat and text completions share. None means not set."""
+    """Fields that all requests share. None means not set."""
+
+    not_offered: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_OFFERED
 
     model: NonEmpty
     max_tokens: Count | None = None
@@ -187,7 +198,7 @@ class CompletionOptions(WireModel):
 
     def check_offered(self) -> None:
         """Reject unsupported fields that would change the answer."""
-        for name, values in NOT_OFFERED.items():
+        for name, values in self.not_offered.items():
             value = (self.model_extra or {}).get(name)
             if value not in values:
                 message = f"{name}={reprlib.repr(value)} is not supported; remove {name}"
@@ -208,7 +219,7 @@ class ChatRequest(CompletionOptions):
 
     @property
     def tool_parameters(self) -> dict[str, dict[str, Any]]:
-        """JSON Schema of the arguments of each tool that the reply may call, by name."""
+        """JSON Schema of the arguments of each tool, by name."""
         functions = [get_function(tool) for tool in self.tools or ()]
         check_depth(functions)
         for function in functions:
@@ -218,8 +229,12 @@ class ChatRequest(CompletionOptions):
             if not (isinstance(name, str) and isinstance(parameters, dict | None)):
                 form = '{"type": "function", "function": {"name": "look", "parameters": {…}}}'
                 refuse(f"the tool {reprlib.repr(function)} is malformed; write {form}", param="tools")
-        is_off = (self.model_extra or {}).get("tool_choice") == "none"
-        return {} if is_off else {function["name"]: function.get("parameters") or {} for function in functions}
+        return {function["name"]: function.get("parameters") or {} for function in functions}
+
+    @property
+    def may_call_tools(self) -> bool:
+        """True unless the client forbids calls."""
+        return (self.model_extra or {}).get("tool_choice") != "none"
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -47,11 +47,11 @@ def pi_script(work: Path) -> list[str]:
     ]
 
 
-def pi_command(url: str, work: Path, home: Path) -> list[str]:
+def pi_command(url: str, work: Path, home: Path, api: str = "openai-completions") -> list[str]:
     cost = dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)
     limits = {"contextWindow": 100_000, "maxTokens": 16_384}
     model = {"id": MODEL, "name": MODEL, "reasoning": False, "input": ["text"], "cost": cost, **limits}
-    provider = {"baseUrl": url, "api": "openai-completions", "apiKey": "x", "models": [model]}
+    provider = {"baseUrl": url, "api": api, "apiKey": "x", "models": [model]}
     (home / "models.json").write_text(json.dumps({"providers": {"skyrl": provider}}))
     program = str(PROGRAMS / "node_modules/.bin/pi")
     return [program, "-p", "--no-session", "--provider", "skyrl", "--model", MODEL, TASK]
@@ -77,6 +77,44 @@ def opencode_command(url: str, work: Path, home: Path) -> list[str]:
     return [str(PROGRAMS / "node_modules/.bin/opencode"), "run", TASK]
 
 
+def codex_script(work: Path) -> list[str]:
+    return [
+        "<think>\nRead it.\n</think>\n\n" + write_call("exec_command", cmd="cat add.py"),
+        "I fix it.\n" + write_call("exec_command", cmd="sed -i 's/a - b/a + b/' add.py"),
+        write_call("exec_command", cmd="python3 test_add.py") + "\n" + write_call("exec_command", cmd="ls"),
+        ANSWER,
+    ]
+
+
+def codex_command(url: str, work: Path, home: Path) -> list[str]:
+    provider = {"name": "SkyRL", "base_url": url, "env_key": "KEY", "wire_api": "responses"}
+    settings = [f"{name} = {json.dumps(value)}" for name, value in provider.items()]
+    lines = [f'model = "{MODEL}"', 'model_provider = "skyrl"', "[model_providers.skyrl]", *settings]
+    (home / "config.toml").write_text("\n".join(lines))
+    options = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    return [str(PROGRAMS / "node_modules/.bin/codex"), "exec", *options, TASK]
+
+
+def claude_script(work: Path) -> list[str]:
+    path = str(work / "add.py")
+    return [
+        "<think>\nRead it.\n</think>\n\n" + write_call("Read", file_path=path, limit=100.0),
+        "I fix it.\n" + write_call("Edit", file_path=path, old_string="a - b", new_string="a + b"),
+        write_call("Bash", command="python3 test_add.py") + "\n" + write_call("Bash", command="ls"),
+        ANSWER,
+    ]
+
+
+def claude_command(url: str, work: Path, home: Path) -> list[str]:
+    program = str(PROGRAMS / "node_modules/.bin/claude")
+    return [program, "--bare", "-p", TASK, "--model", MODEL, "--dangerously-skip-permissions"]
+
+
+def claude_environment(url: str, home: Path) -> dict[str, str]:
+    offline = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "IS_SANDBOX": "1"}
+    return {**offline, "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "x"}
+
+
 def mini_script(work: Path) -> list[str]:
     return [
         write_call("bash", command="cat add.py"),
@@ -97,8 +135,25 @@ def mini_environment(url: str, home: Path) -> dict[str, str]:
 
 
 OFFLINE = {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"}
+
+
+def pi_environment(url: str, home: Path) -> dict[str, str]:
+    return {"PI_CODING_AGENT_DIR": str(home), "PI_OFFLINE": "1"}
+
+
+def pi_with(api: str) -> CodingAgent:
+    def command(url: str, work: Path, home: Path) -> list[str]:
+        return pi_command(url.removesuffix("/v1") if api.startswith("anthropic") else url, work, home, api)
+
+    return CodingAgent(pi_script, command, pi_environment)
+
+
 AGENTS = {
-    "pi": CodingAgent(pi_script, pi_command, lambda url, home: {"PI_CODING_AGENT_DIR": str(home), "PI_OFFLINE": "1"}),
+    "pi": CodingAgent(pi_script, pi_command, pi_environment),
+    "pi with responses": pi_with("openai-responses"),
+    "pi with messages": pi_with("anthropic-messages"),
+    "codex": CodingAgent(codex_script, codex_command, lambda url, home: {"CODEX_HOME": str(home), "KEY": "x"}),
+    "claude-code": CodingAgent(claude_script, claude_command, claude_environment),
     "opencode": CodingAgent(opencode_script, opencode_command, lambda url, home: OFFLINE, n_titles=1),
     "mini-swe-agent": CodingAgent(mini_script, mini_command, mini_environment),
 }

@@ -1,0 +1,225 @@
+"""Bodies of OpenAI's chat and text completions, whole or in chunks, and the interface of all APIs' bodies."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Protocol
+from uuid import uuid4
+
+from skyrl_train.endpoint.replies import INCOMPLETE, Reply
+from skyrl_train.endpoint.wire import CompletionOptions, RequestError
+from skyrl_train.inference_engines.base import EngineResult, TokenChunk
+from skyrl_train.types import StopReason
+
+Json = dict[str, Any]
+TopLogprobs = Sequence[Mapping[int, float]]
+
+MIN_LOGPROB = -9999.0  # of impossible tokens, because JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedChoice:
+    """A choice of the response, with its whole reply."""
+
+    prompt_ids: list[int]
+    result: EngineResult
+    reply: Reply
+    stop: str | None = None  # the stop string that ended it
+
+    @property
+    def finish_reason(self) -> str:
+        """The stop reason, or `tool_calls` for a complete reply with calls."""
+        return "tool_calls" if self.reply.calls and not self.is_truncated else self.result.stop_reason
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if the reply reached its maximum length, or the engine aborted it."""
+        return self.result.stop_reason != StopReason.STOP
+
+    def count_tokens(self) -> tuple[int, int, int]:
+        """Return the numbers of prompt tokens, of those from the cache, and of sampled tokens."""
+        return len(self.prompt_ids), self.result.n_reused, len(self.result.token_ids)
+
+
+class BodyBuilder(Protocol):
+    """Writes the replies to a request in the format of an API: as one body, or as the events of a stream."""
+
+    last_event: str | None  # text of a final event without a type
+
+    def complete(self, replies: Sequence[FinishedChoice]) -> Json:
+        """Return the response as one body."""
+        ...
+
+    def start(self, prompts: Sequence[list[int]]) -> list[Json]:
+        """Return the events before the first token. `prompts` are the prompts' tokens."""
+        ...
+
+    def chunk(self, index: int, thought: str, content: str, tokens: TokenChunk) -> list[Json]:
+        """Return the events for new text and new tokens of a choice."""
+        ...
+
+    def end(self, index: int, thought: str, content: str, finished: FinishedChoice) -> list[Json]:
+        """Return the last events of a choice. They hold the rest of its text, and its calls."""
+        ...
+
+    def finish(self, replies: Sequence[FinishedChoice]) -> list[Json]:
+        """Return the last events of the stream."""
+        ...
+
+    def fail(self, error: RequestError) -> Json:
+        """Return the event that ends the stream after an error."""
+        ...
+
+
+class ResponseBuilder:
+    """The bodies of /v1/completions, and base class for the bodies of chats."""
+
+    last_event: str | None = "[DONE]"
+
+    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, request: CompletionOptions, token_text: Callable[[int], str]) -> None:
+        self._request = request
+        self._token_text = token_text
+        self._id = f"{self.id_prefix}-{uuid4().hex}"
+        self._created = int(time.time())
+        self._offsets = Counter[int]()  # characters of each choice that its logprobs cover so far
+
+    def complete(self, replies: Sequence[FinishedChoice]) -> Json:
+        """Return the response as one body."""
+        choices = [
+            self._choice(i, self._content(choice.reply), choice.result, choice.finish_reason)
+            for i, choice in enumerate(replies)
+        ]
+        return self._body(self.kind, choices, replies, [reply.prompt_ids for reply in replies])
+
+    def start(self, prompts: Sequence[list[int]]) -> list[Json]:
+        """Return the first chunk, without text."""
+        choices = [self._choice(i, self._first_delta(), None) for i in range(len(prompts))]
+        return [self._body(self.chunk_kind, choices, prompts=prompts)]
+
+    def chunk(self, index: int, thought: str, content: str, tokens: TokenChunk) -> list[Json]:
+        """Return a chunk. Logprobs wait for the last one if it has top logprobs, as the engine reports those last."""
+        tokens = replace(tokens, logprobs=[]) if self._request.n_top_logprobs else tokens
+        return [self._body(self.chunk_kind, [self._choice(index, self._delta(thought, content), tokens)])]
+
+    def end(self, index: int, thought: str, content: str, finished: FinishedChoice) -> list[Json]:
+        """Return a chunk for each call, and one with the rest of the text and the finish reason."""
+        tokens = finished.result if self._request.n_top_logprobs else None
+        choice = self._choice(index, self._delta(thought, content), tokens, finished.finish_reason)
+        if self._request.return_token_ids:
+            choice["token_ids"] = []
+        calls = finished.reply.wire_calls()
+        deltas = [{"delta": {"tool_calls": [{"index": i, **call}]}} for i, call in enumerate(calls)]
+        choices = [self._choice(index, delta, None) for delta in deltas]
+        return [self._body(self.chunk_kind, [choice]) for choice in (*choices, choice)]
+
+    def finish(self, replies: Sequence[FinishedChoice]) -> list[Json]:
+        """Return a chunk that contains only the token counts, if the client wants it."""
+        return [self._body(self.chunk_kind, [], replies)] if self._request.includes_usage else []
+
+    def fail(self, error: RequestError) -> Json:
+        """Return OpenAI's error body."""
+        return error.body()
+
+    def _content(self, reply: Reply) -> Json:
+        """Return the fields of a choice that hold the reply."""
+        return {"text": reply.content}
+
+    def _first_delta(self) -> Json:
+        return {"text": ""}
+
+    def _delta(self, thought: str, content: str) -> Json:
+        """Return the fields of a chunk's choice that hold new text."""
+        return {"text": content}
+
+    def _logprobs(self, index: int, token_ids: list[int], logprobs: list[float], tops: TopLogprobs) -> Json:
+        """Return the logprobs of tokens of a choice. `tops` may be empty."""
+        texts = [self._token_text(token_id) for token_id in token_ids]
+        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
+        named_tops: list[dict[str, float]] = [{} for _ in tops]
+        for named, top in zip(named_tops, tops, strict=True):
+            for token_id, logprob in top.items():  # tokens may have the same text: keep the likeliest
+                text = self._token_text(token_id)
+                named[text] = max(logprob, named.get(text, MIN_LOGPROB))
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(logprob, MIN_LOGPROB) for logprob in logprobs],
+            "top_logprobs": named_tops or None,
+            "text_offset": offsets,
+        }
+
+    def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
+        """Add the token ids of each choice's prompt."""
+        for choice in body["choices"]:
+            choice["prompt_token_ids"] = prompts[choice["index"]]
+
+    def _choice(
+        self, index: int, content: Json, tokens: TokenChunk | EngineResult | None, finish_reason: str | None = None
+    ) -> Json:
+        choice = {"index": index, **content, "finish_reason": finish_reason, "logprobs": None}
+        if tokens and tokens.logprobs and self._request.n_top_logprobs is not None:
+            tops = (tokens.top_logprobs or ()) if isinstance(tokens, EngineResult) else ()
+            choice["logprobs"] = self._logprobs(index, tokens.token_ids, tokens.logprobs, tops)
+        if self._request.return_token_ids:
+            choice["token_ids"] = tokens.token_ids if tokens else []
+        return choice
+
+    def _body(
+        self, kind: str, choices: list[Json], replies: Sequence[FinishedChoice] = (), prompts: Sequence[list[int]] = ()
+    ) -> Json:
+        """Return a body. With complete `replies`, it has token counts and the version of the weights."""
+        body = {"id": self._id, "object": kind, "created": self._created, "model": self._request.model}
+        body["choices"] = choices
+        if replies:
+            body["usage"] = self._usage(replies)
+            if spans := replies[0].result.weight_spans:
+                body["system_fingerprint"] = f"weights-{spans[-1].version}"
+        elif self._request.includes_usage:
+            body["usage"] = None
+        if prompts and self._request.return_token_ids:
+            self._add_prompts(body, prompts)
+        return body
+
+    def _usage(self, replies: Sequence[FinishedChoice]) -> Json:
+        first_choices = replies[:: self._request.n_choices]  # the choices of a prompt share it
+        n_prompt = sum(len(reply.prompt_ids) for reply in first_choices)
+        n_sampled = sum(len(reply.result.token_ids) for reply in replies)
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_sampled,
+            "total_tokens": n_prompt + n_sampled,
+            "prompt_tokens_details": {"cached_tokens": sum(reply.result.n_reused for reply in first_choices)},
+        }
+
+
+class ChatResponseBuilder(ResponseBuilder):
+    """The bodies of /v1/chat/completions."""
+
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def _content(self, reply: Reply) -> Json:
+        return {"message": reply.to_message()}
+
+    def _first_delta(self) -> Json:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def _delta(self, thought: str, content: str) -> Json:
+        return {"delta": {"content": content} | ({"reasoning_content": thought} if thought else {})}
+
+    def _logprobs(self, index: int, token_ids: list[int], logprobs: list[float], tops: TopLogprobs) -> Json:
+        content = [
+            self._token(token_id, logprob) | {"top_logprobs": [self._token(*pair) for pair in top.items()]}
+            for token_id, logprob, top in zip(token_ids, logprobs, tops or [{}] * len(logprobs), strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        text = self._token_text(token_id)
+        is_whole = INCOMPLETE not in text  # the bytes of a part of a character are unknown
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(text.encode()) if is_whole else None}
+
+    def _add_prompts(self, body: Json, prompts: Sequence[list[int]]) -> None:
+        body["prompt_token_ids"] = prompts[0]
