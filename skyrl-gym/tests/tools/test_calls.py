@@ -27,6 +27,11 @@ JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Mount Fuji"
 PLAIN_CALL = "<function=search>\n<parameter=query>\nMount Fuji\n</parameter>\n</function>"
 
 
+def write_python(name: str, arguments: Mapping[str, Any]) -> str:
+    written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return f"<|python_start|>[{name}({written})]<|python_end|>"
+
+
 def write_parameters(name: str, arguments: Mapping[str, Any]) -> str:
     parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
     return f"<function={name}>\n{parameters}</function>"
@@ -45,6 +50,7 @@ WRITERS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
     ),
     "llama": lambda name, arguments: f"<|python_tag|>{json.dumps({'name': name, 'parameters': arguments})}<|eom_id|>",
+    "llama 4": write_python,
     "kimi": lambda name, arguments: (
         f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
     ),
@@ -178,6 +184,7 @@ def test_any_text_can_be_parsed_or_raises_tool_call_error(text: str) -> None:
         *("<function=f><parameter=p></think>", "<tool_call></think>", "</parameter>", "<tool_call>f<arg_key>", " "),
         *("<function=f><parameter=p>x</parameter> ", "[TOOL_CALLS]", "<|python_tag|>", "<|channel|>", "[f("),
         *("<|channel|>commentary to=functions.f", " to=functions.f", '<|python_tag|>{"name": "f"}'),
+        *("<|python_start|>[f(", "<|python_start|>[f()]"),
         *(
             "<｜tool▁call▁begin｜>",
             "<|tool_call_begin|>",
@@ -213,6 +220,36 @@ def test_text_without_a_call_is_unchanged() -> None:
     assert split_calls('{"name": "search", "parameters": {"query": "Mount Fuji"}}', is_bare=True) == ("", [SEARCH])
     assert split_calls("It is {}.", is_bare=True) == ("It is {}.", [])
     assert split_calls(f"<think>{JSON_CALL}</think>A{JSON_CALL}B") == (f"<think>{JSON_CALL}</think>AB", [SEARCH])
+
+
+PYTHON_CALLS = [
+    ('search(query="Mount Fuji")', [SEARCH]),
+    ("fs.read(path='a]\"(', n=-1, deep={'a': [1, true, None]}), f()", None),
+    ("f(1)", "literal keyword arguments"),
+    ('f(a=__import__("os"))', "literal keyword arguments"),
+    ('f(**{"a": 1})', "literal keyword arguments"),
+    ("f(a=1, a=2)", "literal keyword arguments"),
+    ("f(a=1e999)", "literal keyword arguments"),
+    ("f(a={1}), g()()", "literal keyword arguments"),
+    ('f(a="', "not closed"),
+    ("f(a=" + "[" * 100, "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("calls", "expected"), PYTHON_CALLS)
+def test_calls_in_pythons_notation(calls: str, expected: Any) -> None:
+    """Llama 4 writes such lists, with tags or without. They are never executed."""
+    text = f"[{calls}]" if expected != "not closed" else f"[{calls}"
+    assert split_calls(text) == (text, [])
+    for written, is_bare in ((text, True), (f"<|python_start|>{text}<|python_end|>", False)):
+        if isinstance(expected, str):
+            with pytest.raises(ToolCallError, match=expected):
+                split_calls(written, is_bare=is_bare)
+        else:
+            content, found = split_calls(written, is_bare=is_bare)
+            deep = {"path": 'a]"(', "n": -1, "deep": {"a": [1, True, None]}}
+            assert (content, found) == ("", expected or [ToolCall("fs.read", deep), ToolCall("f", {})])
+    assert split_calls("[see (a)] and [b](c)", is_bare=True) == ("[see (a)] and [b](c)", [])
 
 
 def test_ids_of_calls() -> None:

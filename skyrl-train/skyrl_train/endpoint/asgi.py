@@ -11,8 +11,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from skyrl_train.endpoint.completions import BodyBuilder, Json
+from skyrl_train.endpoint.completions import Json
 from skyrl_train.endpoint.messages import error_body
+from skyrl_train.endpoint.service import BodyBuilder
 from skyrl_train.endpoint.session import Owners
 from skyrl_train.endpoint.wire import RequestError, invalid
 

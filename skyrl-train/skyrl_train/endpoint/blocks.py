@@ -1,22 +1,21 @@
-"""APIs whose replies are blocks (a thought, a text, calls): the shared parts of OpenAI's Responses and Anthropic's Messages.
+"""Shared parts of OpenAI's Responses and Anthropic's Messages, whose replies are blocks: a thought, a text, and calls.
 
-A request is translated to the chat request with the same messages, so every API is rendered, sampled and recorded alike.
+A request becomes a chat request, so all APIs render, sample and record alike.
 """
 
-import binascii
 import logging
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any
 from uuid import uuid4
 
 from pydantic import ValidationError
 
 from skyrl_gym.tools.calls import ToolCall
 from skyrl_train.endpoint.completions import FinishedChoice, Json
-from skyrl_train.endpoint.replies import Reply
-from skyrl_train.endpoint.wire import ChatRequest, CompletionOptions, ContentPart, invalid, refuse
+from skyrl_train.endpoint.wire import ChatRequest, CompletionOptions, invalid, refuse
 from skyrl_train.inference_engines.base import TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -24,94 +23,77 @@ logger = logging.getLogger(__name__)
 HOSTED_TOOLS = ("web_search", "web_fetch", "file_search", "tool_search", "code_", "image_generation", "mcp")
 """Beginnings of the types of tools that the provider runs."""
 
-StoredMessages = dict[str, list[Json]]
-"""The messages up to each stored response of a session, by the response's id."""
 
-
-class BlockRequest(CompletionOptions, ABC):
+class BlockRequest(CompletionOptions):
     """A request of one of these APIs."""
 
-    not_translated: ClassVar[tuple[str, ...]] = ("n", "stream_options", "return_token_ids")
+    tools: list[Json] | None = None
 
-    @abstractmethod
-    def to_chat(self, stored: StoredMessages | None, warned: set[str]) -> ChatRequest:
-        """Return the equivalent chat request. `stored` is None without a session. Hosted tools warn once.
+    def _translate(self, messages: Sequence[Json], warned: set[str], **fields: Any) -> ChatRequest:
+        """Return the chat request with `messages` and `fields`, and with the fields that all APIs share.
 
-        Raise RequestError for a field that has no equivalent.
+        Hosted tools are left out, and warn once. Raise RequestError for a field that has no equivalent.
         """
-
-    @abstractmethod
-    def new_builder(self, stored: StoredMessages | None) -> "BlockBuilder":
-        """Return the builder of the response."""
-
-    def _translate(self, messages: Sequence[Json], tools: Sequence[Json], **fields: Any) -> ChatRequest:
-        """Return the chat request with the fields that are the same in both APIs, and with `fields`."""
         self.check_offered()
         if self.n_choices > 1 or self.return_token_ids:
             name = "n" if self.n_choices > 1 else "return_token_ids"
             refuse(f"{name} is not supported here; remove it or use /v1/chat/completions", param=name)
-        names = CompletionOptions.model_fields.keys() - self.not_translated
-        same = self.model_dump(include=names, exclude_none=True)
-        chat = {"messages": _join_system(messages), "tools": list(tools) or None, **fields}
+        same = self.model_dump(include=set(CompletionOptions.model_fields), exclude_none=True)
+        tools = [function for tool in self.tools or () for function in _read_tool(tool, warned)]
         try:
-            return ChatRequest.model_validate(same | chat)
+            return ChatRequest(**same | {"messages": _join_system(messages), "tools": tools or None, **fields})
         except ValidationError as error:
             raise invalid(error.errors()[0]) from error
 
 
-def offer_tool(name: Any, description: Any, parameters: Any, strict: Any = None) -> Json:
-    """Return a tool in the form of chat completions."""
+def _read_tool(tool: Json, warned: set[str]) -> Iterator[Json]:
+    """Yield the chat functions that a tool consists of. A namespace has several, and hosted tools none."""
+    kind, name, inner = tool.get("type", "function"), tool.get("name"), tool.get("tools")
+    if kind == "namespace" and isinstance(inner, list) and all(isinstance(one, dict) for one in inner):
+        for one in inner:
+            yield from _read_tool({**one, "name": f"{name}__{one.get('name')}"}, warned)
+        return
+    if str(kind).startswith(HOSTED_TOOLS):
+        if kind not in warned:
+            warned.add(kind)
+            logger.warning("Requests offer %r, which only the provider can run. It is left out of the prompt.", kind)
+        return
+    if kind != "function" and not (
+        kind == "custom" and "input_schema" in tool
+    ):  # as Anthropic's clients call functions
+        refuse(f"tools of type {str(kind)[:80]!r} are not supported; describe the tool as a function", param="tools")
     if not isinstance(name, str) or not name:
         refuse("a tool has no name", param="tools")
-    fields = {"name": name, "description": description, "parameters": parameters, "strict": strict or None}
-    return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
-
-
-def check_hosted(kind: str, warned: set[str]) -> None:
-    """Warn once that a tool is left out because the provider would run it. Refuse any other unknown type."""
-    if not kind.startswith(HOSTED_TOOLS):
-        refuse(f"tools of type {kind!r} are not supported; describe the tool as a function", param="tools")
-    if kind not in warned:
-        warned.add(kind)
-        logger.warning("Requests offer the tool %r, which the provider would run. It is left out of the prompt.", kind)
-
-
-def dump_parts(content: str | Sequence[ContentPart] | None) -> str | list[Json] | None:
-    """Return a content as JSON."""
-    if content is None or isinstance(content, str):
-        return content
-    return [part.model_dump(exclude_none=True) for part in content]
+    fields = {"name": name, "description": tool.get("description")}
+    fields |= {"parameters": tool.get("input_schema", tool.get("parameters")), "strict": tool.get("strict") or None}
+    yield {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
 
 
 def _join_system(messages: Sequence[Json]) -> list[Json]:
     """Join the system messages at the start, as many templates write only one, and few know the role `developer`."""
     named = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
-    n_system = next((i for i, one in enumerate(named) if one["role"] != "system"), len(named))
-    if n_system < 2:
-        return named
-    texts = [
-        [{"type": "text", "text": content}] if isinstance(content := one["content"], str) else content or []
-        for one in named[:n_system]
-    ]
-    joined = [part for text in texts for part in (*text, {"type": "text", "text": "\n\n"})][:-1]
-    return [{"role": "system", "content": joined}, *named[n_system:]]
+    start = list(takewhile(lambda one: one["role"] == "system" and isinstance(one["content"], str | list), named))
+    contents = [one["content"] for one in start]
+    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents]
+    joined = [part for one in parts for part in (*one, {"type": "text", "text": "\n\n"})][:-1]
+    return [{"role": "system", "content": joined}, *named[len(start) :]] if joined else named
 
 
 def seal_thought(thought: str) -> str:
-    """Encode a thought as text that a client sends back but does not show."""
+    """Encode a thought for a client that sends it back but does not show it."""
     return b64encode(thought.encode(errors="surrogatepass")).decode()
 
 
-def open_thought(sealed: str, param: str) -> str:
-    """Decode a thought. Raise RequestError if it is from another server."""
+def open_thought(sealed: Any, param: str) -> str:
+    """Decode a thought. Raise RequestError if another server has encoded it."""
     try:
-        return b64decode(sealed, validate=True).decode(errors="surrogatepass")
-    except (binascii.Error, ValueError):
+        return b64decode(sealed or "", validate=True).decode(errors="surrogatepass")
+    except (TypeError, ValueError):
         refuse("a thought was encrypted by another server; remove it", param=param)
 
 
 class BlockBuilder(ABC):
-    """Writes replies as blocks. A stream opens, extends and closes one block after the other.
+    """Writes a reply as blocks. A stream opens, extends and closes one block after the other.
 
     A block has a kind and a value: `thought` and `text` have a text, and `call` has a call.
     """
@@ -125,35 +107,14 @@ class BlockBuilder(ABC):
         self._text = ""  # of the open block
         self._is_truncated = False
 
-    # -- the format of an API
-
-    @abstractmethod
-    def _body(self, finished: FinishedChoice, blocks: list[Json]) -> Json:
-        """Return the body."""
-
-    @abstractmethod
-    def _block(self, index: int, kind: str, value: Any) -> Json:
-        """Return a block."""
-
-    @abstractmethod
-    def _open(self, kind: str, value: Any) -> list[Json]:
-        """Return the events that start the block at `_index`. `value` is an empty text or a call."""
-
-    @abstractmethod
-    def _extend(self, kind: str, value: Any) -> list[Json]:
-        """Return the events that add a piece of text, or a whole call, to the block at `_index`."""
-
-    @abstractmethod
-    def _close(self, kind: str, value: Any) -> list[Json]:
-        """Return the events that end the block at `_index`."""
-
-    # -- the interface of `BodyBuilder`
-
     def complete(self, replies: Sequence[FinishedChoice]) -> Json:
         """Return the response as one body."""
         (finished,) = replies
-        self._is_truncated = finished.is_truncated
-        return self._body(finished, [self._block(i, *part) for i, part in enumerate(_parts(finished.reply))])
+        self._is_truncated, reply = finished.is_truncated, finished.reply
+        parts: list[tuple[str, str | ToolCall]] = [("thought", reply.thought)] * bool(reply.thought)
+        parts += [("text", reply.content)] * bool(reply.content or not reply.calls)
+        parts += [("call", call) for call in reply.calls]
+        return self._body(finished, [self._block(index, kind, value) for index, (kind, value) in enumerate(parts)])
 
     def chunk(self, index: int, thought: str, content: str, tokens: TokenChunk | None = None) -> list[Json]:
         """Return the events for new text."""
@@ -162,12 +123,11 @@ class BlockBuilder(ABC):
 
     def end(self, index: int, thought: str, content: str, finished: FinishedChoice) -> list[Json]:
         """Return the events for the rest of the text and for the calls."""
-        self._is_truncated = finished.is_truncated
+        self._is_truncated, reply = finished.is_truncated, finished.reply
         events = self.chunk(index, thought, content)
-        if not (finished.reply.calls or finished.reply.content):
-            events += self._add("text", "")
+        events += [] if reply.calls or reply.content else self._add("text", "")
         events += self._end_block()
-        for call in finished.reply.calls:
+        for call in reply.calls:
             self._index += 1
             events += [*self._open("call", call), *self._extend("call", call), *self._close("call", call)]
         return events
@@ -185,11 +145,19 @@ class BlockBuilder(ABC):
         kind, self._kind = self._kind, None
         return [] if kind is None else self._close(kind, self._text)
 
+    # -- the format of an API: the body, a block, and the events that start, extend and end the block at `_index`
 
-def _parts(reply: Reply) -> Iterable[tuple[str, str | ToolCall]]:
-    """Yield the kinds and values of a reply's blocks. A reply without content and calls has an empty text."""
-    if reply.thought:
-        yield "thought", reply.thought
-    if reply.content or not reply.calls:
-        yield "text", reply.content
-    yield from (("call", call) for call in reply.calls)
+    @abstractmethod
+    def _body(self, finished: FinishedChoice, blocks: list[Json]) -> Json: ...
+
+    @abstractmethod
+    def _block(self, index: int, kind: str, value: str | ToolCall) -> Json: ...
+
+    @abstractmethod
+    def _open(self, kind: str, value: str | ToolCall) -> list[Json]: ...
+
+    @abstractmethod
+    def _extend(self, kind: str, value: str | ToolCall) -> list[Json]: ...
+
+    @abstractmethod
+    def _close(self, kind: str, value: str | ToolCall) -> list[Json]: ...

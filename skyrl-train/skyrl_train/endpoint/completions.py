@@ -1,11 +1,11 @@
-"""Bodies of OpenAI's chat and text completions, whole or in chunks, and the interface of all APIs' bodies."""
+"""Bodies of OpenAI's chat and text completions, whole or in chunks."""
 
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 from skyrl_train.endpoint.replies import INCOMPLETE, Reply
@@ -43,36 +43,6 @@ class FinishedChoice:
         return len(self.prompt_ids), self.result.n_reused, len(self.result.token_ids)
 
 
-class BodyBuilder(Protocol):
-    """Writes the replies to a request in the format of an API: as one body, or as the events of a stream."""
-
-    last_event: str | None  # text of a final event without a type
-
-    def complete(self, replies: Sequence[FinishedChoice]) -> Json:
-        """Return the response as one body."""
-        ...
-
-    def start(self, prompts: Sequence[list[int]]) -> list[Json]:
-        """Return the events before the first token. `prompts` are the prompts' tokens."""
-        ...
-
-    def chunk(self, index: int, thought: str, content: str, tokens: TokenChunk) -> list[Json]:
-        """Return the events for new text and new tokens of a choice."""
-        ...
-
-    def end(self, index: int, thought: str, content: str, finished: FinishedChoice) -> list[Json]:
-        """Return the last events of a choice. They hold the rest of its text, and its calls."""
-        ...
-
-    def finish(self, replies: Sequence[FinishedChoice]) -> list[Json]:
-        """Return the last events of the stream."""
-        ...
-
-    def fail(self, error: RequestError) -> Json:
-        """Return the event that ends the stream after an error."""
-        ...
-
-
 class ResponseBuilder:
     """The bodies of /v1/completions, and base class for the bodies of chats."""
 
@@ -97,7 +67,7 @@ class ResponseBuilder:
 
     def start(self, prompts: Sequence[list[int]]) -> list[Json]:
         """Return the first chunk, without text."""
-        choices = [self._choice(i, self._first_delta(), None) for i in range(len(prompts))]
+        choices = [self._choice(i, self._delta("", ""), None) for i in range(len(prompts))]
         return [self._body(self.chunk_kind, choices, prompts=prompts)]
 
     def chunk(self, index: int, thought: str, content: str, tokens: TokenChunk) -> list[Json]:
@@ -126,10 +96,7 @@ class ResponseBuilder:
 
     def _content(self, reply: Reply) -> Json:
         """Return the fields of a choice that hold the reply."""
-        return {"text": reply.content}
-
-    def _first_delta(self) -> Json:
-        return {"text": ""}
+        return self._delta("", reply.content)
 
     def _delta(self, thought: str, content: str) -> Json:
         """Return the fields of a chunk's choice that hold new text."""
@@ -203,8 +170,12 @@ class ChatResponseBuilder(ResponseBuilder):
     def _content(self, reply: Reply) -> Json:
         return {"message": reply.to_message()}
 
-    def _first_delta(self) -> Json:
-        return {"delta": {"role": "assistant", "content": ""}}
+    def start(self, prompts: Sequence[list[int]]) -> list[Json]:
+        """Return the first chunk, with the role."""
+        (chunk,) = super().start(prompts)
+        for choice in chunk["choices"]:
+            choice["delta"] = {"role": "assistant", "content": ""}
+        return [chunk]
 
     def _delta(self, thought: str, content: str) -> Json:
         return {"delta": {"content": content} | ({"reasoning_content": thought} if thought else {})}

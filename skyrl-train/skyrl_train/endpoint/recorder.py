@@ -73,7 +73,9 @@ class Recording(TokenConversation):
     ) -> Prompt:
         """Return the prompt of messages rendered by `chat`. `variant` identifies the template variables."""
         start = blake2b(variant.encode(), digest_size=16).digest()
-        digests = list(accumulate(canonical_messages(messages, tools), _next_digest, initial=start))  # of the first 0, 1, …
+        digests = list(
+            accumulate(canonical_messages(messages, tools), _next_digest, initial=start)
+        )  # of the first 0, 1, …
         for n in range(len(messages), 0, -1):
             if ends := self._by_digest.get(digests[n]):
                 end = ends.get(find_thought(messages[n - 1])) or next(reversed(ends.values()))

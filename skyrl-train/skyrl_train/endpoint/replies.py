@@ -186,7 +186,7 @@ class ReplyStream:
             self._pending, self._closing, self._is_trimmed = rest, None, True
         if self._form.tools is None and not self._form.has_channels:
             return thought, self._take(1, len(self._pending), keeps_space=True)
-        is_call = self._form.calls_are_bare and not self._sent[1] and self._pending.lstrip().startswith("{")
+        is_call = self._form.calls_are_bare and not self._sent[1] and self._pending.lstrip().startswith(("{", "["))
         return thought, self._take(1, 0 if is_call else find_call_start(self._pending))
 
     def finish(self, result: EngineResult, seed: int) -> tuple[str, str, Reply]:

@@ -23,11 +23,10 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import Receive
 
 from skyrl_train.endpoint.asgi import ActiveRequests, EventStream, JSONAnswer, handle_errors
-from skyrl_train.endpoint.blocks import BlockRequest
 from skyrl_train.endpoint.completions import Json
 from skyrl_train.endpoint.messages import MessagesRequest
 from skyrl_train.endpoint.responses import ResponsesRequest
-from skyrl_train.endpoint.service import Job, ModelService
+from skyrl_train.endpoint.service import ChatBody, Job, ModelService
 from skyrl_train.endpoint.session import AgentSession, Owners
 from skyrl_train.endpoint.wire import (
     ChatRequest,
@@ -85,7 +84,7 @@ class Endpoint:
         router.add_api_route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"])
         router.add_api_route("/v1/completions", self._complete, methods=["POST"])
         router.add_api_route("/v1/models", self._models)
-        router.add_api_route("/v1/models/{model:path}", self._model)
+        router.add_api_route("/v1/models/{model:path}", self._models)
         router.add_api_route("/health", self._health)
         app.include_router(router)
         app.include_router(router, prefix="/session/{session_id}")
@@ -164,7 +163,7 @@ class Endpoint:
     async def _message(self, body: MessagesRequest, request: Request) -> Response:
         return await self._reply(body, request)
 
-    async def _reply(self, body: ChatRequest | BlockRequest, request: Request) -> Response:
+    async def _reply(self, body: ChatBody, request: Request) -> Response:
         (session,) = self._sessions_of(body, request, 1)
         n_retries = request.headers.get("x-stainless-retry-count", "")  # of the clients of OpenAI and Anthropic
         is_retry = n_retries.isdecimal() and int(n_retries) > 0
@@ -179,24 +178,16 @@ class Endpoint:
         sessions = self._sessions_of(body, request, len(body.prompts))
         return await self._respond(self._service.completion_job(body, sessions), request)
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, request: Request, model: str | None = None) -> Response:
+        """Describe the model, or the list of models, in the form of OpenAI's API and of Anthropic's."""
         self._check_session(request)
-        id = self._service.model_name
-        return JSONAnswer(
-            {"object": "list", "data": [self._describe_model()], "has_more": False, "first_id": id, "last_id": id}
-        )
-
-    async def _model(self, request: Request, model: str) -> Response:
-        self._check_session(request)
-        if model != self._service.model_name:
-            raise RequestError(404, f"there is no model {model!r} here; this is {self._service.model_name!r}")
-        return JSONAnswer(self._describe_model())
-
-    def _describe_model(self) -> Json:
-        """Return the model in the form of OpenAI's API and of Anthropic's."""
         id, length = self._service.model_name, self._service.engine.info.context_length
-        model: Json = {"object": "model", "created": 0, "owned_by": "skyrl", "id": id, "max_model_len": length}
-        return model | {"type": "model", "display_name": id, "created_at": EPOCH, "max_input_tokens": length}
+        if model not in (None, id):
+            raise RequestError(404, f"there is no model {model!r} here; this is {id!r}")
+        described: Json = {"object": "model", "created": 0, "owned_by": "skyrl", "id": id, "max_model_len": length}
+        described |= {"type": "model", "display_name": id, "created_at": EPOCH, "max_input_tokens": length}
+        listed = {"object": "list", "data": [described], "has_more": False, "first_id": id, "last_id": id}
+        return JSONAnswer(listed if model is None else described)
 
     async def _health(self) -> Response:
         self._check_open()

@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_gym.images import find_images
 from skyrl_gym.tools.calls import HARMONY_THOUGHT
 from skyrl_train.concurrency import gather_or_cancel
-from skyrl_train.endpoint.blocks import BlockRequest
-from skyrl_train.endpoint.completions import BodyBuilder, ChatResponseBuilder, FinishedChoice, Json, ResponseBuilder
+from skyrl_train.endpoint.completions import ChatResponseBuilder, FinishedChoice, Json, ResponseBuilder
+from skyrl_train.endpoint.messages import MessagesBuilder, MessagesRequest
 from skyrl_train.endpoint.recorder import Prompt, Recording
-from skyrl_train.endpoint.replies import Decode, Reply, ReplyFormat, ReplyStream, TextStream, find_stop, reply_text
+from skyrl_train.endpoint.replies import Decode, ReplyFormat, ReplyStream, TextStream, find_stop
+from skyrl_train.endpoint.responses import ResponsesBuilder, ResponsesRequest
 from skyrl_train.endpoint.session import AgentSession, Owners, Sampled, free_sampling
 from skyrl_train.endpoint.wire import (
     MAX_PROMPTS,
@@ -40,9 +41,11 @@ from skyrl_train.inference_engines.base import (
     hash_seed,
 )
 from skyrl_train.rendering.template import ChatTemplate
-from skyrl_train.types import StopReason
 
 logger = logging.getLogger(__name__)
+
+ChatBody = ChatRequest | ResponsesRequest | MessagesRequest
+BodyBuilder = ResponseBuilder | ResponsesBuilder | MessagesBuilder
 
 TEMPLATE_VARIANTS = 64  # maximum number of cached chat encoders, one per set of template variables
 
@@ -118,9 +121,7 @@ class ModelService:
 
     # -- from requests to jobs
 
-    def chat_job(
-        self, body: ChatRequest | BlockRequest, session: AgentSession | None, *, is_retry: bool = False
-    ) -> Job:
+    def chat_job(self, body: ChatBody, session: AgentSession | None, *, is_retry: bool = False) -> Job:
         """Validate and encode a request of any chat API. RequestError if it is invalid.
 
         `is_retry` is True if the client repeats a request. A recorded reply to it is then sent again.
@@ -128,16 +129,12 @@ class ModelService:
         request, prompt, form = self.encode_chat(body, session)
         choices = self._choices(request, "messages", prompt, session)
         if isinstance(body, ChatRequest):
-            builder: BodyBuilder = ChatResponseBuilder(request, self._token_text)
-        else:
-            builder = body.new_builder(session and session.stored)
-        return Job(request, choices, builder, form, is_retry)
+            return Job(request, choices, ChatResponseBuilder(request, self._token_text), form, is_retry)
+        return Job(request, choices, body.new_builder(), form, is_retry)
 
-    def encode_chat(
-        self, body: ChatRequest | BlockRequest, session: AgentSession | None
-    ) -> tuple[ChatRequest, Prompt, ReplyFormat]:
+    def encode_chat(self, body: ChatBody, session: AgentSession | None) -> tuple[ChatRequest, Prompt, ReplyFormat]:
         """Return a request as a chat request, its prompt, and the format of the replies."""
-        request = body if isinstance(body, ChatRequest) else body.to_chat(session and session.stored, self._warned)
+        request = body if isinstance(body, ChatRequest) else body.to_chat(self._warned)
         self._check(request)
         with _encoding("tools"):
             parameters = request.tool_parameters
@@ -247,61 +244,60 @@ class ModelService:
     async def answer(self, job: Job) -> Json:
         """Return the complete answer. RequestError if the engine fails."""
         async with job.in_progress() as repeated:
-            sampled = await self._generate(job, repeated=repeated)
-            decode, keeps_stop = self._decode(job), bool(job.request.include_stop_str_in_output)
-            replies = []
-            for choice, one in zip(job.choices, sampled, strict=True):
-                text = reply_text(decode, one.result, choice.sampling.stop, keeps_stop=keeps_stop)
-                is_truncated = one.result.stop_reason != StopReason.STOP
-                replies.append(job.form.split(text, is_truncated=is_truncated, seed=one.request.seed))
-            return job.builder.complete(self._record(job, sampled, replies))
+            sampled = await self._generate(job, None, repeated)
+            return job.builder.complete([finished for *_, finished in self._finish(job, self._streams(job), sampled)])
 
     async def stream(self, job: Job) -> AsyncGenerator[Json]:
         """Yield the events of the response. RequestError if the engine fails."""
+        tokens: asyncio.Queue[tuple[int, TokenChunk] | None] = asyncio.Queue()
         async with job.in_progress() as repeated:
-            events: asyncio.Queue[tuple[int, TokenChunk] | None] = asyncio.Queue()
-
-            def add_tokens(index: int, tokens: TokenChunk) -> None:
-                events.put_nowait((index, tokens))
-
-            generating = asyncio.create_task(self._generate(job, add_tokens, repeated))
-            generating.add_done_callback(lambda _: events.put_nowait(None))
-            decode, keeps_stop = self._decode(job), bool(job.request.include_stop_str_in_output)
-            streams = [
-                ReplyStream(TextStream(decode, choice.sampling.stop, keeps_stop=keeps_stop), job.form)
-                for choice in job.choices
-            ]
+            for index, one in enumerate(repeated or ()):
+                tokens.put_nowait((index, TokenChunk(one.result.token_ids, one.result.logprobs or [])))
+            generating = asyncio.create_task(self._generate(job, lambda *new: tokens.put_nowait(new), repeated))
+            generating.add_done_callback(lambda _: tokens.put_nowait(None))
+            streams = self._streams(job)
             try:
                 for event in job.builder.start([choice.prompt.token_ids for choice in job.choices]):
                     yield event
-                while (new := await events.get()) is not None:
-                    index, tokens = new
-                    for event in job.builder.chunk(index, *streams[index].push(tokens.token_ids), tokens):
+                while (new := await tokens.get()) is not None:
+                    for event in job.builder.chunk(new[0], *streams[new[0]].push(new[1].token_ids), new[1]):
                         yield event
                 sampled = await generating
             finally:
                 generating.cancel()
                 await asyncio.gather(generating, return_exceptions=True)
-            ends = [stream.finish(one.result, one.request.seed) for stream, one in zip(streams, sampled, strict=True)]
-            replies = self._record(job, sampled, [reply for _, _, reply in ends])
-            for index, ((thought, content, _), finished) in enumerate(zip(ends, replies, strict=True)):
-                for event in job.builder.end(index, thought, content, finished):
-                    yield event
-            for event in job.builder.finish(replies):
+            ends = self._finish(job, streams, sampled)
+        for index, end in enumerate(ends):
+            for event in job.builder.end(index, *end):
                 yield event
+        for event in job.builder.finish([finished for *_, finished in ends]):
+            yield event
+
+    def _streams(self, job: Job) -> list[ReplyStream]:
+        keeps_stop = bool(job.request.include_stop_str_in_output)
+        texts = [TextStream(self._decode(job), choice.sampling.stop, keeps_stop=keeps_stop) for choice in job.choices]
+        return [ReplyStream(text, job.form) for text in texts]
+
+    def _finish(
+        self, job: Job, streams: Sequence[ReplyStream], sampled: Sequence[Sampled]
+    ) -> list[tuple[str, str, FinishedChoice]]:
+        """Record the replies. Return the rest of each one's thought and content, and the whole."""
+        ends = []
+        for choice, stream, one in zip(job.choices, streams, sampled, strict=True):
+            thought, content, reply = stream.finish(one.result, one.request.seed)
+            if choice.session is not None and not one.is_recorded:
+                choice.session.record(choice.prompt, one, reply)
+            _, stop = find_stop(self._decode(job), one.result, choice.sampling.stop) or (0, None)
+            ends.append((thought, content, FinishedChoice(choice.prompt.token_ids, one.result, reply, stop)))
+        return ends
 
     def _decode(self, job: Job) -> Decode:
         """Return the decoder of replies. The text of a completion continues its prompt."""
         return self.chat.decode_after if isinstance(job.request, CompletionRequest) else self.chat.decode
 
-    async def _generate(
-        self, job: Job, on_tokens: OnTokens | None = None, repeated: list[Sampled] | None = None
-    ) -> list[Sampled]:
-        """Return the engine's request and result of each choice, or the repeated ones. `on_tokens` streams the tokens."""
+    async def _generate(self, job: Job, on_tokens: OnTokens | None, repeated: list[Sampled] | None) -> list[Sampled]:
+        """Return the engine's request and result of each choice. With `on_tokens`, stream new tokens to it."""
         if repeated is not None:
-            for index, one in enumerate(repeated):
-                if on_tokens is not None:
-                    on_tokens(index, TokenChunk(one.result.token_ids, one.result.logprobs or []))
             return repeated
         started = time.perf_counter()
         sessions = [session for session in job.owners if session is not None]
@@ -337,15 +333,6 @@ class ModelService:
             return result
 
         return await gather_or_cancel(stream(index, request) for index, request in enumerate(requests))
-
-    def _record(self, job: Job, sampled: Sequence[Sampled], replies: Sequence[Reply]) -> list[FinishedChoice]:
-        finished = []
-        for choice, one, reply in zip(job.choices, sampled, replies, strict=True):
-            if choice.session is not None and not one.is_recorded:
-                choice.session.record(choice.prompt, one, reply)
-            _, stop = find_stop(self._decode(job), one.result, choice.sampling.stop) or (0, None)
-            finished.append(FinishedChoice(choice.prompt.token_ids, one.result, reply, stop))
-        return finished
 
 
 @contextmanager

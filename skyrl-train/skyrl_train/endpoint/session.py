@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
 
 from skyrl_train.endpoint.recorder import Digest, Prompt, Recording
 from skyrl_train.endpoint.replies import Reply
@@ -82,7 +81,6 @@ class AgentSession:
     _cache_of_row: dict[int, str] = field(default_factory=dict)
     _replies: dict[RequestKey, list[Sampled]] = field(default_factory=dict)
     _in_progress: dict[RequestKey, set[asyncio.Future[None]]] = field(default_factory=dict)
-    stored: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # messages up to a response of /v1/responses
 
     def sampling_for(self, request: CompletionOptions, warned: set[str]) -> SamplingParams:
         """Return the sampling parameters of a reply. Warn about each ignored field that is not in `warned` yet."""
@@ -122,7 +120,9 @@ class AgentSession:
         assert sampled.request.session_id is not None
         self._cache_of_row.setdefault(row, sampled.request.session_id)
         self.counts.update(
-            with_tools=int(prompt.tools is not None), with_calls=int(bool(reply.calls)), malformed=int(reply.is_malformed)
+            with_tools=int(prompt.tools is not None),
+            with_calls=int(bool(reply.calls)),
+            malformed=int(reply.is_malformed),
         )
         if prompt.digest is not None:
             # Without the prompt and the experts, which take much memory.

@@ -9,6 +9,7 @@ value of a parameter is text. These formats have markers that no prose has, and 
     <tool_call>search<arg_key>query</arg_key><arg_value>Mount Fuji</arg_value></tool_call>  `plain`: GLM
     <|channel|>commentary to=functions.search<|message|>{"query": "Mount Fuji"}<|call|>   `harmony`: gpt-oss
     <|python_tag|>{"name": "search", "parameters": {"query": "Mount Fuji"}}               `llama`: Llama 3.1
+    <|python_start|>[search(query="Mount Fuji")]<|python_end|>                            `llama`: Llama 4
     <｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "Mount Fuji"}<｜tool▁call▁end｜>        `deepseek`: V3, V3.1
     <|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"query": "Mount Fuji"}<|tool_call_end|>
                                                                                           `kimi`: K2
@@ -29,7 +30,7 @@ from skyrl_gym.tools.calls.call import MalformedCall, ToolCall, ToolCallError
 from skyrl_gym.tools.calls.deepseek import DEEPSEEK
 from skyrl_gym.tools.calls.harmony import HARMONY, HEADER
 from skyrl_gym.tools.calls.kimi import KIMI
-from skyrl_gym.tools.calls.llama import LLAMA
+from skyrl_gym.tools.calls.llama import LIST, LLAMA
 from skyrl_gym.tools.calls.mistral import MISTRAL
 from skyrl_gym.tools.calls.plain import FUNCTION, INVOKE, STRAY
 from skyrl_gym.tools.calls.tagged import TAGGED
@@ -80,15 +81,17 @@ _TOKEN = re.compile(
 )
 _WRAPPER = re.compile(
     r"</?minimax:tool_call>|<｜tool▁calls▁(?:begin|end)｜>|<\|tool_calls_section_(?:begin|end)\|>"
-    r"|<\|/tool_call\|>|<\|eom_id\|>"
+    r"|<\|/tool_call\|>|<\|eom_id\|>|<\|python_(?:start|end)\|>"
 )
 """Tags around the calls of a reply."""
 _STARTS = (
-    *("<tool_call>", "<function_call>", "<function=", '<invoke name="', "<minimax:tool_call>", "<|python_tag|>"),
+    *("<tool_call>", "<function_call>", "<function=", '<invoke name="', "<minimax:tool_call>", "<|python_"),
     *("<｜tool▁call", "<|tool_call", "<|channel|>", "<|start|>", "[TOOL_CALLS]"),
 )
 """Beginnings of all openings and wrappers. `find_call_start` searches for them."""
-_BARE = "<|python_tag|>"  # Llama 3.2 leaves this tag out
+_TAG = "<|python_tag|>"
+_BARE = re.compile(rf"\s*(?:<\|python_(?:start|end)\|>\s*)*(?=\{{|{LIST})")
+"""Beginning of a reply of Llama 3.2 and 4, which leave the tag out."""
 
 CUT_OFF = (
     "Your reply was cut off at the maximum number of tokens, so no tool calls were executed. Write a shorter reply."
@@ -142,13 +145,14 @@ def split_calls(text: str, *, is_truncated: bool = False, is_bare: bool = False)
     """Return the text outside of calls, and the calls, as `parse_tool_calls` does. Text without calls is unchanged.
 
     Args:
-        is_bare: a reply that starts with `{` consists of calls without a tag, as Llama 3.2 writes them.
+        is_bare: a reply that starts with `{` or `[name(` consists of calls without a tag, as Llama 3.2 and 4 write
+            them.
 
     >>> split_calls('I look.\\n<tool_call>{"name": "look"}</tool_call>')
     ('I look.', [ToolCall(name='look', arguments={})])
     """
-    if is_bare and text.lstrip().startswith("{"):
-        text = _BARE + text
+    if is_bare and (start := _BARE.match(text)):
+        text = _TAG + text[start.end() :]
     scan = _checked_scan(text, is_truncated)
     starts, ends = [0, *(end for _, end in scan.hidden)], [*(start for start, _ in scan.hidden), len(text)]
     pieces = [text[start:end] for start, end in zip(starts, ends, strict=True)]
