@@ -16,7 +16,7 @@
     </tool_call>
 
 A value ends with the first closing tag that the next parameter, the end of the call or the end of the reply follows, so
-it may contain tags. What remains ambiguous is an error: a truncated value would be a call that the model did not write.
+it may contain tags. Special tokens may end the reply. What remains ambiguous is an error: a truncated value would be a call that the model did not write.
 """
 
 import re
@@ -57,7 +57,7 @@ def _tags(opening: str, newline: str, closing: str, end: str) -> _Tags:
         re.compile(rf"\s*{opening}{newline}"),
         re.compile(rf"(?<!['\"`]){opening}"),
         closing,
-        re.compile(rf"{newline}{closing}(?=\s*(?:{opening}|{end}|<\||\Z))"),
+        re.compile(rf"{newline}{closing}(?=\s*(?:{opening}|{end}|(?:<\|[^<>|]*\|>\s*)*\Z))"),
         re.compile(rf"\s*(?:{end})"),
     )
 
