@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP endpoint for the model under training. It records requests as trajectories."""
+"""An HTTP endpoint for the model under training, with OpenAI's and Anthropic's APIs. It records requests as trajectories."""
 
 from skyrl_train.endpoint.agent_generator import Agent, AgentGenerator, AgentResult
 from skyrl_train.endpoint.process import EndpointProcess

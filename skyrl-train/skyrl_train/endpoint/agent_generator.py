@@ -1,4 +1,4 @@
-"""Rollouts of agents: programs that call the model under training through OpenAI's API."""
+"""Rollouts of agents: programs that call the model under training over HTTP."""
 
 import asyncio
 import copy
@@ -49,7 +49,7 @@ class AgentResult:
 
 
 class Agent(Protocol):
-    """A function, blocking or async, that solves the task of a row with any client of OpenAI's API.
+    """A function, blocking or async, that solves the task of a row with any client of OpenAI's or Anthropic's API.
 
     A blocking agent runs in a thread. An async agent runs in the trainer's event loop and must not block it.
     """
