@@ -1,4 +1,4 @@
-"""An HTTP endpoint for the model under training, with OpenAI's and Anthropic's APIs. It records requests as trajectories."""
+"""HTTP endpoint for the model under training, with OpenAI's and Anthropic's APIs. Requests become trajectories."""
 
 from skyrl_train.endpoint.agent_generator import Agent, AgentGenerator, AgentResult
 from skyrl_train.endpoint.process import EndpointProcess

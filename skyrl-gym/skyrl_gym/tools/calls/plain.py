@@ -16,7 +16,8 @@
     </tool_call>
 
 A value ends with the first closing tag that the next parameter, the end of the call or the end of the reply follows, so
-it may contain tags. Special tokens may end the reply. What remains ambiguous is an error: a truncated value would be a call that the model did not write.
+it may contain tags. Special tokens may end the reply. What remains ambiguous is an error: a truncated value would be a
+call that the model did not write.
 """
 
 import re
