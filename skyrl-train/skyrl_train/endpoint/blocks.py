@@ -58,9 +58,8 @@ def _read_tool(tool: Json, warned: set[str]) -> Iterator[Json]:
             warned.add(kind)
             logger.warning("Requests offer %r, which only the provider can run. It is left out of the prompt.", kind)
         return
-    if kind != "function" and not (
-        kind == "custom" and "input_schema" in tool
-    ):  # as Anthropic's clients call functions
+    is_function = kind == "function" or (kind == "custom" and "input_schema" in tool)  # as Anthropic's clients write it
+    if not is_function:
         refuse(f"tools of type {str(kind)[:80]!r} are not supported; describe the tool as a function", param="tools")
     if not isinstance(name, str) or not name:
         refuse("a tool has no name", param="tools")
