@@ -33,7 +33,7 @@ SCHEMA: Json = {
 }
 REPLIES = [
     "<think>\nRead it first.\n</think>\n\n" + write_call("read", path="é.py"),
-    "I look again.\n" + write_call("read", path="b.py") + "\n" + write_call("read", path="c.py"),
+    "<think>\nHm.\n</think>\n\nI look again.\n" + "\n".join(write_call("read", path=path) for path in ("b.py", "c.py")),
     "<think>\nDone.\n</think>\n\nIt is right.",
 ]
 
@@ -280,9 +280,10 @@ async def test_events_of_a_stream() -> None:
             "function_call_arguments.done",
             "output_item.done",
         ]
-        assert [kind for kind in kinds if kind != "output_text.delta"] == [
-            *("created", "in_progress", "output_item.added", "content_part.added"),
-            *("output_text.done", "content_part.done", "output_item.done", *call, *call, "completed"),
+        start, end = ("output_item.added", "content_part.added"), ("content_part.done", "output_item.done")
+        assert [kind for kind in kinds if not kind.endswith("text.delta")] == [
+            *("created", "in_progress", *start, "reasoning_text.done", *end, *start, "output_text.done", *end),
+            *(*call, *call, "completed"),
         ]
         assert [event.item for event in events if event.type.endswith("item.done")] == events[-1].response.output
         raw = await Messages(stage, session).anthropic.messages.create(
@@ -295,7 +296,7 @@ async def test_events_of_a_stream() -> None:
         names = [event.type async for event in raw]
         block = ["content_block_start", "content_block_delta", "content_block_stop"]
         assert [name for i, name in enumerate(names) if name != names[i - 1]] == [
-            *("message_start", *block * 3, "message_delta", "message_stop")
+            *("message_start", *block * 4, "message_delta", "message_stop")
         ]
 
 
@@ -363,6 +364,7 @@ async def test_each_client_raises_its_own_errors(stage: EndpointStage, monkeypat
         await create(messages=[{"role": "user", "content": "1" * 600}], **common)
     with pytest.raises(anthropic.NotFoundError, match="there is no model 'other'"):
         await api.anthropic.models.retrieve("other")
+    assert (await api.anthropic.models.retrieve(MODEL)).type == "model"
     for models in (await api.anthropic.models.list(), await api.openai.models.list()):
         assert [model.id for model in models.data] == [MODEL]
 
@@ -388,7 +390,7 @@ async def test_a_session_may_be_named_by_the_api_key(stage: EndpointStage) -> No
     root = stage.endpoint.url().removesuffix("/v1")
     session, other = await stage.session(), await stage.session()
     for url, credentials in (
-        *((root, {"api_key": session.id}), (root, {"auth_token": session.id})),
+        *((root, {"api_key": "x", "default_headers": {"x-api-key": session.id}}), (root, {"auth_token": session.id})),
         (stage.endpoint.url(session).removesuffix("/v1"), {"api_key": other.id}),
     ):
         async with AsyncAnthropic(base_url=url, max_retries=0, **credentials) as client:
