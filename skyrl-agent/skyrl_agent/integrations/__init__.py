@@ -40,7 +40,7 @@ def create_engine(settings: AgentGeneration, infer_engine: Any, tokenizer: PreTr
         from skyrl_agent.integrations.verl_engine import VerlEngine
 
         return VerlEngine(infer_engine, backend.model_max_len)
-    from skyrl_train.tinker.engine import TinkerEngine
+    from skyrl_agent.integrations.tinker.engine import TinkerEngine
 
     if isinstance(infer_engine, TinkerEngine):
         return infer_engine

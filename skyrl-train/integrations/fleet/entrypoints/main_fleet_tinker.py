@@ -3,7 +3,7 @@
     python -m integrations.fleet.entrypoints.main_fleet_tinker --train_data train.parquet --tasks_file tasks.json
 
 Reads TINKER_API_KEY and TINKER_BASE_URL. Rollouts, context limits, rewards and metrics are the same as in `main_fleet`.
-Rerun the command with the same `--run_name` to resume.
+Needs `skyrl-agent[tinker]`. Rerun the command with the same `--run_name` to resume.
 """
 
 import logging
@@ -14,9 +14,9 @@ from typing import Any
 from integrations.fleet.entrypoints.main_fleet import register_fleet
 from integrations.fleet.env import ENV_CLASS
 from integrations.fleet.metrics import find_tool_errors, fleet_metrics, send_alert
+from skyrl_agent.integrations.tinker.options import TinkerOptions, parse_options
+from skyrl_agent.integrations.tinker.run import TinkerRun
 from skyrl_train.entrypoints.command import run_command
-from skyrl_train.tinker.options import TinkerOptions, parse_options
-from skyrl_train.tinker.run import TinkerRun
 from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from train_kit.tinker import serving_tinker
 from train_kit.vision_models import save_vision_model
 
 from integrations.fleet.entrypoints.main_fleet_tinker import FleetTinkerOptions, main
-from skyrl_train.tinker.options import parse_options
+from skyrl_agent.integrations.tinker.options import parse_options
 from tx.tinker.db_models import Kind
 from tx.tinker.wire import tinker_pb2 as pb
 

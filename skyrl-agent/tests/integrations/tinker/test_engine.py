@@ -1,10 +1,10 @@
 import pytest
 
+from skyrl_agent.integrations.tinker.engine import TinkerEngine
 from skyrl_gym.images import EncodedImage
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.media.spans import ImageSpan
-from skyrl_train.tinker.engine import TinkerEngine
 
 
 async def test_settings_that_tinker_lacks_are_refused() -> None:

@@ -9,14 +9,14 @@ from train_kit.tinker import serving_tinker
 from train_kit.vision_models import ask, picture
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_agent.integrations.tinker.options import TinkerOptions
+from skyrl_agent.integrations.tinker.run import TinkerRun
 from skyrl_gym.images import to_openai
 from skyrl_train.compat.skyrl.generator import GeneratorInput, GeneratorInterface, GeneratorOutput
 from skyrl_train.dataset.rows import LocatedRow
 from skyrl_train.errors import DataError
 from skyrl_train.generators.base import request_seed
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
-from skyrl_train.tinker.options import TinkerOptions
-from skyrl_train.tinker.run import TinkerRun
 from skyrl_train.types import Trajectory
 from tx.tinker.db_models import Kind
 from tx.tinker.wire import tinker_pb2 as pb

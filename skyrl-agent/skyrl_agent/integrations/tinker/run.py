@@ -20,6 +20,9 @@ from typing import Any, Literal, cast
 import tinker
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_agent.integrations.tinker.data import training_data
+from skyrl_agent.integrations.tinker.engine import TinkerEngine
+from skyrl_agent.integrations.tinker.options import TinkerOptions
 from skyrl_train.checkpoint import folder_lock, replace_text
 from skyrl_train.dataset.order import ShuffledPrompts
 from skyrl_train.dataset.prompts import PromptDataset
@@ -32,9 +35,6 @@ from skyrl_train.generators.metrics import rollout_metrics, training_reward_metr
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.media.processing import is_vision_model
 from skyrl_train.models.loading import load_tokenizer
-from skyrl_train.tinker.data import training_data
-from skyrl_train.tinker.engine import TinkerEngine
-from skyrl_train.tinker.options import TinkerOptions
 from skyrl_train.tracking import RunFolder, Tracking, log_to_file
 from skyrl_train.types import Trajectory
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import tinker
 
+from skyrl_agent.integrations.tinker.inputs import model_input
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult
-from skyrl_train.tinker.inputs import model_input
 from skyrl_train.types import StopReason, WeightSpan
 
 SEED_MASK = 2**31 - 1

@@ -2,8 +2,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from skyrl_agent.integrations.tinker.options import TinkerOptions, parse_options
 from skyrl_train.errors import ConfigError
-from skyrl_train.tinker.options import TinkerOptions, parse_options
 
 
 @dataclass(frozen=True, kw_only=True)

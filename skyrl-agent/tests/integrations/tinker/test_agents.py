@@ -5,9 +5,9 @@ from agent_kit.runs import write_run, write_task
 from train_kit.runs import Run
 from train_kit.tinker import serving_tinker
 
-from skyrl_agent.integrations.tinker import AgentTinkerOptions, AgentTinkerRun, main
+from skyrl_agent.integrations.tinker.agents import AgentTinkerOptions, AgentTinkerRun, main
+from skyrl_agent.integrations.tinker.options import parse_options
 from skyrl_train.errors import ConfigError
-from skyrl_train.tinker.options import parse_options
 
 BACKEND = {"infer_backend": "tinker", "backend_config": {"model_max_len": 1500}}
 

@@ -4,9 +4,9 @@ import pytest
 import tinker
 from train_kit.vision_models import picture
 
+from skyrl_agent.integrations.tinker.inputs import model_input
 from skyrl_gym.images import EncodedImage, read_image
 from skyrl_train.media.spans import ImageSpan
-from skyrl_train.tinker.inputs import model_input
 
 TOKENS = [1, 2, 90, 90, 3, 90, 90, 90]
 FIRST, SECOND = (read_image(picture(seed)) for seed in range(2))

@@ -1,6 +1,6 @@
 import pytest
 
-from skyrl_train.tinker.data import apply_overlong_filtering, training_data
+from skyrl_agent.integrations.tinker.data import apply_overlong_filtering, training_data
 from skyrl_train.types import Segment, Trajectory, TrajectoryID
 
 

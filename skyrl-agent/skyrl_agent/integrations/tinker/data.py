@@ -7,9 +7,9 @@ from dataclasses import replace
 import tinker
 import torch
 
+from skyrl_agent.integrations.tinker.inputs import model_input
 from skyrl_train.algorithms.advantages.by_group import grpo
 from skyrl_train.errors import EngineError
-from skyrl_train.tinker.inputs import model_input
 from skyrl_train.types import Segment, Trajectory
 
 

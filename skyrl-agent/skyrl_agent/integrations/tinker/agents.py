@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_agent.auto import AutoAgentRunner
 from skyrl_agent.config import AgentConfig
 from skyrl_agent.integrations.skyrl_train import check_rows, sampling_settings
+from skyrl_agent.integrations.tinker.options import TinkerOptions, parse_options
+from skyrl_agent.integrations.tinker.run import TinkerRun
 from skyrl_agent.runner import AgentRunner
 from skyrl_train.dataset.rows import LocatedRow
 from skyrl_train.entrypoints.command import run_command
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.tinker.options import TinkerOptions, parse_options
-from skyrl_train.tinker.run import TinkerRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,5 @@ class AgentTinkerRun(TinkerRun):
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     run_command(
-        lambda: AgentTinkerRun(parse_options(AgentTinkerOptions, argv, (__doc__ or "").partition(",")[0])).run()
+        lambda: AgentTinkerRun(parse_options(AgentTinkerOptions, argv, (__doc__ or "").partition(":")[0])).run()
     )
-
-
-if __name__ == "__main__":
-    main()
