@@ -20,6 +20,7 @@ from harness import conditions
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.algorithms.objectives import CrossEntropyObjective
+from skyrl_train.config import OptimizerConfig
 from skyrl_train.launch.process import ProcessRank, start_ranks
 from skyrl_train.models.loading import load_model
 from skyrl_train.types import TrainingBatch
@@ -58,15 +59,7 @@ def make_spec(path: str, size: int) -> ModelSpec:
         role="policy",
         load=partial(load_model, path, dtype=torch.float32, device=torch.device("cpu")),
         save_tokenizer=save_nothing,
-        optimizer=OptimizerSpec(
-            lr=1e-5,
-            betas=(0.9, 0.999),
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            scheduler="constant",
-            n_warmup_steps=0,
-            n_steps=100,
-        ),
+        optimizer=OptimizerSpec(OptimizerConfig(lr=1e-5, weight_decay=0.0), n_steps=100),
         sequence_parallel_size=size,
         max_rows_train=1,
     )

@@ -13,13 +13,7 @@ from skyrl_train.algorithms.contract import resolve_policy_loss
 from skyrl_train.algorithms.objectives import Objective, PolicyObjective, ValueObjective
 from skyrl_train.algorithms.rules import reads_reference
 from skyrl_train.config import SkyRLConfig, TrainerConfig
-from skyrl_train.config.policy import (
-    CriticConfig,
-    DividedModelConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    ShardedModelConfig,
-)
+from skyrl_train.config.policy import CriticConfig, DividedModelConfig, PolicyConfig, ShardedModelConfig
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.supervised import DPOTrainerConfig
 from skyrl_train.errors import ConfigError
@@ -56,7 +50,13 @@ class ModelLoader:
     ) -> WorkerGroup:
         """Load a model to train for `n_steps` optimizer steps. `section` has its settings."""
         key = f"trainer.{'critic' if role == 'critic' else 'policy'}"
-        optimizer = optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", n_steps, self.cfg.seed)
+        optimizer = OptimizerSpec(section.optimizer_config, n_steps, self.cfg.seed)
+        if optimizer.n_warmup_steps >= n_steps:
+            logger.warning(
+                "%s.optimizer_config.num_warmup_steps=%d is not below the %d optimizer steps of this run: the learning "
+                "rate only rises; lower it, or train longer",
+                *(key, optimizer.n_warmup_steps, n_steps),
+            )
         lora = lora_spec(section.model, f"{key}.model.lora", self.cfg.seed)
         spec = replace(
             self._spec(role, load, section),
@@ -168,33 +168,4 @@ def model_spec(
         max_tokens_per_micro_batch=cfg.max_tokens_per_microbatch,
         max_rows_forward=cfg.micro_forward_batch_size_per_gpu,
         max_rows_train=cfg.micro_train_batch_size_per_gpu,
-    )
-
-
-def optimizer_spec(cfg: OptimizerConfig, key: str, n_steps: int, seed: int = 0) -> OptimizerSpec:
-    """Return the specification of an optimizer whose schedule spans the run's `n_steps` optimizer steps.
-
-    Log a warning if warm-up takes the whole run. `key` is the optimizer's section, for the message. `seed` is for
-    stochastic rounding.
-    """
-    n_warmup_steps = cfg.num_warmup_steps or int(cfg.warmup_ratio * n_steps)
-    if n_warmup_steps >= n_steps:
-        logger.warning(
-            "%s.num_warmup_steps=%d is not below the %d optimizer steps of this run: the learning rate only rises; "
-            "lower it, or train longer",
-            *(key, n_warmup_steps, n_steps),
-        )
-    return OptimizerSpec(
-        lr=cfg.lr,
-        betas=cfg.adam_betas,
-        weight_decay=cfg.weight_decay,
-        max_grad_norm=cfg.max_grad_norm,
-        scheduler=cfg.scheduler,
-        n_warmup_steps=n_warmup_steps,
-        n_steps=n_steps,
-        n_decay_steps=round(cfg.wsd_decay_ratio * max(0, n_steps - n_warmup_steps)),
-        name=cfg.name,
-        stochastic_rounding=cfg.stochastic_rounding,
-        cpu_offload=cfg.cpu_offload,
-        seed=seed,
     )

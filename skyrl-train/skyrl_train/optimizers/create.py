@@ -18,17 +18,18 @@ def create_optimizer(
     """Create the optimizer of `parameters`. Muon reads from `model` which of them are hidden matrices."""
     trained = list(parameters)
     accumulate_in_float32(trained)
+    cfg = spec.config
     settings: dict[str, Any] = {
-        "lr": spec.lr,
-        "betas": spec.betas,
-        "weight_decay": spec.weight_decay,
-        "rounds_stochastically": spec.stochastic_rounding,
+        "lr": cfg.lr,
+        "betas": cfg.adam_betas,
+        "weight_decay": cfg.weight_decay,
+        "rounds_stochastically": cfg.stochastic_rounding,
         "seed": spec.seed,
     }
-    if spec.name == "muon":
+    if cfg.name == "muon":
         assert model is not None
         return Muon(trained, hidden_matrices(trained, model), **settings)
-    return AdamW(trained, quantizes_moments=spec.name == "adamw_8bit", **settings)
+    return AdamW(trained, quantizes_moments=cfg.name == "adamw_8bit", **settings)
 
 
 def hidden_matrices(parameters: Iterable[torch.nn.Parameter], model: PreTrainedModel) -> list[torch.nn.Parameter]:

@@ -13,7 +13,7 @@ from skyrl_train.config.policy import (
     FSDPConfig,
     LoraConfig,
     MegatronConfig,
-    OptimizerName,
+    OptimizerConfig,
     PolicyModelConfig,
     TrainDtype,
 )
@@ -90,18 +90,19 @@ class Layout:
 class OptimizerSpec:
     """An optimizer with a learning-rate schedule over `n_steps` optimizer steps."""
 
-    lr: float
-    betas: tuple[float, float]
-    weight_decay: float
-    max_grad_norm: float
-    scheduler: str
-    n_warmup_steps: int
+    config: OptimizerConfig
     n_steps: int
-    n_decay_steps: int = 0  # last steps of the schedule wsd
-    name: OptimizerName = "adamw"
-    stochastic_rounding: bool = True  # of bfloat16 weights
-    cpu_offload: bool = False  # keep master weights, gradients and moments in host memory
     seed: int = 0  # for stochastic rounding
+
+    @property
+    def n_warmup_steps(self) -> int:
+        """Number of steps in which the learning rate rises."""
+        return self.config.num_warmup_steps or int(self.config.warmup_ratio * self.n_steps)
+
+    @property
+    def n_decay_steps(self) -> int:
+        """Number of last steps in which `scheduler=wsd` lowers the learning rate."""
+        return round(self.config.wsd_decay_ratio * max(0, self.n_steps - self.n_warmup_steps))
 
 
 @dataclass(frozen=True, slots=True)

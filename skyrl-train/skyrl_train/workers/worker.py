@@ -107,7 +107,7 @@ class Worker:
             self.module.requires_grad_(False)
         else:
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-            if spec.optimizer.cpu_offload:
+            if spec.optimizer.config.cpu_offload:
                 self._state.host_weights = HostWeights(trained)
                 trained = list(self._state.host_weights.masters.values())
             self._state.optimizer = create_optimizer(trained, spec.optimizer, self.module.hf_model)
@@ -190,8 +190,8 @@ class Worker:
         for parameter in trained:
             yield training_bytes(
                 "bfloat16" if parameter.dtype == torch.bfloat16 else "float32",
-                optimizer.name,
-                cpu_offload=optimizer.cpu_offload,
+                optimizer.config.name,
+                cpu_offload=optimizer.config.cpu_offload,
                 shape=parameter.shape,
                 is_hidden_matrix=parameter in matrices,
             )
@@ -250,7 +250,7 @@ class Worker:
         assert state.optimizer is not None
         assert state.scheduler is not None
         assert self._spec.optimizer is not None
-        norm = self._strategy.clip_gradients(state, self._spec.optimizer.max_grad_norm)
+        norm = self._strategy.clip_gradients(state, self._spec.optimizer.config.max_grad_norm)
         is_finite = math.isfinite(norm)
         metrics = Metrics(
             {
@@ -487,9 +487,9 @@ def _parts(part: ModelPart) -> tuple[ModelPart, ...]:
 
 def make_scheduler(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> LambdaLR:
     """Return the learning-rate schedule."""
-    is_wsd = spec.scheduler == "wsd"
+    is_wsd = spec.config.scheduler == "wsd"
     return get_scheduler(
-        "warmup_stable_decay" if is_wsd else spec.scheduler,
+        "warmup_stable_decay" if is_wsd else spec.config.scheduler,
         optimizer,
         num_warmup_steps=spec.n_warmup_steps,
         num_training_steps=max(spec.n_steps, spec.n_warmup_steps + 1),  # polynomial decay divides by their difference

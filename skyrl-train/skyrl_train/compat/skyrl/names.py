@@ -45,8 +45,8 @@ MODULES = {
     "config.sft": "supervised_config",
     "config.utils": None,
     "dataset.preprocess": "batch",
-    "entrypoints.main_generate": "main_generate",
-    "entrypoints.main_sft": "main_sft",
+    "entrypoints.main_generate": None,
+    "entrypoints.main_sft": None,
     "fully_async_trainer": "trainer",
     "generators.skyrl_gym_generator": "generator",
     "generators.utils": "generator_utils",
@@ -67,6 +67,9 @@ MODULES = {
     "workers.megatron.megatron_worker": "workers",
 }
 """Modules without a file, each with the module of `compat.skyrl` that has its names. With None, they are in `HOMES`."""
+
+COMMANDS = {"entrypoints.main_generate": "generate", "entrypoints.main_sft": "sft"}
+"""Modules whose `main` is a subcommand of `skyrl`. It imports PyTorch only after checking the configuration."""
 
 
 def install() -> None:
@@ -97,9 +100,9 @@ class _Names(MetaPathFinder):
             return None
         if module in MODULES:
             is_package = any(other.startswith(f"{module}.") for other in MODULES)
-            original = MODULES[module]
-            origin = str(Path(__file__).with_name(f"{original or 'names'}.py"))  # `python -m` makes it sys.argv[0]
-            return ModuleSpec(fullname, _WithNames(_Copy(original), module), origin=origin, is_package=is_package)
+            # `python -m` makes the origin sys.argv[0].
+            origin = str(Path(__file__).with_name(f"{MODULES[module] or 'names'}.py"))
+            return ModuleSpec(fullname, _WithNames(_Copy(module), module), origin=origin, is_package=is_package)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _WithNames(spec.loader, module)
@@ -107,10 +110,10 @@ class _Names(MetaPathFinder):
 
 
 class _Copy(Loader):
-    """A loader for a module without a file. The module has the names in `__all__` of one in `compat.skyrl`."""
+    """A loader for a module without a file. Its names are listed in `MODULES`, `COMMANDS` and `HOMES`."""
 
-    def __init__(self, original: str | None) -> None:
-        self._original = original
+    def __init__(self, module: str) -> None:
+        self._module = module
 
     def get_code(self, fullname: str) -> CodeType:
         """Return the code of a program, for `python -m`. Child processes import the module without running it."""
@@ -118,9 +121,13 @@ class _Copy(Loader):
         return compile(program, f"<{fullname}>", "exec")
 
     def exec_module(self, module: ModuleType) -> None:
-        if self._original is not None:
-            original = import_module(f"skyrl_train.compat.skyrl.{self._original}")
+        if (home := MODULES[self._module]) is not None:
+            original = import_module(f"skyrl_train.compat.skyrl.{home}")
             module.__dict__.update((name, getattr(original, name)) for name in original.__all__)
+        if (command := COMMANDS.get(self._module)) is not None:
+            from skyrl_train.entrypoints.cli import run_subcommand
+
+            module.__dict__["main"] = partial(run_subcommand, command)
 
 
 class _WithNames(Loader):

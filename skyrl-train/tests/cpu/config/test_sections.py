@@ -12,7 +12,7 @@ from transformers.trainer_utils import SchedulerType
 from skyrl_train.config import AlgorithmConfig, OptimizerConfig, load_config
 from skyrl_train.config.base import describe_field
 from skyrl_train.config.problems import FIELDS
-from skyrl_train.entrypoints.load_learner import optimizer_spec
+from skyrl_train.types.specs import OptimizerSpec
 from skyrl_train.workers.worker import make_scheduler
 
 
@@ -47,7 +47,7 @@ def make_optimizer(**settings: Any) -> tuple[torch.optim.Optimizer, LRScheduler]
     """Return an optimizer of one parameter, and its scheduler for 10 steps."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     cfg = OptimizerConfig.model_validate(settings)
-    return optimizer, make_scheduler(optimizer, optimizer_spec(cfg, "trainer.policy.optimizer_config", 10))
+    return optimizer, make_scheduler(optimizer, OptimizerSpec(cfg, 10))
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

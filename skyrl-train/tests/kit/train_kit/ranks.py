@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 
 from skyrl_train.algorithms.objectives import Objective
 from skyrl_train.config.trainer import TrainerConfig
-from skyrl_train.entrypoints.load_learner import model_spec, optimizer_spec
+from skyrl_train.entrypoints.load_learner import model_spec
 from skyrl_train.launch import process
 from skyrl_train.launch.process import LocalRank, ProcessRank, RankHost
 from skyrl_train.models.loading import load_model
 from skyrl_train.types import TrainingBatch
-from skyrl_train.types.specs import ModelSpec, Role, World, lora_spec
+from skyrl_train.types.specs import ModelSpec, OptimizerSpec, Role, World, lora_spec
 from skyrl_train.workers.group import Rank, WorkerGroup
 from train_kit.models import CPU
 from train_kit.processes import forked_multiprocessing, zygote
@@ -92,11 +92,11 @@ def _is_usable(rank: ProcessRank) -> bool:
 def spec(role: Role, path: Path, cfg: TrainerConfig, *, max_grad_norm: float = 1e9, **loading: Any) -> ModelSpec:
     """Return the spec of a model in float32; its gradient is not clipped by default."""
     section = cfg.critic if role == "critic" else cfg.policy
-    optimizer = optimizer_spec(cfg.policy.optimizer_config, "trainer.policy.optimizer_config", 10)
+    optimizer = cfg.policy.optimizer_config.model_copy(update={"max_grad_norm": max_grad_norm, "adam_betas": BETAS})
     load = partial(load_model, str(path), role, **{"dtype": torch.float32, "device": CPU} | loading)
     return replace(
         model_spec(role, load, save_no_tokenizer, cfg, cfg.algorithm.temperature),
-        optimizer=replace(optimizer, max_grad_norm=max_grad_norm, betas=BETAS),
+        optimizer=OptimizerSpec(optimizer, 10),
         lora=lora_spec(section.model, f"trainer.{role}.model.lora", cfg.seed),
         train_dtype=section.model.train_dtype,
     )

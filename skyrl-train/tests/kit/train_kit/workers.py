@@ -17,10 +17,10 @@ from skyrl_train.algorithms.objectives import Objective, PolicyObjective
 from skyrl_train.algorithms.registry import POLICY_LOSSES, PolicyLoss
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.config.trainer import TrainerConfig
-from skyrl_train.entrypoints.load_learner import model_spec, optimizer_spec
+from skyrl_train.entrypoints.load_learner import model_spec
 from skyrl_train.launch.process import LocalRank, RankHost
 from skyrl_train.types import TokenScores, TrainingBatch
-from skyrl_train.types.specs import Role, World, lora_spec
+from skyrl_train.types.specs import OptimizerSpec, Role, World, lora_spec
 from skyrl_train.workers.group import WorkerGroup
 from skyrl_train.workers.worker import Worker
 
@@ -78,7 +78,7 @@ class SingleRankGroup:
     ) -> None:
         section = cfg.critic if role == "critic" else cfg.policy
         key = f"trainer.{role}"
-        optimizer = objective and optimizer_spec(section.optimizer_config, f"{key}.optimizer_config", 10)
+        optimizer = objective and OptimizerSpec(section.optimizer_config, 10)
         save_tokenizer = (lambda _: None) if tokenizer is None else tokenizer.save_pretrained
         lora = None if role == "ref" else lora_spec(section.model, f"{key}.model.lora", cfg.seed)
         spec = model_spec(role, lambda: model, save_tokenizer, cfg, cfg.algorithm.temperature)
