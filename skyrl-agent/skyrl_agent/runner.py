@@ -18,11 +18,11 @@ from skyrl_agent.dispatcher import create_dispatchers
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.tools.base import close_tools
 from skyrl_agent.trajectory import AgentTrajectory
+from skyrl_gym.runtime.env_pool import ThreadPool
 from skyrl_gym.runtime.text import describe_error
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.generators.env_pool import ThreadPool
 from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import SamplingParams

@@ -17,10 +17,10 @@ from skyrl_agent.config import AgentConfig
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.tools.base import BaseTool, close_tools
 from skyrl_gym.envs.entry_point import select_arguments
+from skyrl_gym.runtime.env_pool import ThreadPool, errors_as_exceptions
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import validate_metrics, validate_reward
 from skyrl_train.errors import DataError, EngineError
-from skyrl_train.generators.env_pool import ThreadPool, errors_as_exceptions
 from skyrl_train.generators.rollout import Rollout
 from skyrl_train.types.stop_reasons import StopReason
 

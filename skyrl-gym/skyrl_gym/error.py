@@ -1,9 +1,15 @@
 """Exceptions of this package. Each takes only its message, so every exception can be pickled.
 
-Error ├── RegistrationError a registration is rejected │ └── InvalidSpec a spec cannot be built, written as JSON or read
-back (also a ValueError) ├── InvalidSettings an environment rejects its section of the configuration (also a ValueError)
-├── UnregisteredEnv this process's registry does not hold the id (also a ValueError) ├── InvalidAnswer an environment
-returned an invalid value └── ToolFailure a tool fails through no fault of the model, which makes the rollout invalid
+Error
+├── RegistrationError   a registration is rejected
+│   └── InvalidSpec     a spec cannot be built, written as JSON or read back (also a ValueError)
+├── InvalidSettings     an environment rejects its section of the configuration (also a ValueError)
+├── UnregisteredEnv     this process's registry does not hold the id (also a ValueError)
+├── InvalidAnswer       an environment returned an invalid value
+├── EpisodeError        an environment in a thread or a worker process fails
+│   ├── EnvTimeout      a call takes too long
+│   └── EnvCrashed      the worker process ends
+└── ToolFailure         a tool fails through no fault of the model, which makes the rollout invalid
 """
 
 
@@ -29,6 +35,18 @@ class UnregisteredEnv(Error, ValueError):
 
 class InvalidAnswer(Error):
     """An environment returned an invalid value."""
+
+
+class EpisodeError(Error):
+    """An environment in a worker process could not be created, or failed."""
+
+
+class EnvTimeout(EpisodeError):
+    """A call of an environment, an agent, a task or a tool exceeded its time limit."""
+
+
+class EnvCrashed(EpisodeError):
+    """An environment's process ended in the middle of an episode."""
 
 
 class ToolFailure(Error):

@@ -6,8 +6,6 @@
     │   └── SkippedRow          datasets that check rows as they are drawn: a row is too long
     │       └── InvalidRow      the same datasets: a row is invalid
     ├── EnvError                generators and entry points: an environment or reward function fails, or every rollout
-    │   ├── EnvTimeout          `generators.env_pool`, `generators.env_processes`: a call takes too long
-    │   ├── EnvCrashed          `generators.env_processes`: an environment's process ends
     │   ├── UnknownReward       `generators.gym_generator`: an environment returns None as reward
     │   └── NoReward            `endpoint.agent_generator`: an agent fails, or returns no valid reward
     ├── EngineError             inference engines and their clients

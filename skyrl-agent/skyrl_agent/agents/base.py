@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from skyrl_agent.tools.base import AgentContext, BaseTool, create_tools
+from skyrl_gym.runtime.env_pool import ThreadPool, await_with_timeout, errors_as_exceptions
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.env_pool import ThreadPool, await_with_timeout, errors_as_exceptions
 
 T = TypeVar("T")
 

@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 from skyrl_agent.agents.base import AgentContext, BaseAgent, Outcome
 from skyrl_agent.chat import ChatReply, ContextWindowExceeded
 from skyrl_agent.tools.base import format_tools
-from skyrl_gym.error import ToolFailure
+from skyrl_gym.error import EnvTimeout, ToolFailure
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.tools.calls import CUT_OFF, ToolCall, ToolCallError, parse_tool_calls, strip_thoughts
 from skyrl_gym.tools.messages import append_to_system, shorten_result
 from skyrl_train.errors import EngineError
-from skyrl_train.generators.env_pool import EnvTimeout
 
 NO_CALL = "Your reply has no function call. Call one function, or finish with: {finish}"
 SEVERAL_CALLS = "Your reply has {n} function calls, and none was carried out. Call one function in each reply."

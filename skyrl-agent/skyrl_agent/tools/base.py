@@ -14,11 +14,11 @@ from skyrl_agent.chat import Chat
 from skyrl_agent.config import AgentGeneration
 from skyrl_agent.loading import load_class
 from skyrl_gym.envs.entry_point import suggest_name
+from skyrl_gym.runtime.env_pool import ThreadPool
 from skyrl_gym.tools.arguments import convert_arguments
 from skyrl_gym.tools.calls import ToolCallError
 from skyrl_gym.tools.core import ToolGroup
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.env_pool import ThreadPool
 
 C = TypeVar("C", bound="type[BaseTool]")
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.images import to_openai
+from skyrl_gym.runtime.env_pool import ThreadPool
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_reward
 from skyrl_train.algorithms.reward_pipeline import weigh_components
@@ -27,7 +28,6 @@ from skyrl_train.endpoint.session import AgentSession
 from skyrl_train.errors import ConfigError, EngineError, EngineLostError, EnvError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import load_chat_template
-from skyrl_train.generators.env_pool import ThreadPool
 from skyrl_train.generators.rewards import RewardFunctions, is_async
 from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams

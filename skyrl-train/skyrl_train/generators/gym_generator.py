@@ -14,9 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
+from skyrl_gym.error import EnvCrashed, EnvTimeout
+from skyrl_gym.runtime.env_pool import LocalEpisodes
+from skyrl_gym.runtime.env_processes import ProcessEpisodes
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import (
     reward_components,
@@ -33,8 +37,6 @@ from skyrl_train.errors import EngineError, EnvError, OutOfMemoryError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import MAX_CHARS_PER_TOKEN, ChatEncoder, cannot_fit, load_chat_template
 from skyrl_train.generators.conversation import TokenConversation, conversation_factory
-from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, LocalEpisodes
-from skyrl_train.generators.env_processes import ProcessEpisodes
 from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
@@ -82,8 +84,9 @@ class GymGenerator(RolloutGenerator):
         self._chat = ChatEncoder(tokenizer, template, generator_cfg.chat_template_kwargs)
         self._new_conversation = conversation_factory(generator_cfg, self._chat)
         self._rewards = RewardFunctions(generator_cfg, self._chat)
-        in_processes = skyrl_gym_cfg.isolation == "process"
-        self._episodes = ProcessEpisodes(skyrl_gym_cfg) if in_processes else LocalEpisodes(skyrl_gym_cfg)
+        self._gym_cfg, in_processes = skyrl_gym_cfg, skyrl_gym_cfg.isolation == "process"
+        limits = (skyrl_gym_cfg.max_env_workers, skyrl_gym_cfg.call_timeout_seconds)
+        self._episodes = ProcessEpisodes(*limits, skyrl_gym_cfg.python) if in_processes else LocalEpisodes(*limits)
         # Batched groups would deadlock: each holds some of the limited processes while it waits for more.
         self._is_batched = generator_cfg.batched and not in_processes
         max_length = inference_engine_client.info.context_length - 1  # leaves room for a token
@@ -134,7 +137,10 @@ class GymGenerator(RolloutGenerator):
             extras = copy.deepcopy(row.env_extras)
             extras["max_turns"] = self.generator_cfg.max_turns
             extras["reads_images"] = self.inference_engine_client.info.reads_images
-            await episode.make(rollout.env_class, extras)
+            env_config: Any = self._gym_cfg.env_config(rollout.env_class)
+            if self._gym_cfg.isolation == "thread":  # a process receives plain values
+                env_config = OmegaConf.create(env_config)
+            await episode.make(rollout.env_class, env_config, extras)
             prompt = validate_prompt(await episode.call("init", copy.deepcopy([*map(dict, row.prompt)])))
             if cannot_fit(prompt, self._max_input_length):
                 rollout.fail(StopReason.PROMPT_TOO_LONG, f"the prompt has more than {self._max_chars:,} characters")

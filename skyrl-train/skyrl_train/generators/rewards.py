@@ -25,6 +25,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file
 
+from skyrl_gym.runtime.env_pool import call_contained, errors_as_exceptions
 from skyrl_gym.runtime.validation import is_reward
 from skyrl_train.algorithms.filters import leave_out_truncated
 from skyrl_train.algorithms.reward_pipeline import Reward, add_function_reward, zero_reward_on_non_stop
@@ -34,7 +35,6 @@ from skyrl_train.dataset.supervised import build_rewarded_segment, build_supervi
 from skyrl_train.distributed import SingleStrategy
 from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.generators.env_pool import call_contained, errors_as_exceptions
 from skyrl_train.media.processing import is_vision_model
 from skyrl_train.media.spans import ImageSpan
 from skyrl_train.models.loading import check_same_tokens, default_device, load_model

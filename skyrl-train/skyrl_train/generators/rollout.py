@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl_gym.runtime.env_pool import Episode
 from skyrl_gym.runtime.text import describe_error
 from skyrl_train.algorithms.reward_pipeline import place_turn_rewards
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest, request_seed
 from skyrl_train.generators.conversation import TokenConversation
-from skyrl_train.generators.env_pool import Episode
 from skyrl_train.types import Segment, StopReason, Trajectory, Turn
 
 logger = logging.getLogger(__name__)

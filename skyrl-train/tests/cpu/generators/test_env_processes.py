@@ -8,7 +8,7 @@ from gym_kit.processes import is_running
 from train_kit.environments import DEATHS, HANGS, METHODS, RUBBISH
 from train_kit.rollouts import MakeStage, check_faulty, faulty, story, tokens_and_rewards
 
-from skyrl_train.generators import env_processes
+from skyrl_gym.runtime import env_processes
 
 pytestmark = pytest.mark.usefixtures("without_leaks")
 

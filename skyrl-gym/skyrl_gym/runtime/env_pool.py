@@ -22,13 +22,10 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from omegaconf import OmegaConf
-
 import skyrl_gym
+from skyrl_gym.error import EnvTimeout
 from skyrl_gym.runtime.methods import async_method, end_forked_children
 from skyrl_gym.runtime.text import describe_error
-from skyrl_train.config.root import SkyRLGymConfig
-from skyrl_train.errors import EnvError
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +33,12 @@ CHECK_S = 0.005  # interval of checks for late calls. If calls wait longer for a
 JOIN_S = 2.0  # maximum wait of `ThreadPool.close` for running calls
 
 
-class EnvTimeout(EnvError):
-    """A call of an environment, an agent, a task or a tool exceeded its time limit."""
-
-
-class EnvCrashed(EnvError):
-    """An environment's process ended in the middle of an episode."""
-
-
 class Episode(ABC):
     """One environment, from `make` to `close`. Every method may raise EnvTimeout."""
 
     @abstractmethod
-    async def make(self, env_class: str, extras: dict[str, Any]) -> None:
-        """Build the environment. Call `close` even if this fails."""
+    async def make(self, env_class: str, env_config: Any, extras: dict[str, Any]) -> None:
+        """Build the environment with its section of the configuration. Call `close` even if this fails."""
 
     @abstractmethod
     async def call(self, method: str, *args: Any) -> Any:
@@ -91,7 +80,7 @@ class ThreadPool:
     def __init__(self, max_threads: int, limit_s: float | None, name: str) -> None:
         """Limit each call to `limit_s` seconds, not counting the time it waits for a thread."""
         self._max_threads = max_threads
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._names = (f"{name}-{i}" for i in count())
         self._calls: dict[_Call, None] = {}  # unanswered, oldest first
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
@@ -191,9 +180,9 @@ class ThreadPool:
             if call.thread is None:
                 waiting_s = now - call.time
                 break  # the calls after it are also queued
-            is_late = self._limit_s is not None and now - call.time >= self._limit_s
+            is_late = self.limit_s is not None and now - call.time >= self.limit_s
             if is_late and not call.future.done() and self._abandon(call, loop):
-                call.future.set_exception(EnvTimeout(f"took longer than {self._limit_s:g} s"))
+                call.future.set_exception(EnvTimeout(f"took longer than {self.limit_s:g} s"))
         if waiting_s > CHECK_S:
             n_threads = len(self._threads)
             for _ in range(min(n_threads, self._queue.qsize(), self._max_threads - n_threads)):
@@ -219,13 +208,13 @@ class ThreadPool:
 class LocalEpisodes:
     """Environments in this process. `…_async` methods run in the event loop, blocking methods in threads."""
 
-    def __init__(self, cfg: SkyRLGymConfig) -> None:
-        self._cfg = cfg
-        self._pool = ThreadPool(cfg.max_env_workers, cfg.call_timeout_seconds, "skyrl-gym-env")
+    def __init__(self, max_threads: int, limit_s: float | None) -> None:
+        """Limit each call to `limit_s` seconds. With `max_threads=0`, blocking methods run in the event loop, too."""
+        self._pool = ThreadPool(max_threads, limit_s, "skyrl-gym-env")
 
     async def open(self) -> Episode:
         """Return an episode. This never waits: only the episode's calls wait for a thread."""
-        return _LocalEpisode(self._cfg, self._pool)
+        return _LocalEpisode(self._pool)
 
     async def close(self) -> None:
         """End the threads."""
@@ -233,15 +222,12 @@ class LocalEpisodes:
 
 
 class _LocalEpisode(Episode):
-    def __init__(self, cfg: SkyRLGymConfig, pool: ThreadPool) -> None:
-        self._cfg = cfg
+    def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._env: Any = None
         self.is_stuck = False
 
-    async def make(self, env_class: str, extras: dict[str, Any]) -> None:
-        env_config = OmegaConf.create(self._cfg.env_config(env_class))
-
+    async def make(self, env_class: str, env_config: Any, extras: dict[str, Any]) -> None:
         def make() -> None:
             self._env = skyrl_gym.make(env_class, env_config=env_config, extras=extras)
 
@@ -262,7 +248,7 @@ class _LocalEpisode(Episode):
     async def call(self, method: str, *args: Any) -> Any:
         native = async_method(self._env, method)
         if native is not None:
-            return await await_with_timeout(native(*args), self._cfg.call_timeout_seconds)
+            return await await_with_timeout(native(*args), self._pool.limit_s)
         bound = getattr(self._env, method)
         return await self._pool.run(lambda: bound(*args), None if method == "close" else self)
 

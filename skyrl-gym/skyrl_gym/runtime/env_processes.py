@@ -13,11 +13,10 @@ from collections import deque
 from typing import Any
 
 from skyrl_gym.envs.registration import spec
+from skyrl_gym.error import EnvCrashed, EnvTimeout, EpisodeError
+from skyrl_gym.runtime.env_pool import Episode
 from skyrl_gym.runtime.packages import import_paths
 from skyrl_gym.runtime.serialization import to_json_value
-from skyrl_train.config.root import SkyRLGymConfig
-from skyrl_train.errors import EnvError
-from skyrl_train.generators.env_pool import EnvCrashed, EnvTimeout, Episode
 
 MAX_MESSAGE_BYTES = 1 << 26
 START_SECONDS = 60.0
@@ -25,15 +24,19 @@ EXIT_SECONDS = 5.0
 
 
 class ProcessEpisodes:
-    """At most `max_env_workers` environments at once, each alone in a worker process. Workers are reused.
+    """At most `max_processes` environments at once, each alone in a worker process. Workers are reused.
 
-    Workers use the interpreter `environment.skyrl_gym.python`, if it is set, for environments whose packages conflict
-    with the trainer's. Everything that crosses the process boundary is JSON.
+    Everything that crosses the process boundary is JSON.
     """
 
-    def __init__(self, cfg: SkyRLGymConfig) -> None:
-        self.cfg = cfg
-        self._slots = asyncio.Semaphore(max(1, cfg.max_env_workers))
+    def __init__(self, max_processes: int, limit_s: float | None, python: str | None = None) -> None:
+        """Limit each call to `limit_s` seconds.
+
+        Workers use the interpreter `python`, by default this program's, for environments whose packages conflict with
+        the trainer's.
+        """
+        self.limit_s, self.python = limit_s, python or sys.executable
+        self._slots = asyncio.Semaphore(max(1, max_processes))
         self._idle: deque[_Worker] = deque()
         self._busy: set[_Worker] = set()
 
@@ -91,8 +94,8 @@ class _Worker(Episode):
 
     @classmethod
     async def start(cls, pool: ProcessEpisodes) -> _Worker:
-        """Start a process, or raise EnvError."""
-        python = pool.cfg.python or sys.executable
+        """Start a process, or raise EpisodeError."""
+        python = pool.python
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
@@ -107,34 +110,33 @@ class _Worker(Episode):
                 writer.close()
                 if not isinstance(error, OSError):
                     raise
-                raise EnvError(f"cannot run environment.skyrl_gym.python={python}: {error.strerror}") from error
+                raise EpisodeError(f"cannot run environment.skyrl_gym.python={python}: {error.strerror}") from error
         worker = cls(pool, process, reader, writer)
         try:
             await worker._exchange("hello", (), START_SECONDS)
         except BaseException as error:
             await worker.kill()
-            if not isinstance(error, EnvError):
+            if not isinstance(error, EpisodeError):
                 raise
-            raise EnvError(
+            raise EpisodeError(
                 f"a worker of {python} did not start: {error}; see its output above. Is skyrl-gym installed there?"
             ) from error
         return worker
 
-    async def make(self, env_class: str, extras: dict[str, Any]) -> None:
+    async def make(self, env_class: str, env_config: Any, extras: dict[str, Any]) -> None:
         entry_point = spec(env_class).entry_point
         if not isinstance(entry_point, str):
             name, module = getattr(entry_point, "__qualname__", "<"), getattr(entry_point, "__module__", "__main__")
             if "<" in name or module == "__main__":
-                raise EnvError(
+                raise EpisodeError(
                     "environment.skyrl_gym.isolation=process imports environments in another process, but "
                     f"{env_class!r} is registered as {entry_point!r}; register it as 'module:ClassName'"
                 )
             entry_point = f"{module}:{name}"
-        env_config = self._pool.cfg.env_config(env_class)
         await self.call("make", env_class, entry_point, spec(env_class).kwargs, env_config, extras)
 
     async def call(self, method: str, *args: Any) -> Any:
-        return await self._exchange(method, args, self._pool.cfg.call_timeout_seconds)
+        return await self._exchange(method, args, self._pool.limit_s)
 
     async def close(self) -> None:
         try:
@@ -146,9 +148,9 @@ class _Worker(Episode):
     async def _exchange(self, method: str, args: tuple[Any, ...], limit_s: float | None) -> Any:
         """Send a call and return the environment's answer.
 
-        After a timeout (EnvTimeout), a crash (EnvCrashed), an oversized answer (EnvError) or a cancellation, the worker
-        is unhealthy. Errors of the environment become EnvError. Arguments that JSON cannot encode raise TypeError or
-        ValueError.
+        After a timeout (EnvTimeout), a crash (EnvCrashed), an oversized answer (EpisodeError) or a cancellation, the
+        worker is unhealthy. Errors of the environment become EpisodeError. Arguments that JSON cannot encode raise
+        TypeError or ValueError.
         """
         line = json.dumps([method, *args], default=to_json_value).encode() + b"\n"
         self._has_answered = False
@@ -162,13 +164,13 @@ class _Worker(Episode):
         except ConnectionError:
             answer = b""
         except ValueError as error:
-            raise EnvError(f"answered with more than {MAX_MESSAGE_BYTES:,} bytes") from error
+            raise EpisodeError(f"answered with more than {MAX_MESSAGE_BYTES:,} bytes") from error
         if not answer:
             raise EnvCrashed(f"its process ended {await self._how_it_ended()}")
         self._has_answered = True
         kind, value = json.loads(answer)
         if kind == "error":
-            raise EnvError(value)
+            raise EpisodeError(value)
         return value
 
     async def end(self) -> None:
