@@ -13,53 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from skyrl_train.algorithms.advantages import gae as compute_gae_advantage_return
-from skyrl_train.algorithms.advantages import grpo as compute_grpo_outcome_advantage
-from skyrl_train.algorithms.advantages import reinforce_plus_plus as compute_reinforce_plus_plus_outcome_advantage
-from skyrl_train.algorithms.advantages import rloo as compute_rloo_outcome_advantage
 from skyrl_train.algorithms.inputs import collect_settings, named_inputs
-from skyrl_train.algorithms.kl import KLController, compute_approx_kl
-from skyrl_train.algorithms.kl import kl_controller as get_kl_controller
-from skyrl_train.algorithms.losses import cispo as compute_policy_loss_cispo
-from skyrl_train.algorithms.losses import clip_cov as compute_policy_loss_clip_cov
-from skyrl_train.algorithms.losses import clipped_surrogate as ppo_policy_loss
-from skyrl_train.algorithms.losses import gspo as gspo_policy_loss
-from skyrl_train.algorithms.losses import kl_cov as compute_policy_loss_kl_cov
-from skyrl_train.algorithms.losses import sapo as sapo_policy_loss
-from skyrl_train.algorithms.masked import masked_mean, masked_var, masked_whiten, normalize_over_batch
+from skyrl_train.algorithms.kl import KLController
+from skyrl_train.algorithms.masked import normalize_over_batch
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
-from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS as AdvantageEstimatorRegistry
-from skyrl_train.algorithms.registry import POLICY_LOSSES as PolicyLossRegistry
-from skyrl_train.algorithms.registry import register_advantage_estimator, register_policy_loss
+from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS
 from skyrl_train.config.algorithm import AlgorithmConfig, LossReduction
 from skyrl_train.lazy import torch
-
-__all__ = [
-    "AdaptiveKLController",
-    "AdvantageEstimatorRegistry",
-    "FixedKLController",
-    "PolicyLossRegistry",
-    "compute_advantages_and_returns",
-    "compute_approx_kl",
-    "compute_gae_advantage_return",
-    "compute_grpo_outcome_advantage",
-    "compute_policy_loss_cispo",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_kl_cov",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_rloo_outcome_advantage",
-    "get_kl_controller",
-    "gspo_policy_loss",
-    "masked_mean",
-    "masked_var",
-    "masked_whiten",
-    "normalize_advantages_dict",
-    "ppo_policy_loss",
-    "reduce_loss",
-    "register_advantage_estimator",
-    "register_policy_loss",
-    "sapo_policy_loss",
-]
 
 
 class AdaptiveKLController(KLController):
@@ -86,7 +46,7 @@ def compute_advantages_and_returns(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a registered estimator's advantages and returns (B, R). It gets the `inputs` that it declares."""
     rows = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "index": index}
-    estimator = AdvantageEstimatorRegistry.get(adv_estimator)
+    estimator = ADVANTAGE_ESTIMATORS.get(adv_estimator)
     return estimator(**named_inputs(estimator, {**collect_settings(config), **inputs, **rows}))
 
 

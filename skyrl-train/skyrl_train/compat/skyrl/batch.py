@@ -11,8 +11,6 @@ from skyrl_train.dataset.batch import pad_right, pad_tokens
 from skyrl_train.errors import DataError
 from skyrl_train.types import TrainingBatch
 
-__all__ = ["TrainingInputBatch", "convert_prompts_responses_to_batch_tensors"]
-
 BatchTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 FIELDS = {

@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
 
-from skyrl_gym.envs.registration import EnvSpec
 from skyrl_gym.envs.registration import registry as ENVIRONMENTS
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS
 from skyrl_train.launch.ray.cluster import connect
 
+REGISTRIES: tuple[dict[str, Any], ...] = (
+    ENVIRONMENTS,
+    ADVANTAGE_ESTIMATORS.entries,
+    POLICY_LOSSES.entries,
+    REWARD_FUNCTIONS,
+)
 
-@dataclass(frozen=True, slots=True)
-class Registrations:
-    """Everything registered in a process: environments, estimators, losses and reward functions."""
 
-    environments: dict[str, EnvSpec]
-    estimators: dict[str, Any]
-    losses: dict[str, Any]
-    reward_functions: dict[str, Any]
+def collect_registrations() -> list[dict[str, Any]]:
+    """Return copies of this process's registries.
 
-    @classmethod
-    def collect(cls) -> Registrations:
-        """Collect the registrations of this process.
+    Environments named `__main__:…` are resolved to their class, because `__main__` is a different module in other
+    processes.
+    """
+    environments, *others = map(dict, REGISTRIES)
+    for name, spec in environments.items():
+        if str(spec.entry_point).startswith("__main__:"):
+            environments[name] = replace(spec, entry_point=spec.load())
+    return [environments, *others]
 
-        Environments named `__main__:…` are resolved to their class, because `__main__` is a different module in other
-        processes.
-        """
-        environments = {
-            name: replace(spec, entry_point=spec.load()) if str(spec.entry_point).startswith("__main__:") else spec
-            for name, spec in ENVIRONMENTS.items()
-        }
-        return cls(
-            environments, dict(ADVANTAGE_ESTIMATORS.entries), dict(POLICY_LOSSES.entries), dict(REWARD_FUNCTIONS)
-        )
 
-    def restore(self) -> None:
-        """Add the registrations to this process."""
-        ENVIRONMENTS.update(self.environments)
-        ADVANTAGE_ESTIMATORS.entries.update(self.estimators)
-        POLICY_LOSSES.entries.update(self.losses)
-        REWARD_FUNCTIONS.update(self.reward_functions)
+def restore_registrations(registrations: list[dict[str, Any]]) -> None:
+    """Add the entries of another process's registries to this process."""
+    for registry, entries in zip(REGISTRIES, registrations, strict=True):
+        registry.update(entries)
 
 
 def initialize_ray(cfg: SkyRLConfig | DictConfig) -> None:
@@ -56,4 +50,4 @@ def initialize_ray(cfg: SkyRLConfig | DictConfig) -> None:
     Raises:
         ConfigError: no cluster answers at `$RAY_ADDRESS`, or it is a Ray Client address.
     """
-    connect(Registrations.collect().restore, n_task_cpus=1)
+    connect(partial(restore_registrations, collect_registrations()), n_task_cpus=1)

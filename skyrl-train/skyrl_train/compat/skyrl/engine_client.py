@@ -11,17 +11,8 @@ from skyrl_train.compat.skyrl.sampling_params import to_sampling, to_sampling_pa
 from skyrl_train.config.generator import GeneratorConfig, SamplingConfig
 from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams, hash_seed
-from skyrl_train.inference_engines.http import HTTPEngine as RemoteInferenceEngine
-from skyrl_train.inference_engines.remote import RemoteEngine as RayWrappedInferenceEngine
 from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import Message, all_or_none
-
-__all__ = [
-    "InferenceEngineClient",
-    "RayWrappedInferenceEngine",
-    "RemoteInferenceEngine",
-    "get_sampling_params_for_backend",
-]
 
 MAX_SESSIONS = 10_000
 """Maximum number of sessions whose cache the engine keeps, because SkyRL's generators do not end their sessions."""

@@ -21,8 +21,6 @@ from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.types import Message, PromptRow, Segment, Trajectory, TrajectoryID, Turn, all_or_none, last_sampled
 from skyrl_train.types.tokens import Phase
 
-__all__ = ["GeneratorInput", "GeneratorOutput", "SkyRLGymGenerator"]
-
 T = TypeVar("T")
 TrainingPhase = Phase
 ConversationType = list[Message]

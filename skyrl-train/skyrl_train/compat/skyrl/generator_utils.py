@@ -12,20 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_train.compat.skyrl.generator import GeneratorOutput, place_reward
 from skyrl_train.generators.chat_template import Messages
-from skyrl_train.generators.chat_template import load_chat_template as get_custom_chat_template
 from skyrl_train.generators.metrics import rollout_metrics
 from skyrl_train.rendering.template import ChatTemplate
 from skyrl_train.types import Segment, Trajectory, TrajectoryID
-
-__all__ = [
-    "apply_overlong_filtering",
-    "concatenate_generator_outputs",
-    "encode_messages_subset",
-    "get_custom_chat_template",
-    "get_generation_prompt_ids",
-    "get_response_ids_and_loss_mask_from_messages",
-    "get_rollout_metrics",
-]
 
 BASE: Messages = [
     {"role": "system", "content": "You are a helpful assistant."},

@@ -15,8 +15,6 @@ from skyrl_train.models.logprobs import response_logprobs
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.types.specs import LoraSpec
 
-__all__ = ["HFModelWrapper"]
-
 SOURCE = "pretrain_or_model"
 
 

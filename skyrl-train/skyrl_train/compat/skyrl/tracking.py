@@ -9,8 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 from skyrl_train import tracking
 from skyrl_train.config import SkyRLConfig
 
-__all__ = ["Tracking"]
-
 
 class Tracking(tracking.Tracking):
     """The metrics backends of a run, for `BasePPOExp.get_tracker`."""

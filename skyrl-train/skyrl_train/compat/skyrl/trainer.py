@@ -15,8 +15,6 @@ from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.trainer import Step, Trainer
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory
 
-__all__ = ["FullyAsyncRayPPOTrainer", "RayPPOTrainer"]
-
 
 class RayPPOTrainer(Trainer):
     """A `Trainer` with SkyRL's constructor, for `BasePPOExp.get_trainer`.

@@ -6,8 +6,6 @@ from enum import Enum
 from skyrl_train.algorithms.filters import informative_groups
 from skyrl_train.compat.skyrl.generator import GeneratorInput, GeneratorOutput, to_requests, to_trajectories
 
-__all__ = ["ResumeMode", "validate_generator_output", "zero_variance_filter"]
-
 TOLERANCE = 1e-6
 
 

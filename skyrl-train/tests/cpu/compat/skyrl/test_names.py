@@ -22,7 +22,7 @@ def test_names_that_scripts_import_exist() -> None:
 
 def test_a_module_without_a_file_names_one_for_python_m() -> None:
     """`python -m` makes it `sys.argv[0]`, and Ray reads the folder of the script from there."""
-    for module in names.MODULES:
+    for module in names.NAMES:
         spec = find_spec(f"skyrl_train.{module}")
         assert spec is not None
         assert spec.origin is not None
