@@ -5,6 +5,8 @@ Error
 │   └── InvalidSpec     a spec cannot be built, written as JSON or read back (also a ValueError)
 ├── InvalidSettings     an environment rejects its section of the configuration (also a ValueError)
 ├── UnregisteredEnv     this process's registry does not hold the id (also a ValueError)
+├── UnreadableData      a data file cannot be read, or one of its rows is invalid
+│   └── ChangedData     the file changed while it was used
 ├── InvalidAnswer       an environment returned an invalid value
 ├── EpisodeError        an environment in a thread or a worker process fails
 │   ├── EnvTimeout      a call takes too long
@@ -31,6 +33,14 @@ class InvalidSettings(Error, ValueError):
 
 class UnregisteredEnv(Error, ValueError):
     """No environment with this id is registered in this process."""
+
+
+class UnreadableData(Error):
+    """A data file is missing or cannot be read, or one of its rows is invalid."""
+
+
+class ChangedData(UnreadableData):
+    """A data file changed while it was used."""
 
 
 class InvalidAnswer(Error):

@@ -20,10 +20,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.catch.env import CatchEnv
 from examples.catch.recipe import CatchRun
+from skyrl_gym.data.files import Row
 from skyrl_train.algorithms.advantages import grpo
 from skyrl_train.algorithms.losses import clipped_surrogate
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.dataset.files import read_rows
 from skyrl_train.inference_engines.base import EngineRequest, SamplingParams
 from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.models.loading import load_model, load_tokenizer

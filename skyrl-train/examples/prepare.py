@@ -18,7 +18,8 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_gym.data.files import Row
+from skyrl_train.dataset.files import read_rows
 from skyrl_train.errors import DataError, SkyRLError
 
 T = TypeVar("T")

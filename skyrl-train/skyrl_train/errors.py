@@ -13,7 +13,7 @@
     │   └── EngineLostError     clients of an engine in another process, once that process is gone
     ├── CheckpointError         `checkpoint`, `run` and `workers.worker`, when saving, loading, merging or exporting
     ├── DivergenceError         `learner` and `run`, when they check the weights
-    ├── StorageError            `run`, `entrypoints.base` and `dataset.jsonl`: a file cannot be written, or has changed
+    ├── StorageError            `run`, `entrypoints.base` and `dataset.files`: a file cannot be written, or has changed
     ├── OutOfMemoryError        `launch.process`, `workers.group`, engines and `entrypoints.base`: memory ran out
     ├── WorkerError             `workers` and `launch`, when a rank fails or its process ends
     └── SyncError               `weight_sync`, and both ends of a weight sync

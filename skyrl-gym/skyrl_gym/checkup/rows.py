@@ -1,10 +1,11 @@
 """Dataset rows for environments without a trainer, read and split as in training."""
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from skyrl_gym.data.files import SUFFIXES, open_file
+from skyrl_gym.data.images import place_prompt_images, read_images
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.row import read_max_turns
 from skyrl_gym.runtime.validation import is_conversation
@@ -13,24 +14,22 @@ DEFAULT_MAX_TURNS = 10
 
 
 def read_row(path: Path, index: int) -> dict[str, Any]:
-    """Return row `index` of a `.parquet`, `.json` or `.jsonl` file.
+    """Return row `index` of a `.parquet`, `.json` or `.jsonl` file, with its images in the prompt.
 
     Raises:
-        OSError: the file cannot be read.
+        UnreadableData: the file cannot be read, or the row is invalid.
         ValueError: the format is not supported, or the file has no such row.
         ImportError: the file is Parquet and pyarrow is not installed.
     """
-    read = _READERS.get(path.suffix)
-    if read is None:
+    if path.suffix not in SUFFIXES:
         raise ValueError(f"--data {path} is not supported; use a .parquet, .json or .jsonl file")
-    if not path.is_file():
-        raise FileNotFoundError(f"--data {path} does not exist or is not a file")
-    rows = read(path)
+    rows = open_file(str(path), path, "--data")
     if not 0 <= index < len(rows):
-        raise ValueError(f"--row {index}: {path} has " + (f"rows 0 to {len(rows) - 1}" if rows else "no rows"))
-    row = rows[index]
-    if not isinstance(row, dict):
-        raise ValueError(f"row {index} of {path} is {str(row)[:80]!r}; a row must be an object")
+        raise ValueError(f"--row {index}: {path} has " + (f"rows 0 to {len(rows) - 1}" if len(rows) else "no rows"))
+    (row,) = rows.read([index])
+    if is_conversation(row.get("prompt")):
+        place_prompt_images(row, rows.location(index), "prompt", find_text_model=lambda: None)
+        row["prompt"] = read_images(row["prompt"], rows.location(index), rows.folder)
     return row
 
 
@@ -48,44 +47,3 @@ def split_row(row: Mapping[str, Any]) -> tuple[ConversationType, dict[str, Any]]
         raise ValueError(f'prompt={str(prompt)[:80]!r} is not a list of messages; use [{{"role": "user", …}}]')
     extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
     return prompt, {"reads_images": True} | extras | {"max_turns": read_max_turns(extras, DEFAULT_MAX_TURNS)}
-
-
-def _read_parquet(path: Path) -> list[Any]:
-    """Return the rows as Python objects: a struct becomes a dict, and a missing value None."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise ImportError(
-            f"--data {path}: reading .parquet needs pyarrow, which is not installed; run pip install pyarrow"
-        ) from error
-    try:
-        rows: list[Any] = pq.read_table(path).to_pylist()
-    except pa.ArrowException as error:
-        raise ValueError(f"--data {path}: {error}") from error
-    return rows
-
-
-def _read_json(path: Path) -> list[Any]:
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(rows, list):
-        raise ValueError(f"--data {path}: a .json file must hold a list of rows")
-    return rows
-
-
-def _read_jsonl(path: Path) -> list[Any]:
-    rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                rows += [json.loads(line)] if line.strip() else []
-            except json.JSONDecodeError as error:
-                raise ValueError(f"--data {path}: line {number} is not JSON: {error}") from error
-    return rows
-
-
-_READERS: Mapping[str, Callable[[Path], list[Any]]] = {
-    ".parquet": _read_parquet,
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-}

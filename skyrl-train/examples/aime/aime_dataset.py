@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from examples.aime.number_problems import number_problems
 from examples.prepare import MESSAGES, HubSplit, Preparation, command_line, field, prepare, prompt_field, text_field
-from skyrl_train.dataset.files import Row
+from skyrl_gym.data.files import Row
 
 OWNER = "BytedTsinghua-SIA"
 HUB = (HubSplit(f"{OWNER}/DAPO-Math-17k", "train"), HubSplit(f"{OWNER}/AIME-2024", "train"))

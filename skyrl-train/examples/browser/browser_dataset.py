@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from examples.prepare import Preparation, command_line, field, prepare, row_schema
+from skyrl_gym.data.files import Row
 from skyrl_gym.envs.browser.sites import SITES, make_site
-from skyrl_train.dataset.files import Row
 from skyrl_train.errors import DataError
 
 SCHEMA = row_schema({"site": pa.string(), "seed": pa.int64()})

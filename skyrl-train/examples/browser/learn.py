@@ -16,11 +16,12 @@ from pathlib import Path
 from examples.browser.browser_dataset import main as write_tasks
 from examples.learning import Recipe, main
 from examples.tiny_vision_model import Example, make_tiny_vision_model
+from skyrl_gym.data.files import Row
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.browser.env import BrowserEnv
 from skyrl_gym.envs.browser.sites.button import HEIGHT, WIDTH, ButtonSite
 from skyrl_gym.images import join_texts
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.dataset.files import read_rows
 from skyrl_train.entrypoints.tiny import TURN_END
 
 SIDE, N_PATCHES = 200, 10

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from examples.gsm8k.word_problems import word_problems
 from examples.prepare import HubSplit, Preparation, command_line, field, prepare, row_schema
+from skyrl_gym.data.files import Row
 from skyrl_gym.envs.gsm8k.grading import extract_solution
-from skyrl_train.dataset.files import Row
 from skyrl_train.errors import DataError
 
 HUB = (HubSplit("openai/gsm8k", "train", "main"), HubSplit("openai/gsm8k", "test", "main"))

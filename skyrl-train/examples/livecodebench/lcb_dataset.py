@@ -23,8 +23,8 @@ import pyarrow as pa
 
 from examples.livecodebench.tasks import TASKS
 from examples.prepare import HubSplit, Preparation, command_line, field, prepare, row_schema
+from skyrl_gym.data.files import Row
 from skyrl_gym.envs.lcb.grading import parse_tests
-from skyrl_train.dataset.files import Row
 from skyrl_train.errors import DataError
 
 DEEPCODER = "agentica-org/DeepCoder-Preview-Dataset"

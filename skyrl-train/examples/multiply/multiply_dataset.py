@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from examples.prepare import Preparation, command_line, field, prepare, row_schema
-from skyrl_train.dataset.files import Row
+from skyrl_gym.data.files import Row
 from skyrl_train.errors import DataError
 
 SCHEMA = row_schema({"num_digits": pa.int64()})

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from examples.prepare import Preparation, command_line, field, prepare, prompt_field, row_schema
+from skyrl_gym.data.files import Row
 from skyrl_gym.envs.openspiel.rewards import REWARD_MODES
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig
-from skyrl_train.dataset.files import Row
 from skyrl_train.errors import DataError
 
 SCHEMA = row_schema(

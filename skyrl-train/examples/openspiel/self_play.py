@@ -28,9 +28,9 @@ import pyarrow.parquet as pq
 import skyrl_gym
 from examples.learning import LearningRun, Recipe
 from examples.openspiel.main_self_play import SelfPlayEval, SelfPlayExp
+from skyrl_gym.data.files import Row
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig
-from skyrl_train.dataset.files import Row
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import run_command
 from skyrl_train.report.learning_curve import compare_curves

@@ -19,8 +19,9 @@ from typing import Any
 import pyarrow as pa
 
 from examples.prepare import MESSAGES, HubSplit, Preparation, command_line, field, prepare
+from skyrl_gym.data.files import Row
 from skyrl_gym.envs.exact_match import parse_targets
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.dataset.files import read_rows
 from skyrl_train.errors import DataError
 
 HUB = (HubSplit("PeterJinGo/nq_hotpotqa_train", "train"), HubSplit("PeterJinGo/nq_hotpotqa_train", "test"))

@@ -19,9 +19,10 @@ import pyarrow as pa
 
 from examples.prepare import HubSplit, Preparation, command_line, field, prepare, prompt_field, row_schema
 from examples.text_to_sql.databases import DATA, make_databases
+from skyrl_gym.data.files import Row
 from skyrl_gym.envs.sql.env import FOLDERS
 from skyrl_gym.queries import QueryError, run_query
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.dataset.files import read_rows
 from skyrl_train.errors import DataError
 
 HUB = (HubSplit("xlangai/spider", "train"), HubSplit("xlangai/spider", "validation"))

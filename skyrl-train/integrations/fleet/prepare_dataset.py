@@ -20,7 +20,8 @@ from tabulate import tabulate
 
 from examples.prepare import MESSAGES, SPLITS, write_splits
 from integrations.fleet.tasks import NEEDS_IMAGES, TOOL_USE, FleetTask, load_tasks
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_gym.data.files import Row
+from skyrl_train.dataset.files import read_rows
 from skyrl_train.errors import DataError, SkyRLError
 
 T = TypeVar("T")

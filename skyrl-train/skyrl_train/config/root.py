@@ -9,9 +9,6 @@ from skyrl_train.config.base import Allowed, FreeValue, OptionalCount, Section, 
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.trainer import TrainerConfig
 
-DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
-"""Suffixes of data files. All other names are datasets on the Hub."""
-
 REWARD_FUNCTION_ENV = "reward_function"
 """The environment that calls `custom_reward_function`."""
 

@@ -11,14 +11,15 @@ from typing import Literal
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.data.files import clean_row
+from skyrl_gym.data.images import place_prompt_images, read_images
 from skyrl_gym.envs.entry_point import load_from_file
 from skyrl_gym.envs.row import to_python
 from skyrl_gym.error import InvalidSpec
 from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.root import REWARD_FUNCTION_ENV
-from skyrl_train.dataset.files import clean_row
-from skyrl_train.dataset.images import place_prompt_images, read_images
+from skyrl_train.dataset.files import reading_rows
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import check_row
 from skyrl_train.errors import ConfigError, DataError, InvalidRow
@@ -122,10 +123,11 @@ class CustomDataset(PromptDataset):
         columns = to_python({name: value for name, value in row.items() if name not in TENSORS})
         if "raw_prompt" in columns:
             columns["prompt"] = columns.pop("raw_prompt")
-        columns = clean_row(columns, location)
-        check_row(columns, location)
-        place_prompt_images(columns, location, "prompt", lambda: find_text_model(self._tokenizer.name_or_path))
-        columns["prompt"] = read_images(columns["prompt"], location, folder=None)
+        with reading_rows():
+            columns = clean_row(columns, location)
+            check_row(columns, location)
+            place_prompt_images(columns, location, "prompt", lambda: find_text_model(self._tokenizer.name_or_path))
+            columns["prompt"] = read_images(columns["prompt"], location, folder=None)
         prompt, env_class = columns.pop("prompt"), columns.pop("env_class", None)
         if self._plays_function and env_class not in (None, REWARD_FUNCTION_ENV):
             raise DataError(

@@ -12,21 +12,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from skyrl_gym.data.files import Row, drop_nulls, quote
+from skyrl_gym.data.images import FindTextModel, place_images, read_images
 from skyrl_gym.images import parse_parts
 from skyrl_gym.runtime.validation import is_conversation
 from skyrl_gym.tools.calls import parse_arguments
 from skyrl_train.config.supervised import PreferenceDataConfig, SFTDataConfig, SupervisedDataConfig
-from skyrl_train.dataset.files import JoinedRows, Row, quote
-from skyrl_train.dataset.images import FindTextModel, place_images, read_images
+from skyrl_train.dataset.files import JoinedRows, reading_rows
 from skyrl_train.errors import DataError
-from skyrl_train.rendering.messages import (
-    THOUGHT_FIELDS,
-    check_media,
-    drop_nulls,
-    find_thought,
-    get_function,
-    prepare_messages,
-)
+from skyrl_train.rendering.messages import THOUGHT_FIELDS, check_media, find_thought, get_function, prepare_messages
 
 WEIGHT_FIELDS = (
     *("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask", "loss_weight"),
@@ -74,7 +68,8 @@ class Demonstration:
 
     def read_images(self) -> "Demonstration":
         """Return the conversation with its images read. DataError if one cannot be read."""
-        return replace(self, messages=read_images(self.messages, self.location, self.folder))
+        with reading_rows():
+            return replace(self, messages=read_images(self.messages, self.location, self.folder))
 
 
 def read_answers(
@@ -94,11 +89,10 @@ def read_answers(
             assert isinstance(data, SFTDataConfig)
             answers = (_read_demonstration(row, location, data),)
             key = data.messages_key if row.get(data.messages_key) is not None else data.prompt_key
+        with reading_rows():
+            placed = [place_images(answer.messages, row, location, key, find_text_model) for answer in answers]
         folder = rows.folder(index)
-        yield tuple(
-            replace(answer, messages=place_images(answer.messages, row, location, key, find_text_model), folder=folder)
-            for answer in answers
-        )
+        yield tuple(replace(answer, messages=m, folder=folder) for answer, m in zip(answers, placed, strict=True))
 
 
 def _check_columns(row: Row, location: str, data: SupervisedDataConfig) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.data.files import ROWS_AT_ONCE, Row
+from skyrl_gym.data.images import read_images
 from skyrl_gym.images import find_images
-from skyrl_train.dataset.files import ROWS_AT_ONCE, JoinedRows, Row
-from skyrl_train.dataset.images import read_images
+from skyrl_train.dataset.files import JoinedRows, reading_rows
 from skyrl_train.dataset.rows import LocatedRow, read_prompt_rows
 from skyrl_train.errors import DataError, InvalidRow, SkippedRow
 from skyrl_train.rendering.template import ChatTemplate
@@ -149,7 +150,8 @@ class PromptDataset:
     def _read_rows(self, indices: Sequence[int]) -> Iterator[tuple[int, str, Row]]:
         """Yield (index, location, columns) of rows with their images."""
         for index, (location, row) in zip(indices, self._read_unread(indices), strict=True):
-            row[self._prompt_key] = read_images(row[self._prompt_key], location, self._rows.folder(index))
+            with reading_rows():
+                row[self._prompt_key] = read_images(row[self._prompt_key], location, self._rows.folder(index))
             yield index, location, row
 
     def _read_chunks(self) -> Iterator[list[tuple[int, str, Row]]]:

@@ -7,6 +7,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import skyrl_gym
+from skyrl_gym.data.files import Row, quote
+from skyrl_gym.data.images import FindTextModel, place_prompt_images
 from skyrl_gym.envs.entry_point import suggest_name
 from skyrl_gym.envs.registration import registry, validates_rows
 from skyrl_gym.error import InvalidSettings, InvalidSpec, UnregisteredEnv
@@ -14,8 +16,7 @@ from skyrl_gym.runtime.packages import check_packages, find_fault
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import is_conversation
 from skyrl_train.config.root import EnvironmentConfig
-from skyrl_train.dataset.files import JoinedRows, Row, quote
-from skyrl_train.dataset.images import FindTextModel, place_prompt_images
+from skyrl_train.dataset.files import JoinedRows, reading_rows
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rendering.messages import check_media
 from skyrl_train.types import PromptRow
@@ -41,7 +42,8 @@ def read_prompt_rows(
     """
     for location, row in rows.read(indices):
         check_row(row, location, prompt_key, env_class_key)
-        place_prompt_images(row, location, prompt_key, find_text_model)
+        with reading_rows():
+            place_prompt_images(row, location, prompt_key, find_text_model)
         yield location, row
 
 

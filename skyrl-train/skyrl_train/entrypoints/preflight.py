@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from skyrl_gym.data.files import find_fault
 from skyrl_train.algorithms.registry import advantage_estimator, policy_loss
 from skyrl_train.algorithms.rules import loads_reference, reads_reference
 from skyrl_train.config import SkyRLConfig
@@ -20,7 +21,7 @@ from skyrl_train.config.problems import show
 from skyrl_train.config.run import RunConfig
 from skyrl_train.config.supervised import DPOConfig, SupervisedConfig
 from skyrl_train.dataset.demonstrations import read_answers
-from skyrl_train.dataset.files import JoinedRows, check_row_count, find_fault, is_other_file, local_path
+from skyrl_train.dataset.files import JoinedRows, check_row_count, is_other_file, local_path
 from skyrl_train.dataset.rows import check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT, find_long_sync

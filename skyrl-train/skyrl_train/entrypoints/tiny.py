@@ -13,8 +13,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from skyrl_gym.data.files import Row
 from skyrl_gym.runtime.validation import is_conversation
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.dataset.files import read_rows
 from skyrl_train.errors import DataError
 
 DEFAULT_TEXT = [{"role": "user", "content": "What is 6 times 7? Answer with a number: 0 1 2 3 4 5 6 7 8 9"}]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from skyrl_gym.data.images import IMAGE_FIELDS
 from skyrl_gym.error import InvalidAnswer
 from skyrl_gym.images import read_parts
 from skyrl_gym.tools.calls import parse_arguments
@@ -19,29 +20,12 @@ THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 UNREAD_MEDIA = ("video", "videos", "audio", "audios")
 """Columns and fields of media that no model here reads."""
 
-IMAGE_FIELDS = ("image", "images")
-
 
 def check_media(row: Mapping[str, Any], location: str) -> None:
     """Raise DataError if a row has a column of videos or audio."""
     for name in UNREAD_MEDIA:
         if row.get(name):
             raise DataError(f"{location} has a column {name!r}, which models here do not read; remove the column")
-
-
-def drop_nulls(value: Any) -> Any:
-    """Drop null fields: a table has a null in every row that lacks a field.
-
-    The `content` of a message stays, because OpenAI writes null there if the message has tool calls.
-    """
-    if isinstance(value, list):
-        return [drop_nulls(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    is_message = "role" in value
-    return {
-        name: drop_nulls(part) for name, part in value.items() if part is not None or (is_message and name == "content")
-    }
 
 
 def prepare_messages(

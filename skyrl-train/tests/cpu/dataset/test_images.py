@@ -17,10 +17,10 @@ from train_kit.runs import supervised_run
 from train_kit.vision_models import draw
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.data import files
 from skyrl_gym.images import EncodedImage, find_images, read_image
 from skyrl_train.config.cli import parse
 from skyrl_train.config.supervised import DPO, SFT
-from skyrl_train.dataset import files
 from skyrl_train.dataset.files import JoinedRows, open_source
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.command import parse_cli

@@ -15,7 +15,8 @@ from examples import prepare as module
 from examples.gsm8k import gsm8k_dataset
 from examples.multiply import multiply_dataset
 from examples.prepare import HubSplit, Preparation, load_hub_rows, make_splits, prompt_field
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_gym.data.files import Row
+from skyrl_train.dataset.files import read_rows
 from skyrl_train.errors import DataError
 
 Refuse = Callable[..., str]

@@ -16,8 +16,9 @@ from examples.openspiel import self_play
 from examples.openspiel.main_self_play import SelfPlayEval, SelfPlayExp, opponent_config
 from examples.openspiel.self_play import GAME, RECIPE, Score, attempt, main
 from examples.tiny_model import encode, train_language_model
+from skyrl_gym.data.files import Row
 from skyrl_train.config import parse_cli
-from skyrl_train.dataset.files import Row, read_rows
+from skyrl_train.dataset.files import read_rows
 from skyrl_train.entrypoints.tiny import tiny_qwen3
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.loading import load_tokenizer

@@ -1,7 +1,6 @@
 """Images of dataset rows: in parts of messages, or in a column `images` or `image`.
 
-Imports neither torch nor transformers. Rows are read in two steps, because the images of a dataset may not fit into
-memory:
+Rows are read in two steps, because the images of a dataset may not fit into memory:
 
     row              {"images": ["ball.png"]}, "<image>Where is the ball?"
     place_images     [{"type": "image", "image": "ball.png"}, {"type": "text", "text": "Where is the ball?"}]
@@ -15,11 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from skyrl_gym.error import InvalidAnswer
+from skyrl_gym.data.files import Row
+from skyrl_gym.error import InvalidAnswer, UnreadableData
 from skyrl_gym.images import parse_parts, read_parts
-from skyrl_train.dataset.files import Row
-from skyrl_train.errors import DataError
-from skyrl_train.rendering.messages import IMAGE_FIELDS as COLUMNS
+
+IMAGE_FIELDS = ("image", "images")
+"""Columns with images. A message has its images in its content."""
 
 MARKER = "<image>"
 """Stands for an image of the column in verl's rows."""
@@ -43,7 +43,7 @@ def place_prompt_images(row: Row, location: str, prompt_key: str, find_text_mode
         try:
             messages.append({**message, "content": parse_parts(message["content"])})
         except InvalidAnswer as error:
-            raise DataError(f"{location}: message {index}: {error}") from error
+            raise UnreadableData(f"{location}: message {index}: {error}") from error
     row[prompt_key] = place_images(messages, row, location, prompt_key, find_text_model)
     if images:
         del row[column]  # the environment gets them with the prompt
@@ -58,13 +58,13 @@ def place_images(
     they come before the text of the first user message.
 
     Raises:
-        DataError: the model reads only text, or there are not as many images as places for them.
+        UnreadableData: the model reads only text, or there are not as many images as places for them.
     """
     column, images = _find_column(row, location)
     if not images and not any(_image_parts(messages)):
         return messages
     if (model := find_text_model()) is not None:
-        raise DataError(
+        raise UnreadableData(
             f"{location} has images in the column {column or messages_key!r}, but {model} reads only text; use a "
             "vision-language model, or remove the images"
         )
@@ -75,11 +75,11 @@ def place_images(
     n_places = sum(part["image"] is None for part in _image_parts(messages))
     if n_places != len(images):
         if not images:
-            raise DataError(
+            raise UnreadableData(
                 f'{location} has {n_places} parts {{"type": "image"}} without an image, and no column images; write '
                 '{"type": "image", "image": …}, or add the column'
             )
-        raise DataError(
+        raise UnreadableData(
             f"{location} has {len(images)} images in the column {column!r}, but its messages have {n_places} places "
             f'for them; write one part {{"type": "image"}} or one {MARKER} for each'
         )
@@ -90,7 +90,7 @@ def place_images(
 def read_images(messages: Messages, location: str, folder: Path | None) -> Messages:
     """Return messages with their images read. A relative path starts at `folder`, or at the working directory.
 
-    Raise DataError if an image cannot be read or decoded, or is too large.
+    Raise UnreadableData if an image cannot be read or decoded, or is too large.
     """
     if not any(_image_parts(messages)):
         return messages
@@ -99,15 +99,15 @@ def read_images(messages: Messages, location: str, folder: Path | None) -> Messa
         try:
             read_messages.append({**message, "content": read_parts(message["content"], folder)})
         except InvalidAnswer as error:
-            raise DataError(f"{location}: message {index}: {error}") from error
+            raise UnreadableData(f"{location}: message {index}: {error}") from error
     return read_messages
 
 
 def _find_column(row: Row, location: str) -> tuple[str, list[Any]]:
     """Return the name of the row's column with images, and the images, or ("", []) if there are none."""
-    found = [(name, images) for name in COLUMNS if (images := _list_images(row.get(name)))]
+    found = [(name, images) for name in IMAGE_FIELDS if (images := _list_images(row.get(name)))]
     if len(found) > 1:
-        raise DataError(f"{location} has images in the columns {' and '.join(COLUMNS)}; remove one of them")
+        raise UnreadableData(f"{location} has images in the columns {' and '.join(IMAGE_FIELDS)}; remove one of them")
     return found[0] if found else ("", [])
 
 

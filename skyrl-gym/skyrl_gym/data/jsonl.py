@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_gym.error import ChangedData
 from skyrl_gym.tools.strict_json import MAX_DEPTH
-from skyrl_train.errors import StorageError
 
 MAX_BYTES_IN_MEMORY = 64 << 20  # smaller files are kept in memory, so later changes to them do not affect the run
 CHUNK_BYTES = 8 << 20
@@ -49,7 +49,7 @@ class JSONLines:
         """Yield (value, is plain). A plain value needs no cleaning.
 
         The test is cheap and conservative: a plain value certainly has no lone surrogate and at most `MAX_DEPTH`
-        levels. Raise ValueError with the number of a line that is not JSON, and StorageError if the file has changed.
+        levels. Raise ValueError with the number of a line that is not JSON, and ChangedData if the file has changed.
         """
         for block in _split_runs(indices):
             offsets = self._offsets[block[0] : block[-1] + 2].tolist()
@@ -90,9 +90,9 @@ def _split_runs(indices: Sequence[int]) -> Iterator[Sequence[int]]:
             start = i
 
 
-def changed(path: Path) -> StorageError:
+def changed(path: Path) -> ChangedData:
     """Return the error for a file whose `identify` has changed."""
-    return StorageError(f"{path} changed while it was used; restore it, and rerun the command to resume")
+    return ChangedData(f"{path} changed while it was used; restore it, and rerun the command to resume")
 
 
 def identify(file: int) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def identify(file: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)  # a run opens its data several times: to check, to count and to train
 def _index_lines(path: Path, identity: tuple[int, ...]) -> tuple[NDArray[np.int64], str]:
-    """Return the offsets of non-blank lines and of the end, and the file's hash. StorageError if it has changed."""
+    """Return the offsets of non-blank lines and of the end, and the file's hash. ChangedData if it has changed."""
     digest = hashlib.blake2b(digest_size=16)
     found, n_bytes = [], 0
     carried = np.zeros(1, np.int64)  # start of a line whose first byte is in the next chunk
@@ -126,5 +126,5 @@ def _index_lines(path: Path, identity: tuple[int, ...]) -> tuple[NDArray[np.int6
             is_blank = [not os.pread(file.fileno(), end - start, start).strip() for start, end in spans]
             offsets = np.delete(offsets, lines[is_blank])
         if identify(file.fileno()) != identity:
-            raise StorageError(f"{path} is being written; start the run once it is complete")
+            raise ChangedData(f"{path} is being written; start the run once it is complete")
     return offsets, digest.hexdigest()

@@ -8,13 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.dataset import jsonl
-from skyrl_train.dataset.files import JoinedRows, open_source
-from skyrl_train.dataset.jsonl import JSONLines
-from skyrl_train.errors import DataError, StorageError
+from skyrl_gym.data import jsonl
+from skyrl_gym.data.files import RowSource, open_file
+from skyrl_gym.data.jsonl import JSONLines
+from skyrl_gym.error import ChangedData, UnreadableData
 
 BLANK = ["", " ", "\t\t", "  \r", "\x0c", " \x0b"]
 VALUES = st.sampled_from(['{"a": 1}', '  {"b": [1, 2]} ', '{"é": "\\u00e9"}\r', '{"c": "x"}'])
+
+
+def open_rows(path: Path) -> RowSource:
+    return open_file(path.name, path, "--data")
 
 
 @given(
@@ -43,19 +47,19 @@ def test_values_are_those_of_the_lines_that_are_not_blank(
 def test_a_changed_file_is_noticed_unless_it_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
-    small = JoinedRows([str(path)])
+    small = open_rows(path)
     monkeypatch.setattr(jsonl, "MAX_BYTES_IN_MEMORY", 0)
-    large = JoinedRows([str(path)])
+    large = open_rows(path)
     replaced = tmp_path / "new.jsonl"
     replaced.write_text('{"a": 3}\n')
     replaced.replace(path)  # the opened file still exists
-    assert small[1] == large[1] == {"a": 2}
-    large = JoinedRows([str(path)])
+    assert list(small.read([1])) == list(large.read([1])) == [{"a": 2}]
+    large = open_rows(path)
     path.write_text('{"b": 4}\n')
     os.utime(path, ns=(0, 0))
-    with pytest.raises(StorageError, match=r"rows\.jsonl changed while it was used; restore it"):
-        large[0]
-    assert JoinedRows([str(path)])[0] == {"b": 4}
+    with pytest.raises(ChangedData, match=r"rows\.jsonl changed while it was used; restore it"):
+        list(large.read([0]))
+    assert list(open_rows(path).read([0])) == [{"b": 4}]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,7 @@ def test_a_changed_file_is_noticed_unless_it_is_in_memory(tmp_path: Path, monkey
 def test_a_byte_order_mark_is_ignored(name: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8-sig")
-    assert list(JoinedRows([str(path)]).read_column("a")) == [1, 2]
+    assert list(open_rows(path).read_column("a")) == [1, 2]
 
 
 def test_no_file_stays_open(tmp_path: Path) -> None:
@@ -72,7 +76,7 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n')
     n_open = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        assert len(open_source(str(path))) == 1
+        assert len(open_rows(path)) == 1
     assert len(os.listdir("/proc/self/fd")) == n_open
 
 
@@ -82,7 +86,7 @@ def test_the_line_of_an_error_counts_blank_lines_of_other_chunks(
     monkeypatch.setattr(jsonl, "CHUNK_BYTES", 5)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n\n{"a": 2}\n  {"a" 3}\n')
-    rows = JoinedRows([str(path)])
-    assert rows[1] == {"a": 2}
-    with pytest.raises(DataError, match=r"rows\.jsonl: line 5 is not JSON: Expecting ':' delimiter at column 8"):
-        rows[2]
+    rows = open_rows(path)
+    assert list(rows.read([1])) == [{"a": 2}]
+    with pytest.raises(UnreadableData, match=r"rows\.jsonl: line 5 is not JSON: Expecting ':' delimiter at column 8"):
+        list(rows.read([2]))

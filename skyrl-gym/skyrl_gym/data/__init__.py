@@ -1,0 +1,1 @@
+"""Files of dataset rows, read as in training."""
