@@ -91,7 +91,7 @@ def _apply(cfg: Config, changes: Sequence[Change]) -> Config | None:
     for change in changes:
         try:
             current = {key: value_at(cfg, key) for key, _ in change.settings}
-        except AttributeError:  # a run on fixed data has no engine
+        except KeyError:  # a run on fixed data has no engine
             return None
         wanted = dict(change.settings)
         if current == wanted or current.get(UTILIZATION, 1.0) < wanted.get(UTILIZATION, 0.0):

@@ -69,10 +69,12 @@ def test_a_run_that_does_not_fit_gets_settings_with_which_it_does(
 
 
 def test_supervised_runs_have_a_plan(tiny_model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show_plan(f"trainer.policy.model.path={tiny_model_path}", "data.train_data=[chats.jsonl]", "--command", "sft")
+    arguments = (f"trainer.policy.model.path={tiny_model_path}", "data.train_data=[chats.jsonl]", "--command", "sft")
+    show_plan(*arguments)
     text = capsys.readouterr().out
     assert "update" in text
     assert "rollout" not in text
+    assert "use a smaller model" in expect_error(*arguments, "--host-memory", "0.1", command="plan")
 
 
 def test_auto_chooses_the_preset_of_the_gpus(
