@@ -9,15 +9,12 @@ PASSES = frozenset({"score", "forward_backward", "probe"})
 """Stages whose memory grows with the tokens of a micro-batch."""
 
 
-def suggest_settings(cfg: Any, stage: str, *, has_gpu: bool) -> list[str]:
-    """Return the settings that would reduce the memory of a stage, the cheapest first, without those in use.
+def suggest_settings(cfg: Any, stage: str, *, has_gpu: bool) -> Iterator[str]:
+    """Yield the settings that would reduce the memory of a stage, the cheapest first, without those in use.
 
     `stage` is as in `OutOfMemoryError.stage`. Settings that do not apply to the command or the device are left out.
     """
-    return list(_suggest(cfg, stage, has_gpu))
 
-
-def _suggest(cfg: Any, stage: str, has_gpu: bool) -> Iterator[str]:
     def value(key: str) -> Any:
         return value_at(cfg, key, None)
 
