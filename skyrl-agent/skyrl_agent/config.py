@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from annotated_types import Ge, Gt
@@ -15,6 +15,8 @@ from skyrl_train.config.base import Count, Section
 from skyrl_train.config.problems import config_error
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import SamplingParams
+
+S = TypeVar("S", bound=Section)
 
 MASKED_FINISH_REASONS = ("CONTEXT_WINDOW_EXCEEDED", "max_iterations_reached", "stuck_in_a_loop", "cmd_timeout")
 """Finish reasons whose trajectories are not trained on by default."""
@@ -217,20 +219,30 @@ class AgentConfig(Section):
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no task file {str(path)!r}")
-        try:
-            settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-        if not isinstance(settings, Mapping):
-            raise ConfigError(f"{path} must be a mapping with the keys agent_cls, task, tools, generator, …")
-        try:
-            return cls.model_validate(_lists_as_tuples(settings))
-        except ValidationError as error:
-            raise config_error(
-                f"{path}: {'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}"
-                + (f"; got {item['input']!r}" if item["type"] != "missing" else "")
-                for item in error.errors()
-            ) from error
+        return load_section(cls, Path(path))
+
+
+def read_settings(path: Path) -> Mapping[str, Any]:
+    """Read the mapping in a YAML file. Raises ConfigError if there is none."""
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{path} must be a mapping, with keys such as agent_cls, task, tools, generator or harness")
+    return settings
+
+
+def load_section(cls: type[S], path: Path) -> S:
+    """Read a section from a YAML file. ConfigError lists every problem."""
+    try:
+        return cls.model_validate(_lists_as_tuples(read_settings(path)))
+    except ValidationError as error:
+        raise config_error(
+            f"{path}: {'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}"
+            + (f"; got {item['input']!r}" if item["type"] != "missing" else "")
+            for item in error.errors()
+        ) from error
 
 
 def _lists_as_tuples(value: Any) -> Any:

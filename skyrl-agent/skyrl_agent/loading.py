@@ -1,5 +1,6 @@
-"""Dotted class paths in task files."""
+"""Paths of classes and functions in task files."""
 
+from collections.abc import Callable
 from typing import Any
 
 from skyrl_gym.envs.entry_point import load_attribute
@@ -28,3 +29,14 @@ def load_class(path: str, base: type) -> Any:
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ValueError(f"{path} is {cls!r}; it must be a subclass of {base.__module__}.{base.__name__}")
     return cls
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Return the function at `module:function`. Raises ValueError if there is none."""
+    try:
+        function = load_attribute(path)
+    except (ImportError, InvalidSpec) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{path} is {function!r}; it must be a function")
+    return function

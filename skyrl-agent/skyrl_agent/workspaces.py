@@ -1,4 +1,4 @@
-"""Agents' workspaces: a folder and a shell, in a container or on this machine."""
+"""Agents' workspaces: a folder and a shell, isolated on this machine, in a container, or on this machine as it is."""
 
 import asyncio
 import base64
@@ -11,20 +11,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
-import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from skyrl_agent.leases import MARK, Lease, kill_marked, lease_folder, new_name
 from skyrl_gym.error import ToolFailure
-from skyrl_gym.isolation.processes import all_processes, is_running
+from skyrl_gym.isolation import relay
+from skyrl_gym.isolation.command import NOT_ISOLATED, PORT, Isolation, isolate_command
 
 T = TypeVar("T")
 W = TypeVar("W", bound="Workspace")
@@ -36,7 +35,9 @@ MAX_COMMAND_BYTES = 90_000  # Linux allows 128 KiB for an argument, and base64 a
 CHUNK_BYTES = 45_000
 FILE_TIMEOUT_S = 60.0
 GRACE_S = 15.0  # for a command that reached its limit to be killed and its output to be read
-CLOSE_TIMEOUT_S = 60.0
+TERMINATE_S = 10.0  # for an isolated process to end everything in its namespace
+RELAY_FILE = Path(relay.__file__).name
+RELAY = "/run/skyrl"  # folder in a container with the socket and the relay
 
 SCRIPT = """exec 2>/dev/null
 output=$(mktemp) || exit 1
@@ -70,12 +71,28 @@ class CommandResult:
     status: int | None  # None: killed at its time limit
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The process on this machine that runs a program of a workspace, as the arguments of `subprocess.Popen`."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str = "/"
+    stdin: bytes = b""
+
+
 class Workspace(ABC):
-    """A folder with a shell. It exists from `start` to `close`.
+    """A folder with a shell. It exists from `start` to `close`, or until another process finds that this one has died.
 
     Methods block and may be called from any thread. `close` ends running commands. Each command runs in a new shell:
-    background processes survive it, variables and `cd` do not.
+    variables and `cd` do not survive it, background processes do, except in an `IsolatedWorkspace`.
     """
+
+    home: str
+    """Home folder of programs, outside of `cwd`."""
+
+    socket: Path | None = None
+    """Unix socket that programs reach at 127.0.0.1:8000. None: they reach this machine's ports."""
 
     base_tree: str | None = None
     """Git tree of `cwd` when the agent started. See `tasks.patches`."""
@@ -174,6 +191,21 @@ class Workspace(ABC):
                 raise OSError(f"{path} cannot be written: {result.output[-500:]}")
             command = ""
 
+    def upload(self, source: Path, target: str) -> None:
+        """Copy a folder of this machine to the absolute path `target`, with the permissions of its files."""
+        for path in sorted(source.rglob("*")):
+            if path.is_file():
+                name = f"{target}/{path.relative_to(source)}"
+                self.write_bytes(name, path.read_bytes())
+                self.run(f"chmod {path.stat().st_mode & 0o777:o} {quote_path(name)}")
+
+    def end_programs(self) -> None:
+        """Kill every process of the workspace. Its files remain."""
+
+    @abstractmethod
+    def launch(self, argv: Sequence[str], env: Mapping[str, str]) -> Launch:
+        """Return the process that runs a program in `cwd` with the additional variables `env`."""
+
     @abstractmethod
     def _start(self) -> None:
         """Create the workspace."""
@@ -201,7 +233,11 @@ class ContainerWorkspace(Workspace):
     running when the workspace is closed ends at its time limit.
     """
 
-    def __init__(self, image: str, cwd: str, environment: Mapping[str, Any] | None = None) -> None:
+    home = "/root"
+
+    def __init__(
+        self, image: str, cwd: str, environment: Mapping[str, Any] | None = None, *, has_socket: bool = False
+    ) -> None:
         """Configure the container that `start` creates.
 
         Args:
@@ -209,19 +245,25 @@ class ContainerWorkspace(Workspace):
             cwd: the working directory of commands. It is created if the image lacks it.
             environment: settings of `minisweagent.environments`: environment_class (docker or singularity), executable
                 (e.g. podman), run_args, env, pull_timeout, container_timeout, …
+            has_socket: programs of the container reach a Unix socket at `socket`. Docker and Podman only.
 
         Raises:
             ValueError: `environment_class` has any other value.
         """
         super().__init__(cwd)
         self._image = image
-        self._name = f"skyrl-agent-{uuid.uuid4().hex}"
+        self._lease: Lease | None = None
+        self._name = f"skyrl-agent-{new_name()}"
+        folder = lease_folder() / self._name
         self._environment: Any = None
         settings: dict[str, Any] = {"environment_class": "docker", **(environment or {})}
         self._is_docker = settings["environment_class"] == "docker"
         if self._is_docker:
             self._executable = settings.get("executable") or os.environ.get("MSWEA_DOCKER_EXECUTABLE", "docker")
             ours = ["--name", self._name, "--stop-signal", "KILL"]  # the last --name counts
+            if has_socket:
+                self.socket = folder / "model.sock"
+                ours += ["--volume", f"{folder}:{RELAY}"]
             self._settings = {
                 **settings,
                 "image": image,
@@ -249,6 +291,9 @@ class ContainerWorkspace(Workspace):
                 "repository)"
             ) from error
         logging.getLogger("minisweagent").setLevel(logging.WARNING)  # it logs each command that starts a container
+        if self._is_docker:
+            self._lease = Lease(self._name, [self._executable, "rm", "--force", "--volumes", self._name])
+            shutil.copy(relay.__file__, self._lease.folder)
         try:
             self._environment = get_environment(self._settings)
         except (subprocess.SubprocessError, OSError) as error:
@@ -262,11 +307,27 @@ class ContainerWorkspace(Workspace):
         if self._is_docker:
             if environment is not None:
                 environment.container_id = None  # or its cleanup starts a second `docker rm` in the background
-            with suppress(subprocess.SubprocessError, OSError):
-                command = [self._executable, "rm", "--force", "--volumes", self._name]
-                subprocess.run(command, capture_output=True, timeout=CLOSE_TIMEOUT_S, check=False)
+            if self._lease is not None:
+                self._lease.release()
         elif environment is not None:
             environment.cleanup()
+
+    def end_programs(self) -> None:
+        """Kill every process but the container's first, and the shell that does it."""
+        self._run("kill -KILL -1", FILE_TIMEOUT_S)
+
+    def launch(self, argv: Sequence[str], env: Mapping[str, str]) -> Launch:
+        """Return `docker exec`. With a socket, the container needs python3, for the relay.
+
+        Raises:
+            WorkspaceError: the container is not one of Docker or Podman.
+        """
+        if not self._is_docker:
+            raise WorkspaceError("programs run in containers of Docker or Podman; set environment_class=docker")
+        variables = [part for name, value in env.items() for part in ("-e", f"{name}={value}")]
+        through_relay = ("python3", f"{RELAY}/{RELAY_FILE}", f"{RELAY}/model.sock", str(PORT))
+        command = (self._executable, "exec", "-w", self.cwd, *variables, self._name)
+        return Launch((*command, *(through_relay if self.socket else ()), *argv), os.environ)
 
     def _run(self, script: str, timeout_s: float) -> tuple[str, int]:
         environment = self._environment
@@ -278,10 +339,69 @@ class ContainerWorkspace(Workspace):
         return result["output"], result["returncode"]
 
 
-MARK = "SKYRL_WORKSPACE"
+class _MachineWorkspace(Workspace):
+    """Base class for workspaces in a temporary folder of this machine."""
+
+    def __init__(self, cwd: str) -> None:
+        super().__init__(cwd)
+        self._name = new_name()
+        self._root = lease_folder() / self._name
+        self._lease: Lease | None = None
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()  # no process starts after `close`
+
+    def _start(self) -> None:
+        self._lease = Lease(self._name)
+        for name in ("workspace", "home", "tmp"):
+            (self._root / name).mkdir()
+
+    def _release(self) -> None:
+        with self._lock:
+            running = list(self._processes)
+        for process in running:
+            self.end(process)
+        if self._lease is not None:
+            self._lease.release()
+
+    def end_programs(self) -> None:
+        """Kill every process of the workspace. Its files remain."""
+        kill_marked(self._name)
+
+    def end(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a process with its group."""
+        _kill_group(process.pid)
+
+    def _run(self, script: str, timeout_s: float) -> tuple[str, int]:
+        launch = self.launch(["bash", "-c", script], {})
+        with self._lock:
+            if self._is_closed:
+                raise WorkspaceError("the workspace is closed")
+            process = subprocess.Popen(
+                launch.argv,
+                cwd=launch.cwd,
+                env=launch.env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._processes.add(process)
+        try:
+            output, _ = process.communicate(launch.stdin, timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            self.end(process)
+            process.communicate()
+            raise WorkspaceError(f"the shell did not return within {timeout_s:g} s") from error
+        finally:
+            with self._lock:
+                self._processes.discard(process)
+        text = output.decode("utf-8", "replace")
+        if process.returncode == NOT_ISOLATED:
+            raise WorkspaceError(text.strip())
+        return text, process.returncode
 
 
-class LocalWorkspace(Workspace):
+class LocalWorkspace(_MachineWorkspace):
     """A temporary folder on this machine. It is NOT a sandbox.
 
     Commands run as the current user and can read and change everything that this user can. Use it for tests, or for
@@ -292,69 +412,102 @@ class LocalWorkspace(Workspace):
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         """Choose the folder. `env` has extra variables for commands."""
-        self._root = Path(tempfile.gettempdir()).resolve() / f"skyrl-workspace-{uuid.uuid4().hex}"
-        super().__init__(str(self._root / "workspace"))
-        self._mark = uuid.uuid4().hex
+        super().__init__("")
+        self.cwd, self.home = str(self._root / "workspace"), str(self._root / "home")
         self._env = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-            "HOME": str(self._root / "home"),
+            "HOME": self.home,
             "TMPDIR": str(self._root / "tmp"),
             "LANG": "C.UTF-8",
             **(env or {}),
-            MARK: self._mark,
+            MARK: self._name,
         }
-        self._processes: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()  # no process starts after `close`
+
+    def launch(self, argv: Sequence[str], env: Mapping[str, str]) -> Launch:
+        """Return the program itself."""
+        return Launch(tuple(argv), {**self._env, **env}, self.cwd if os.path.isdir(self.cwd) else str(self._root))
+
+
+class IsolatedWorkspace(_MachineWorkspace):
+    """A temporary folder on this machine in which each command runs isolated, by Linux namespaces.
+
+    A command sees the workspace, its home, `/tmp`, the system's programs and `readable`, but no other file, process,
+    user or network address. Every command has a new process namespace, so none of its processes outlives it. The
+    kernel is shared, and the disk space is limited only per file.
+    """
+
+    home = "/home/agent"
+
+    def __init__(
+        self, cwd: str = "/workspace", readable: Sequence[str] = (), path: Sequence[str] = (), folders: Sequence[str] = ()
+    ) -> None:
+        """Choose the folder.
+
+        Args:
+            cwd: the working directory that commands see.
+            readable: folders of this machine that commands can read, at the same place.
+            path: folders to search for programs, before the system's.
+            folders: further folders that are empty at first and keep their contents, e.g. /logs.
+        """
+        super().__init__(cwd)
+        self.socket = self._root / "model.sock"
+        self._readable, self._path = list(readable), list(path)
+        self._writable = {cwd: "workspace", self.home: "home", "/tmp": "tmp"}
+        self._writable |= {folder: f"folder{i}" for i, folder in enumerate(folders)}
+
+    @staticmethod
+    def check() -> None:
+        """Raise WorkspaceError if this machine cannot isolate commands."""
+        workspace = IsolatedWorkspace()
+        try:
+            workspace.start()
+            workspace.run("true")
+        finally:
+            workspace.close()
 
     def _start(self) -> None:
-        self._root.mkdir(mode=0o700)
-        for name in ("workspace", "home", "tmp"):
+        super()._start()
+        for name in ("root", *(name for name in self._writable.values() if name.startswith("folder"))):
             (self._root / name).mkdir()
 
-    def _release(self) -> None:
-        with self._lock:
-            running = list(self._processes)
-        for process in running:
-            _kill_group(process.pid)
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while (found := [pid for pid in self._find_marked() if is_running(pid)]) and time.monotonic() < deadline:
-            for pid in found:
-                with suppress(ProcessLookupError):
-                    _kill_group(os.getpgid(pid))
-            time.sleep(0.01)
-        shutil.rmtree(self._root, ignore_errors=True)
+    def end(self, process: subprocess.Popen[bytes]) -> None:
+        """Have a process end everything in its namespace, then kill it."""
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(TERMINATE_S)
+        super().end(process)
 
-    def _run(self, script: str, timeout_s: float) -> tuple[str, int]:
-        with self._lock:
-            if self._is_closed:
-                raise WorkspaceError("the workspace is closed")
-            process = subprocess.Popen(
-                ["bash", "-c", script],
-                cwd=self._root,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            self._processes.add(process)
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired as error:
-            _kill_group(process.pid)
-            process.communicate()
-            raise WorkspaceError(f"the shell did not return within {timeout_s:g} s") from error
-        finally:
-            with self._lock:
-                self._processes.discard(process)
-        return output.decode("utf-8", "replace"), process.returncode
+    def upload(self, source: Path, target: str) -> None:
+        """Copy a folder of this machine to a path that no command has seen yet."""
+        name = f"upload{len(self._writable)}"
+        shutil.copytree(source, self._root / name, symlinks=True)
+        self._writable[target] = name
 
-    def _find_marked(self) -> Iterator[int]:
-        variable = f"{MARK}={self._mark}".encode()
-        for pid in all_processes():
-            with suppress(OSError):
-                if variable in Path(f"/proc/{pid}/environ").read_bytes():
-                    yield pid
+    def launch(self, argv: Sequence[str], env: Mapping[str, str]) -> Launch:
+        """Return the process that enters the namespaces and runs the program."""
+        variables = {
+            "PATH": ":".join((*self._path, "/usr/local/bin", "/usr/bin", "/bin")),
+            "HOME": self.home,
+            "TMPDIR": "/tmp",
+            "LANG": "C.UTF-8",
+            **env,
+        }
+        user, group = os.geteuid(), os.getegid()
+        isolation = Isolation(
+            root=str(self._root / "root"),
+            writable={inside: str(self._root / name) for inside, name in self._writable.items()},
+            cwd=self.cwd,
+            readable=self._readable,
+            files={
+                "/etc/passwd": f"agent:x:{user}:{group}::{self.home}:/bin/bash\n",
+                "/etc/group": f"agent:x:{group}:\n",
+                "/etc/hosts": "127.0.0.1 localhost\n",
+            },
+            socket=str(self.socket) if self.socket is not None and self.socket.exists() else None,
+            env=variables,
+        )
+        launch = isolate_command(isolation, argv)
+        return Launch(launch.argv, {"PATH": os.defpath, MARK: self._name}, stdin=launch.stdin)
 
 
 def _kill_group(group: int) -> None:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import NoReturn
 
@@ -21,6 +21,8 @@ AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
 SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+PROGRAM_FILES = ("/etc/alternatives", "/etc/ssl/certs", "/etc/nsswitch.conf", "/sbin")
+"""What installed programs read besides `SYSTEM`: no accounts, no settings of this machine, no secrets."""
 WORK_DIR = "/program"  # the only writable folder
 RANDOM = ("/dev/random", "/dev/urandom")
 DEVICES = (os.devnull, *RANDOM)  # not /dev/zero: its shared mappings are memory that belongs to no process
@@ -72,23 +74,65 @@ def isolate_files(folder: str, n_bytes: int, python: Iterable[str]) -> None:
     program's processes, `/dev/stdin`, and an empty `WORK_DIR`. `WORK_DIR` is the only writable folder, becomes the
     current folder, and holds at most `n_bytes`.
     """
-    _mount("none", "/", flags=MS_REC | MS_PRIVATE)
-    _mount("none", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for path in _outermost((*SYSTEM, *DEVICES, *python)):
-        _bind(path, folder)
-    for name in ("/proc", "/dev", WORK_DIR):
-        os.makedirs(folder + name, exist_ok=True)
+    _build_root(folder, (*SYSTEM, *DEVICES, *python))
+    os.makedirs(folder + WORK_DIR, exist_ok=True)
     for name in ("/dev/shm", "/tmp"):
         if not os.path.lexists(folder + name):  # Python may be installed below /tmp
             os.symlink(WORK_DIR, folder + name)
+    _mount("none", folder + WORK_DIR, "tmpfs", MS_NOSUID | MS_NODEV, f"size={n_bytes},mode=755,nr_inodes={MAX_FILES}")
+    _enter_root(folder, WORK_DIR)
+
+
+def isolate_folders(
+    folder: str, readable: Iterable[str], writable: Mapping[str, str], files: Mapping[str, str], cwd: str
+) -> None:
+    """Make `folder` the root of a file system for whole programs, and drop all capabilities.
+
+    Args:
+        folder: an empty folder.
+        readable: paths of this machine that are visible at the same place, read-only, besides the system's programs.
+        writable: folders of this machine by their path inside, e.g. `{"/workspace": "/tmp/abc/work"}`. They keep their
+            contents. One of them is `/tmp`.
+        files: texts of further files by path, read-only.
+        cwd: becomes the current folder.
+    """
+    _build_root(folder, (*SYSTEM, *PROGRAM_FILES, *DEVICES, "/dev/zero"))
+    for path, source in sorted(writable.items()):  # outer folders first
+        if os.path.isdir(source):
+            os.makedirs(folder + path, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(folder + path), exist_ok=True)
+            _write(folder + path, "")
+        _mount(source, folder + path, flags=MS_BIND)
+    for path in _outermost(readable):  # may be in a writable folder, e.g. a program below /tmp
+        _bind(path, folder)
+    for path, text in files.items():
+        os.makedirs(os.path.dirname(folder + path), exist_ok=True)
+        _write(folder + path, text)
+    for name, target in (("fd", "/proc/self/fd"), ("stdout", "fd/1"), ("stderr", "fd/2"), ("shm", "/tmp")):
+        os.symlink(target, f"{folder}/dev/{name}")
+    _enter_root(folder, cwd)
+
+
+def _build_root(folder: str, readable: Iterable[str]) -> None:
+    """Mount a file system in memory at `folder`, with `readable`, `/proc` and `/dev/stdin`."""
+    _mount("none", "/", flags=MS_REC | MS_PRIVATE)
+    _mount("none", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path in _outermost(readable):
+        _bind(path, folder)
+    for name in ("/proc", "/dev"):
+        os.makedirs(folder + name, exist_ok=True)
     os.symlink("/proc/self/fd/0", f"{folder}/dev/stdin")
     _mount("proc", f"{folder}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid")
-    _mount("none", folder + WORK_DIR, "tmpfs", MS_NOSUID | MS_NODEV, f"size={n_bytes},mode=755,nr_inodes={MAX_FILES}")
+
+
+def _enter_root(folder: str, cwd: str) -> None:
+    """Make `folder` the root, read-only except for what is mounted in it, and drop all capabilities."""
     _make_read_only(folder)
     os.chdir(folder)
     check_result("pivot_root", libc().syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."))
     check_result("umount2", libc().umount2(b".", MNT_DETACH))
-    os.chdir(WORK_DIR)
+    os.chdir(cwd)
     drop_capabilities()
 
 

@@ -1,0 +1,1 @@
+"""Harnesses: agents that are programs, each in a workspace of its own, trained through the endpoint."""

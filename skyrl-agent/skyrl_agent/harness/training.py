@@ -1,0 +1,156 @@
+"""Train and evaluate the agent of a harness: `skyrl-agent train pi data.train_data=harbor:tasks key=value`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_agent.harness.agent import HarnessAgent, HarnessGenerator
+from skyrl_agent.harness.config import HarnessConfig
+from skyrl_agent.harness.harbor import HarborTask, harbor_rows
+from skyrl_agent.harness.task import HarnessTask
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.base import value_at
+from skyrl_train.config.problems import raise_problems, show
+from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.dataset.rows import LocatedRow
+from skyrl_train.entrypoints.command import parse_cli
+from skyrl_train.entrypoints.evaluation import EvaluationExperiment
+from skyrl_train.entrypoints.experiment import RLExperiment
+from skyrl_train.entrypoints.preflight import find_missing
+from skyrl_train.errors import DataError
+from skyrl_train.inference_engines.base import InferenceEngine
+from skyrl_train.types import PromptRow
+
+HARBOR = "harbor:"
+FROM_HARNESS_FILE = {
+    "generator.max_turns": "max_turns",
+    "generator.trajectory_timeout_seconds": "trajectory_timeout",
+}
+"""Settings that a harness file sets, with their names there."""
+
+UNUSED = (
+    "generator.batched",
+    "generator.step_wise_trajectories",
+    "generator.inject_context_status",
+    "generator.max_response_length",
+    "generator.use_conversation_multi_turn",
+    "environment.env_class",
+    "environment.skyrl_gym",
+)
+"""Settings for environment rollouts. Agents do not use them."""
+
+
+def parse_harness(
+    source: Path, overrides: Sequence[str], file: Path | None = None, *, trains: bool
+) -> tuple[HarnessConfig, SkyRLConfig]:
+    """Return a harness and skyrl-train's configuration for it. Sources `harbor:PATH` become files of rows.
+
+    Args:
+        source: a harness file, or the name of a known agent.
+        overrides: skyrl-train settings `key=value`.
+        file: a YAML file with more settings.
+        trains: False for an evaluation.
+
+    Raises:
+        ConfigError: settings are invalid, or contradict the harness file.
+        DataError: a Harbor task cannot be used.
+    """
+    harness = HarnessConfig.load(source)
+    own = [f"{key}={getattr(harness, name)}" for key, name in FROM_HARNESS_FILE.items()]
+    own.append("environment.env_class=harness")  # for reports
+    cfg, expected = parse_cli([*own, *overrides], file), parse_cli(own)
+    problems = []
+    for key in (*FROM_HARNESS_FILE, *UNUSED):
+        if (value := value_at(cfg, key)) != value_at(expected, key):
+            fix = "set it in the harness file" if key in FROM_HARNESS_FILE else "remove it"
+            problems.append(f"{key}={show(value)} has no effect on a harness; {fix}")
+    data = {key: [_to_file(source, harness) for source in getattr(cfg.data, key)] for key in ("train_data", "val_data")}
+    cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update=data)})
+    raise_problems([*problems, *find_missing(cfg, trains=trains)])
+    return harness, cfg
+
+
+def _to_file(source: str, harness: HarnessConfig) -> str:
+    """Return the path of a source's rows. Those of Harbor tasks are written to a file named by their hash."""
+    if not source.startswith(HARBOR):
+        return source
+    rows = harbor_rows(Path(source.removeprefix(HARBOR)).expanduser())
+    problems = []
+    for row in rows:
+        try:
+            HarborTask.read(Path(row["harbor"])).check(harness.workspace, harness.pass_env)
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError(f"{len(problems)} of {len(rows)} tasks of {source} cannot be used; {'; '.join(problems[:3])}")
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    folder = Path(tempfile.gettempdir()) / f"skyrl-harbor-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{hashlib.blake2b(content.encode(), digest_size=12).hexdigest()}.jsonl"
+    with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as new:
+        new.write(content)
+    os.replace(new.name, path)
+    return str(path)
+
+
+class HarnessExp(RLExperiment):
+    """Training of the agent of a harness."""
+
+    def __init__(self, harness: HarnessConfig, cfg: SkyRLConfig) -> None:
+        """Create the run folder. ConfigError lists every problem."""
+        self.agent = HarnessAgent(harness)
+        super().__init__(cfg)
+
+    def get_generator(
+        self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
+    ) -> HarnessGenerator:
+        return HarnessGenerator(
+            self.agent,
+            cfg.generator,
+            inference_engine_client,
+            tokenizer,
+            max_concurrent_agents=self.agent.cfg.max_concurrent_agents,
+            trains_side_requests=self.agent.cfg.trains_side_requests,
+        )
+
+    def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
+        """Check every row, including those of datasets whose rows are checked when they are drawn. Build images."""
+        for dataset in datasets:
+            if not dataset.is_checked:
+                dataset.check_drawn = lambda row: check_tasks(self.agent.cfg, [row])
+            check_tasks(self.agent.cfg, dataset.checked_rows())
+
+
+class HarnessEvaluation(HarnessExp, EvaluationExperiment):
+    """Evaluation of the agent of a harness."""
+
+
+def check_tasks(cfg: HarnessConfig, rows: Iterable[LocatedRow]) -> None:
+    """Check that rows are tasks, and build or pull the images of Harbor tasks. DataError names the bad rows."""
+    problems = list(_find_bad_rows(cfg, rows))
+    if problems:
+        raise DataError(f"{len(problems)} rows are not tasks for this harness; the first: {'; '.join(problems[:3])}")
+
+
+def _find_bad_rows(cfg: HarnessConfig, rows: Iterable[LocatedRow]) -> Iterator[str]:
+    for location, row in rows:
+        try:
+            _check_task(cfg, row)
+        except DataError as error:
+            yield f"{location}: {error}"
+
+
+def _check_task(cfg: HarnessConfig, row: PromptRow) -> None:
+    folder = row.env_extras.get("harbor")
+    if folder is not None and cfg.workspace.kind in ("docker", "podman"):
+        task = HarborTask.read(Path(folder))
+        task.check(cfg.workspace, cfg.pass_env)
+        task.build_image(cfg.workspace.kind)
+    HarnessTask.from_row(row, cfg)
