@@ -533,6 +533,8 @@ async def in_thread(function: Callable[[], T], limit_s: float | None = None) -> 
     def work() -> None:
         try:
             result = function()
+        except SystemExit as error:  # it would end the caller's event loop
+            deliver(partial(future.set_exception, RuntimeError(f"it called sys.exit({error.code!r})")))
         except Exception as error:  # noqa: BLE001, the caller gets it
             deliver(partial(future.set_exception, error))
         else:

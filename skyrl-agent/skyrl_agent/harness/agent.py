@@ -241,6 +241,7 @@ async def run_program(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
+        limit=CHUNK_BYTES,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -257,10 +258,9 @@ async def run_program(
             process.stdin.close()
         done, _ = await asyncio.wait(waits.values(), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         ended = next((name for name, task in waits.items() if task in done), "agent_timeout")
-        if ended == "exit":
-            await asyncio.wait((reading,), timeout=DRAIN_S)
     finally:
         await _end(process, is_isolated=bool(launch.stdin))
+        await asyncio.wait((reading,), timeout=DRAIN_S)  # a background process may keep the pipe open
         for task in (reading, *waits.values()):
             task.cancel()
         await asyncio.gather(reading, *waits.values(), return_exceptions=True)
@@ -292,7 +292,6 @@ class _Output:
             self._tail = (self._tail + chunk)[-TAIL_BYTES:]
             if self.n_bytes > self._max_bytes:
                 self.flooded.set()
-                return
 
 
 def _describe_exit(status: int | None, output: str) -> ProgramEnd:

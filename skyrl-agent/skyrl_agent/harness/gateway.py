@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +39,12 @@ class Gateway:
 
     async def __aenter__(self) -> Self:
         if self._path is not None:
-            self._server = await asyncio.start_unix_server(self._accept, self._path, limit=MAX_HEAD_BYTES)
+            folder = os.open(self._path.parent, os.O_PATH | os.O_CLOEXEC)
+            try:  # by its descriptor, because the address of a socket has at most 107 bytes
+                name = f"/proc/self/fd/{folder}/{self._path.name}"
+                self._server = await asyncio.start_unix_server(self._accept, name, limit=MAX_HEAD_BYTES)
+            finally:
+                os.close(folder)
         else:
             self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=MAX_HEAD_BYTES)
             self.origin = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"

@@ -98,17 +98,12 @@ def isolate_folders(
     """
     _build_root(folder, (*SYSTEM, *PROGRAM_FILES, *DEVICES, "/dev/zero"))
     for path, source in sorted(writable.items()):  # outer folders first
-        if os.path.isdir(source):
-            os.makedirs(folder + path, exist_ok=True)
-        else:
-            os.makedirs(os.path.dirname(folder + path), exist_ok=True)
-            _write(folder + path, "")
-        _mount(source, folder + path, flags=MS_BIND)
+        target = _create_target(folder, path, is_folder=os.path.isdir(source))
+        _mount(source, target, flags=MS_BIND)
     for path in _outermost(readable):  # may be in a writable folder, e.g. a program below /tmp
         _bind(path, folder)
     for path, text in files.items():
-        os.makedirs(os.path.dirname(folder + path), exist_ok=True)
-        _write(folder + path, text)
+        _write(_create_target(folder, path, is_folder=False), text)
     for name, target in (("fd", "/proc/self/fd"), ("stdout", "fd/1"), ("stderr", "fd/2"), ("shm", "/tmp")):
         os.symlink(target, f"{folder}/dev/{name}")
     _enter_root(folder, cwd)
@@ -159,19 +154,30 @@ def _outermost(paths: Iterable[str]) -> Iterator[str]:
 
 def _bind(path: str, root: str) -> None:
     """Mount `path` read-only below `root`. Devices can still be written to."""
-    target = root + path
-    if os.path.lexists(target):
-        return
-    os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path):
-        os.symlink(os.readlink(path), target)
+        target = _create_target(root, path, is_folder=None)
+        if not os.path.lexists(target):
+            os.symlink(os.readlink(path), target)
         return
-    if os.path.isdir(path):
-        os.mkdir(target)
-    else:
-        _write(target, "")
+    target = _create_target(root, path, is_folder=os.path.isdir(path))
     _mount(path, target, flags=MS_BIND | MS_REC)
     _make_read_only(target, AT_RECURSIVE)
+
+
+def _create_target(root: str, path: str, *, is_folder: bool | None) -> str:
+    """Create an empty folder or file for `path` below `root`, or only its parent if `is_folder` is None. Return it.
+
+    Raises:
+        OSError: a symbolic link leads out of `root`. An earlier program may have left it in a writable folder.
+    """
+    target, real_root = root + path, os.path.realpath(root)
+    resolved = os.path.realpath(os.path.dirname(target) if is_folder is None else target)
+    if resolved != real_root and not resolved.startswith(real_root + "/"):
+        raise OSError(f"{path} is a symbolic link that leads out of the workspace")
+    os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
+    if is_folder is False and not os.path.lexists(target):
+        _write(target, "")
+    return target
 
 
 def _make_read_only(path: str, flags: int = 0) -> None:
