@@ -115,7 +115,7 @@ class HarnessAgent:
                     end = await self._run(workspace, task, gateway, values, row)
                 await in_thread(workspace.end_programs)
                 if gateway.n_turns == 0 and end.failure is None:
-                    end = replace(end, failure=StopReason.AGENT_SILENT, reason=f"it never called the model: {end.reason}")
+                    end = replace(end, failure=StopReason.AGENT_SILENT, reason=f"never called the model, and {end.reason}")
                 if end.failure is not None and end.failure not in self.cfg.graded_failures:
                     raise NoReward(end.failure, f"the agent {end.reason}")
                 result = await in_thread(partial(grade, workspace, task, row))

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_kit.harnesses import fake_harness, leftovers, play, reply
+from agent_kit.harnesses import PREFIX, fake_harness, leftovers, play, reply
 from train_kit.agents import ScriptedEngine, hermes_tokenizer
 
 from skyrl_agent.leases import lease_folder, remove_abandoned
+from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult
 
 FAULTS: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -36,7 +37,7 @@ class FailingEngine(ScriptedEngine):
 
     async def generate(self, requests: list[EngineRequest]) -> list[EngineResult]:
         if any("engine fails" in str(self._tokenizer.decode(request.prompt_ids)) for request in requests):
-            raise RuntimeError("the engine failed")
+            raise EngineError("the engine failed")
         return await super().generate(requests)
 
 
@@ -51,10 +52,8 @@ async def test_every_trajectory_is_accounted_for(n_rows: int) -> None:
                 row, reason = rng.choice(faults)
         rows.append(row)
         expected.append(reason)
-    cfg = fake_harness(agent_timeout=20, verifier_timeout=2, max_concurrent_agents=8)
-    short = cfg.model_copy(update={"agent_timeout": 4.0})
-    engine = FailingEngine(hermes_tokenizer(), reply)
-    trajectories, metrics = await play(short, rows, engine=engine)
+    cfg = fake_harness(agent_timeout=4, verifier_timeout=2, max_concurrent_agents=8)
+    trajectories, metrics = await play(cfg, rows, engine=FailingEngine(hermes_tokenizer(), reply))
     assert [t.stop_reason for t in trajectories] == expected
     assert all(t.total_reward == 1.0 for t in trajectories if t.is_valid)
     counts = Counter(reason for reason in expected if reason not in ("stop", "engine_error"))
@@ -79,8 +78,6 @@ workspace.execute("setsid sleep 4005 & sleep 4006", 600)
 
 @pytest.mark.parametrize("kind", ["IsolatedWorkspace", "LocalWorkspace"])
 def test_a_killed_process_leaves_nothing_for_longer_than_the_next_start(kind: str, tmp_path: Path) -> None:
-    from agent_kit.harnesses import PREFIX
-
     command = [sys.executable, "-c", OWNER, str(tmp_path), PREFIX, kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as owner:
         assert owner.stdout is not None
