@@ -90,6 +90,11 @@ bench-training: .venv/.runtime $(DIFFERENTIAL)/.ready ## compare whole training 
 bench-real: $(SMOLLM2) $(DIFFERENTIAL)/.ready ## compare GRPO and SFT of a pretrained model with TRL; writes benchmarks/real/results.md
 	@$(BENCH)/real/curves.py $(ARGS)
 
+.PHONY: bench-agent
+bench-agent: $(SMOLLM2) ## train SmolLM2 with mini-swe-agent as the harness; writes benchmarks/agents/results.md
+	@$(call install,.venv) -c constraints.txt './skyrl-agent[swe]' './skyrl-train[endpoint]'
+	@$(BENCH)/agents/learn.py $(ARGS)
+
 .PHONY: bench-scaling
 bench-scaling: .venv/.runtime ## measure cost per token as workloads grow; writes benchmarks/scaling/curves.md
 	@$(BENCH)/scaling/curves.py $(ARGS)
