@@ -32,7 +32,12 @@ def train(folder: Path, n_steps: int) -> Path:
     write_rows(folder)
     lines = (folder / "traces.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "traces.jsonl").write_text("".join(lines[:N_TRACES]), encoding="utf-8")
-    shared = (f"trainer.output_dir={folder}", "trainer.logger=jsonl", "trainer.run_name=run", "trainer.eval_interval=-1")
+    shared = (
+        f"trainer.output_dir={folder}",
+        "trainer.logger=jsonl",
+        "trainer.run_name=run",
+        "trainer.eval_interval=-1",
+    )
     constant = ("trainer.policy.optimizer_config.scheduler=constant", "trainer.ckpt_interval=-1", "data.val_data=[]")
     run(
         *("skyrl_train.entrypoints.cli", "sft", *shared, *constant, "trainer.project_name=warm_start"),
@@ -92,11 +97,11 @@ PAGE = """# mini-swe-agent learns a task
 
 `make bench-agent`, {setup}.
 
-mini-swe-agent 2.4.6 runs unmodified, in an isolated workspace for each rollout, with SmolLM2-135M-Instruct and a short prompt
-(`mini.yaml`). The task is "Write juice to note.txt.". A shell command grades the file. Before, one step of supervised
-fine-tuning on eight traces shows the model the form of a command. It is short on purpose: after three steps on 24 traces, all
-of 32 samples are right, and nothing is left to learn. A step has two prompts with six samples. No prompt occurs twice. This is
-one run with one seed, without an evaluation on other prompts.
+mini-swe-agent 2.4.6 runs unmodified, in an isolated workspace for each rollout, with SmolLM2-135M-Instruct and a short
+prompt (`mini.yaml`). The task is "Write juice to note.txt.". A shell command grades the file. Before, one step of
+supervised fine-tuning on eight traces shows the model the form of a command. It is short on purpose: after three steps
+on 24 traces, all of 32 samples are right, and nothing is left to learn. A step has two prompts with six samples. No
+prompt occurs twice. This is one run with one seed, without an evaluation on other prompts.
 
 | steps | rollouts | invalid | reward, first three steps | reward, last three steps | seconds per step | minutes |
 |--:|--:|--:|--:|--:|--:|--:|

@@ -5,12 +5,59 @@ import random
 from pathlib import Path
 from typing import Any
 
-WORDS = (
-    "apple lemon river stone cloud tiger bread chair grass horse light metal night ocean paper queen salad table train "
-    "water beach candy dance eagle flame ghost honey juice knife maple nurse olive piano robot sheep toast uncle video "
-    "whale zebra amber brick crown delta ember frost globe hotel index jewel"
-).split()
-FILES = "answer.txt note.txt word.txt out.txt".split()
+WORDS = [
+    "apple",
+    "lemon",
+    "river",
+    "stone",
+    "cloud",
+    "tiger",
+    "bread",
+    "chair",
+    "grass",
+    "horse",
+    "light",
+    "metal",
+    "night",
+    "ocean",
+    "paper",
+    "queen",
+    "salad",
+    "table",
+    "train",
+    "water",
+    "beach",
+    "candy",
+    "dance",
+    "eagle",
+    "flame",
+    "ghost",
+    "honey",
+    "juice",
+    "knife",
+    "maple",
+    "nurse",
+    "olive",
+    "piano",
+    "robot",
+    "sheep",
+    "toast",
+    "uncle",
+    "video",
+    "whale",
+    "zebra",
+    "amber",
+    "brick",
+    "crown",
+    "delta",
+    "ember",
+    "frost",
+    "globe",
+    "hotel",
+    "index",
+    "jewel",
+]
+FILES = ["answer.txt", "note.txt", "word.txt", "out.txt"]
 N_TRACES, N_HELD_OUT = 24, 12
 SYSTEM = "Answer with one bash command."
 

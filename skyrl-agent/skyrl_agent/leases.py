@@ -42,7 +42,7 @@ class Lease:
     def __init__(self, name: str, close: Sequence[str] = ()) -> None:
         """Create the lease `name`. `close` is a command that removes what is outside the folder, e.g. `docker rm`.
 
-        The first lease of a process removes those of dead processes.
+        The first lease of a process removes the leases of dead processes.
         """
         root = lease_folder()
         root.mkdir(mode=0o700, exist_ok=True)

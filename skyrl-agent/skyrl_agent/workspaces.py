@@ -199,6 +199,7 @@ class Workspace(ABC):
                 self.write_bytes(name, path.read_bytes())
                 self.run(f"chmod {path.stat().st_mode & 0o777:o} {quote_path(name)}")
 
+    @abstractmethod
     def end_programs(self) -> None:
         """Kill every process of the workspace. Its files remain."""
 
@@ -439,7 +440,11 @@ class IsolatedWorkspace(_MachineWorkspace):
     home = "/home/agent"
 
     def __init__(
-        self, cwd: str = "/workspace", readable: Sequence[str] = (), path: Sequence[str] = (), folders: Sequence[str] = ()
+        self,
+        cwd: str = "/workspace",
+        readable: Sequence[str] = (),
+        path: Sequence[str] = (),
+        folders: Sequence[str] = (),
     ) -> None:
         """Choose the folder.
 

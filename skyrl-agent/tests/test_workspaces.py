@@ -190,14 +190,18 @@ class TestLocalWorkspace:
 
 
 class TestIsolation:
-    def test_a_link_that_a_command_leaves_does_not_lead_a_later_mount_out_of_the_workspace(self, tmp_path: Path) -> None:
+    def test_a_link_that_a_command_leaves_does_not_lead_a_later_mount_out_of_the_workspace(
+        self, tmp_path: Path
+    ) -> None:
         tools, outside = tmp_path / "tools", tmp_path / "outside"
         for folder in (tools, outside):
             folder.mkdir()
         (tools / "a").write_text("x")
         workspace = IsolatedWorkspace(readable=[str(tools)])
         workspace.start()
-        assert workspace.execute(f"cat {tools}/a; echo y >{tools}/a || ls {outside} || echo hidden", 30).output[:1] == "x"
+        assert (
+            workspace.execute(f"cat {tools}/a; echo y >{tools}/a || ls {outside} || echo hidden", 30).output[:1] == "x"
+        )
         assert (tools / "a").read_text() == "x"
         top = "/".join(tools.parts[1:3])
         workspace.run(f"mv /{top} /tmp/moved; ln -s {outside} /{top}")

@@ -1,4 +1,4 @@
-"""The agent function of a harness: start an agent's program in a workspace, wait until it ends, and grade the result."""
+"""The agent function of a harness: run an agent's program in a workspace, and grade the result."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ class HarnessAgent:
             except ValueError as error:
                 raise ConfigError(f"harness={error}") from error
             if inspect.iscoroutinefunction(self._function):
-                raise ConfigError(f"harness={cfg.function} is a coroutine function; write a plain one, it gets a thread")
+                raise ConfigError(
+                    f"harness={cfg.function} is a coroutine function; write a plain one, it gets a thread"
+                )
         elif cfg.workspace.kind in ("isolated", "unisolated"):
             self._find_program()
         if cfg.workspace.kind == "isolated":
@@ -86,7 +88,7 @@ class HarnessAgent:
                 IsolatedWorkspace.check()
             except (WorkspaceError, OSError) as error:
                 raise ConfigError(
-                    f"workspace.kind=isolated, but this machine cannot isolate programs: {error}. Allow users to create "
+                    f"workspace.kind=isolated, but this machine cannot isolate programs: {error}. Let users create "
                     "namespaces, set workspace.kind=docker, or, for models that you trust, workspace.kind=unisolated"
                 ) from error
 
@@ -115,7 +117,9 @@ class HarnessAgent:
                     end = await self._run(workspace, task, gateway, values, row)
                 await in_thread(workspace.end_programs)
                 if gateway.n_turns == 0 and end.failure is None:
-                    end = replace(end, failure=StopReason.AGENT_SILENT, reason=f"never called the model, and {end.reason}")
+                    end = replace(
+                        end, failure=StopReason.AGENT_SILENT, reason=f"never called the model, and {end.reason}"
+                    )
                 if end.failure is not None and end.failure not in self.cfg.graded_failures:
                     raise NoReward(end.failure, f"the agent {end.reason}")
                 result = await in_thread(partial(grade, workspace, task, row))
@@ -123,12 +127,12 @@ class HarnessAgent:
             raise WorkspaceError(describe_error(error)) from error
         if end.failure is not None:
             self.failures[end.failure] += 1
-        metrics = {
+        metrics: dict[str, float] = {
             "requests": gateway.n_turns,
             "output_bytes": end.n_bytes,
             "agent_seconds": end.seconds,
-            **{name: float(end.failure == name) for name in self.cfg.graded_failures},
         }
+        metrics |= {str(name): float(end.failure == name) for name in self.cfg.graded_failures}
         return replace(result, metrics={**metrics, **result.metrics})
 
     def _new_workspace(self, task: HarnessTask) -> Workspace:
@@ -173,7 +177,9 @@ class HarnessAgent:
             **task.env,
             **{name: fill(value, values) for name, value in {**known.env, **self.cfg.env}.items()},
         }
-        return await run_program(workspace, argv, env, gateway.turn_limit, task.agent_timeout, self.cfg.max_output_bytes)
+        return await run_program(
+            workspace, argv, env, gateway.turn_limit, task.agent_timeout, self.cfg.max_output_bytes
+        )
 
     def _command(self) -> tuple[str, ...]:
         harness = self.cfg.harness
@@ -203,7 +209,7 @@ class HarnessAgent:
         if program is None:
             install = f"install it ({self._known.install})" if self._known and self._known.install else "install it"
             raise ConfigError(
-                f"harness={self.cfg.harness}: there is no program {argv[0]}; {install}, or set workspace.path to its folder"
+                f"harness={self.cfg.harness}: there is no program {argv[0]}; {install}, or set workspace.path"
             )
         paths = dict.fromkeys((*self.cfg.workspace.path, str(Path(program).parent)))
         self._path = tuple(path for path in paths if not path.startswith(SYSTEM_FOLDERS))
@@ -212,7 +218,7 @@ class HarnessAgent:
 
 
 class HarnessGenerator(AgentGenerator):
-    """An `AgentGenerator` whose metrics count the failures of a harness, including those of retried attempts."""
+    """An `AgentGenerator` whose metrics count the failures of a harness, including retried attempts."""
 
     def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
         """Return `agent/*` and `agent/failures/*`."""

@@ -49,7 +49,9 @@ class WorkspaceConfig(Section):
         if self.kind != "isolated" and (names := [name for name, value in of_machine.items() if value]):
             raise ValueError(f"kind={self.kind} takes no {' and no '.join(names)}; remove it, or set kind=isolated")
         of_containers = {"image": self.image, "network": self.network}
-        if self.kind not in ("docker", "podman") and (names := [name for name, value in of_containers.items() if value]):
+        if self.kind not in ("docker", "podman") and (
+            names := [name for name, value in of_containers.items() if value]
+        ):
             raise ValueError(f"{' and '.join(names)} need kind=docker or kind=podman")
         if not self.cwd.startswith("/"):
             raise ValueError(f"cwd={self.cwd} must be an absolute path")
@@ -102,7 +104,7 @@ class HarnessConfig(Section):
     """Maximum number of agents at once."""
 
     trains_side_requests: bool = False
-    """Train on the replies to requests without tools, such as titles, of agents that offer tools."""
+    """Train on replies to requests without tools, such as titles, even if the agent offers tools."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

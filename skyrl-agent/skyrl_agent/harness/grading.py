@@ -20,7 +20,8 @@ from skyrl_train.types import PromptRow
 REWARDS = "/logs/verifier"
 MAX_REPORT_BYTES = 4000
 READ_TIMEOUT_S = 60.0
-READ_REWARDS = f"for name in reward.json reward.txt; do if [ -f {REWARDS}/$name ]; then echo $name; cat {REWARDS}/$name; exit; fi; done"
+READ_REWARDS = f"""cd {REWARDS} || exit
+for name in reward.json reward.txt; do if [ -f $name ]; then echo $name; cat $name; exit; fi; done"""
 CANNOT_RUN = 126  # exit statuses from here on: the program cannot be run, or a signal ended it
 
 

@@ -27,7 +27,7 @@ from skyrl_train.errors import DataError
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 VARIABLE = re.compile(r"\$\{(\w+)(?::-(.*))?\}")
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
-DEFAULTS = (None, "", 0, [], {}, "root", 0.0)
+DEFAULTS: tuple[Any, ...] = (None, "", 0, [], {}, "root", 0.0)
 BUILD_TIMEOUT_S = 3600.0
 
 
@@ -121,7 +121,9 @@ class HarborTask:
         for path in sorted((self.folder / folder).rglob("*")):
             if path.is_file():
                 content = path.read_bytes()
-                hashed.update(f"{path.relative_to(self.folder)}\0{path.stat().st_mode & 0o111}\0{len(content)}\0".encode())
+                hashed.update(
+                    f"{path.relative_to(self.folder)}\0{path.stat().st_mode & 0o111}\0{len(content)}\0".encode()
+                )
                 hashed.update(content)
         return hashed.hexdigest()
 
@@ -156,7 +158,9 @@ class HarborTask:
                     yield f"{name + '.' if name else ''}{key}={str(value)[:60]} is not supported"
         if self.settings.environment.os != "linux":
             yield f"environment.os={self.settings.environment.os} is not supported"
-        yield from (f"environment/{file} is not supported" for file in COMPOSE if (self.folder / "environment" / file).exists())
+        yield from (
+            f"environment/{file} is not supported" for file in COMPOSE if (self.folder / "environment" / file).exists()
+        )
 
     def resolve_env(self, env: Mapping[str, str], pass_env: Sequence[str]) -> dict[str, str]:
         """Return variables with `${NAME}` and `${NAME:-default}` replaced, from this process's variables `pass_env`."""
@@ -164,7 +168,9 @@ class HarborTask:
         for key, value in env.items():
             match = VARIABLE.fullmatch(value)
             is_passed = match is not None and match[1] in pass_env
-            resolved[key] = value if match is None else os.environ.get(match[1], match[2] or "") if is_passed else match[2]
+            resolved[key] = (
+                value if match is None else os.environ.get(match[1], match[2] or "") if is_passed else match[2]
+            )
         return resolved
 
     def build_image(self, executable: str) -> None:
@@ -185,7 +191,9 @@ class HarborTask:
 
 def harbor_rows(folder: Path) -> list[dict[str, Any]]:
     """Return a row for each task in `folder`, or for `folder` itself. Raises DataError if there is none."""
-    folders = [folder] if (folder / "task.toml").is_file() else sorted(path.parent for path in folder.glob("*/task.toml"))
+    folders = (
+        [folder] if (folder / "task.toml").is_file() else sorted(path.parent for path in folder.glob("*/task.toml"))
+    )
     if not folders:
         raise DataError(f"harbor:{folder} has no task: there is no task.toml in it or in its folders")
     tasks = [HarborTask.read(path) for path in folders]

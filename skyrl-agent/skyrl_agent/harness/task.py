@@ -37,7 +37,7 @@ class HarnessTask:
 
     @classmethod
     def from_row(cls, row: PromptRow, cfg: HarnessConfig) -> HarnessTask:
-        """Read a row: `prompt` is one user message, and the columns are those of `COLUMNS`.
+        """Read a row: `prompt` is one user message, and `COLUMNS` are optional.
 
         Raises:
             DataError: the row is not a task, or needs what the workspace cannot give.

@@ -29,10 +29,7 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.types import PromptRow
 
 HARBOR = "harbor:"
-FROM_HARNESS_FILE = {
-    "generator.max_turns": "max_turns",
-    "generator.trajectory_timeout_seconds": "trajectory_timeout",
-}
+FROM_HARNESS_FILE = {"generator.max_turns": "max_turns", "generator.trajectory_timeout_seconds": "trajectory_timeout"}
 """Settings that a harness file sets, with their names there."""
 
 UNUSED = (
@@ -121,7 +118,7 @@ class HarnessExp(RLExperiment):
         )
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
-        """Check every row, including those of datasets whose rows are checked when they are drawn. Build images."""
+        """Check every row, up front or when it is drawn. Build images."""
         for dataset in datasets:
             if not dataset.is_checked:
                 dataset.check_drawn = lambda row: check_tasks(self.agent.cfg, [row])

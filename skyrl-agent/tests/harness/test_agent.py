@@ -13,12 +13,11 @@ async def test_an_agent_works_in_isolation_and_its_tokens_are_trained_on(monkeyp
     look = "env > env.txt; ls / > root.txt; (echo > /dev/tcp/1.1.1.1/80) 2>>root.txt; echo right > answer.txt"
     check = (
         f"{GRADER} && cat given/a.txt && ! grep -q SECRET env.txt && ! grep -q -e repo -e tests root.txt "
-        "&& grep -q unreachable root.txt && mkdir -p /logs/verifier && echo '{\"reward\": 0.5, \"style\": 2}' "
+        '&& grep -q unreachable root.txt && mkdir -p /logs/verifier && echo \'{"reward": 0.5, "style": 2}\' '
         ">/logs/verifier/reward.json"
     )
     (t,), metrics = await play(
-        fake_harness(),
-        [{"task": f"run=[{look}]", "files": {"given/a.txt": "x"}, "verifier": check}],
+        fake_harness(), [{"task": f"run=[{look}]", "files": {"given/a.txt": "x"}, "verifier": check}]
     )
     assert (t.total_reward, t.reward_components, t.error) == (0.5, {"style": 2.0}, None)
     assert sum(t.loss_mask) == sum(turn.end - turn.start for turn in t.turns) > 0
@@ -29,7 +28,7 @@ async def test_an_agent_works_in_isolation_and_its_tokens_are_trained_on(monkeyp
 
 
 async def test_what_the_agent_leaves_running_or_writes_as_a_reward_does_not_count() -> None:
-    forge = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo 'exit 0' > ~/.bashrc; echo wrong > answer.txt"
+    forge = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo wrong > answer.txt"
     rows = [{"task": "fault=leftover."}, {"task": f"run=[{forge}]"}]
     (leftover, forged), _ = await play(fake_harness(), rows)
     assert (leftover.error, forged.total_reward) == (None, 0.0)

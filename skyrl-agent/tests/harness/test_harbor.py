@@ -21,7 +21,7 @@ def to_prompt(row: dict[str, Any]) -> PromptRow:
 
 
 async def test_tasks_are_graded_by_tests_that_the_agent_does_not_see(tmp_path: Path) -> None:
-    look = "ls / /tests /solution > seen.txt; ls >> seen.txt; ! grep -e data.txt -e solve.sh seen.txt && echo right > answer.txt"
+    look = "ls / /tests /solution > seen.txt; ! grep -e data.txt -e solve.sh seen.txt && echo right > answer.txt"
     write_harbor_task(tmp_path / "a", f"run=[{look}]")
     write_harbor_task(tmp_path / "b", "run=[echo wrong > answer.txt; rm given.txt]")
     rows = harbor_rows(tmp_path)
@@ -42,7 +42,12 @@ async def test_tasks_are_graded_by_tests_that_the_agent_does_not_see(tmp_path: P
         ("", None, {"kind": "docker", "readable": ()}, "it has neither docker_image nor environment/Dockerfile"),
         ("[[steps]]\nname = 's'\n", None, {}, r"steps=.* is not supported"),
         ("[environment]\ngpus = 1\nos = 'windows'\n", None, {}, "environment.gpus=1 is not supported; environment.os"),
-        ("[environment]\nenv = { K = '${HARBOR_KEY}' }\n", None, {}, "it needs the variable HARBOR_KEY; set it, and add"),
+        (
+            "[environment]\nenv = { K = '${HARBOR_KEY}' }\n",
+            None,
+            {},
+            "it needs the variable HARBOR_KEY; set it, and add",
+        ),
     ],
 )
 def test_a_task_that_cannot_be_run_is_refused_before_the_run(

@@ -24,7 +24,7 @@ for name, folder in (("skyrl_gym", sys.argv[1]), ("skyrl_gym.isolation", sys.arg
 from skyrl_gym.isolation.command_init import main
 main()
 """
-__all__ = ["NOT_ISOLATED", "PORT", "Isolation", "IsolatedLaunch", "isolate_command"]
+__all__ = ["NOT_ISOLATED", "PORT", "IsolatedLaunch", "Isolation", "isolate_command"]
 
 
 @dataclass(frozen=True, slots=True)

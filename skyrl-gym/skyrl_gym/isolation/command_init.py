@@ -76,9 +76,8 @@ def _exec(job: Json) -> NoReturn:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.setsid()
         prctl(PR_SET_DUMPABLE, 1)
-        with suppress(OSError):
-            with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-                file.write("1000")  # the kernel kills it first
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")  # the kernel kills it first
         set_limit(resource.RLIMIT_CORE, 0, is_final=True)
         set_limit(resource.RLIMIT_FSIZE, job["file_bytes"], is_final=True)
         os.execvpe(job["argv"][0], job["argv"], job["env"])

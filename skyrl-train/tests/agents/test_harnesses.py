@@ -1,4 +1,4 @@
-"""Unmodified coding agents as harnesses: in an isolated workspace, they fix a file and their conversation is trained on."""
+"""Unmodified coding agents as harnesses: they fix a file in isolation, and their conversation is trained on."""
 
 import os
 import shutil

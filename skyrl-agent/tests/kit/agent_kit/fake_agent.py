@@ -44,6 +44,11 @@ def main(task: str) -> None:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout.decode()[:200]})
         if not calls:
             break
+    misbehave(fault)
+
+
+def misbehave(fault: str) -> None:
+    """Have a fault after the conversation."""
     if fault == "flood":
         while True:
             sys.stdout.write("x" * 65536)
@@ -54,7 +59,6 @@ def main(task: str) -> None:
         os.kill(os.getpid(), 9)
     if fault == "leftover":  # a process that would change the result after the end of the agent
         subprocess.Popen(["setsid", "bash", "-c", "while :; do echo wrong > answer.txt; done"])
-    print("done")
 
 
 main(sys.argv[1])

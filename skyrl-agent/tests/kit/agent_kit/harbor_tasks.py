@@ -18,8 +18,9 @@ env = {{ EXPECTED = "right" }}
 TEST = """\
 #!/bin/bash
 mkdir -p /logs/verifier
-if [ "$(cat /app/answer.txt)" = "$EXPECTED" ] && [ -e /app/given.txt ] && [ -e /tests/data.txt ]; then echo 1; else echo 0; fi \\
-  > /logs/verifier/reward.txt
+reward=0
+if [ "$(cat /app/answer.txt)" = "$EXPECTED" ] && [ -e /app/given.txt ] && [ -e /tests/data.txt ]; then reward=1; fi
+echo $reward > /logs/verifier/reward.txt
 """
 
 
