@@ -75,7 +75,7 @@ def parse_harness(
 
 
 def _to_file(source: str, harness: HarnessConfig) -> str:
-    """Return the path of a source's rows. Those of Harbor tasks are written to a file named by their hash."""
+    """Return the path of a source's rows. Rows of Harbor tasks are written to a file named by their hash."""
     if not source.startswith(HARBOR):
         return source
     rows = harbor_rows(Path(source.removeprefix(HARBOR)).expanduser())
