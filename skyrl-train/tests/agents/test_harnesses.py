@@ -13,12 +13,16 @@ from skyrl_agent.harness.config import HarnessConfig
 pytestmark = pytest.mark.nightly
 
 PROGRAMS = Path(os.environ.get("TEST_AGENTS", Path(__file__).parents[3] / ".venv-agents"))
-FOLDERS = {"mini-swe-agent": "bin", "pi": "node_modules/.bin", "opencode": "node_modules/.bin"}
-SCRIPT = [
-    write_call("bash", command="sed -i 's/a - b/a + b/' add.py", description="Fix"),
-    write_call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", description="Submit"),
-    "Done.",
-]
+NODE = "node_modules/.bin"
+FOLDERS = {"mini-swe-agent": "bin", "pi": NODE, "opencode": NODE, "codex": NODE}
+COMMANDS = ("sed -i 's/a - b/a + b/' add.py", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+
+
+def write_script(name: str) -> list[str]:
+    """Return the model's replies, with calls of the agent's shell."""
+    if name == "codex":
+        return [*(write_call("exec_command", cmd=command) for command in COMMANDS), "Done."]
+    return [*(write_call("bash", command=command, description="Run") for command in COMMANDS), "Done."]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -33,7 +37,7 @@ async def test_an_agent_fixes_a_file_in_isolation(name: str) -> None:
         "files": {"add.py": "def add(a, b):\n    return a - b\n"},
         "verifier": "python3 -c 'from add import add; assert add(2, 3) == 5'",
     }
-    (t,), metrics = await play(cfg, [row], take_turns(SCRIPT))
+    (t,), metrics = await play(cfg, [row], take_turns(write_script(name)))
     assert t.error is None
     assert t.total_reward == 1.0
     assert sum(t.loss_mask) > 0
