@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.lr_scheduler import LambdaLR
 
 from skyrl_train.config.policy import OptimizerName
+from skyrl_train.models.deferred import is_finite
 from skyrl_train.models.generation import save_model
 from skyrl_train.models.lora import Gather, merged_buffers, merged_names, sync_tensors
 from skyrl_train.models.offload import release_cached_memory
@@ -158,11 +159,8 @@ class DistributedStrategy(ABC, Generic[M]):
         return self.world.rank
 
     def is_finite(self, module: M) -> bool:
-        """Return True on every rank if no parameter is NaN or infinite. `aminmax` is 7 times faster than `isfinite`."""
-        parts = (local_part(parameter.detach())[0] for parameter in module.parameters())
-        return self.all_true(
-            all(bool(torch.stack(torch.aminmax(part)).isfinite().all()) for part in parts if part.numel())
-        )
+        """Return True on every rank if no parameter is NaN or infinite."""
+        return self.all_true(all(is_finite(local_part(parameter.detach())[0]) for parameter in module.parameters()))
 
     def all_true(self, value: bool) -> bool:
         """Return True on every rank if `value` is True on all ranks. Collective."""

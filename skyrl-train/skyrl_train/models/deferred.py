@@ -46,10 +46,15 @@ class DeferredWeights:
             part = tuple(slice(first, first + n) for first, n in zip(offset, target.shape, strict=True))
             with safe_open(self.files[name], framework="pt") as tensors:  # opened per tensor, to unmap it right after
                 target.copy_(tensors.get_slice(name)[part].to(dtype or target.dtype))
-            if not target.isfinite().all():
+            if not is_finite(target):
                 raise ConfigError(
                     f"{self.source} has NaN or infinite weights in {name}; use another checkpoint of the model"
                 )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return True if no value is NaN or infinite. `isfinite` would take 20 times as long, and 6 bytes per value."""
+    return not tensor.numel() or bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 _deferred: ContextVar[DeferredWeights | None] = ContextVar("deferred", default=None)

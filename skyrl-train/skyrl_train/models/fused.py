@@ -1,8 +1,8 @@
 """RMSNorm and rotary embeddings with fewer passes over memory.
 
 Eager PyTorch needs about ten elementwise operations for each of them, forward and backward. In small models on a CPU
-and in all models on a GPU, their memory traffic takes as long as the matrix products. In bfloat16 on a CPU, models keep
-their original operations.
+and in all models on a GPU, their memory traffic takes as long as the matrix products. In bfloat16, an eager RMSNorm
+also keeps a float32 copy of its input for the backward pass. On a CPU, only float32 rotary embeddings are fused.
 """
 
 import sys
@@ -48,20 +48,20 @@ def fuse_operations(model: PreTrainedModel) -> None:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """weight · x / √(mean(x²) + ε) over the last dimension (Zhang and Sennrich, 2019)."""
+    """weight · x / √(mean(x²) + ε) over the last dimension (Zhang and Sennrich, 2019), computed in float32."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         scale = _inverse_rms(states, epsilon)
         ctx.save_for_backward(states, weight, scale)
-        return torch.mul(states, scale).mul_(weight)
+        return torch.mul(states, scale).to(states.dtype).mul_(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight, scale = ctx.saved_tensors
         size = states.shape[-1]
-        grad, scale = grad.reshape(-1, size), scale.reshape(-1, 1)
+        grad, weight, scale = grad.reshape(-1, size).float(), weight.float(), scale.reshape(-1, 1)
         normalized = states.reshape(-1, size) * scale
         product = grad * normalized
         weight_grad = product.sum(dim=0) if ctx.needs_input_grad[1] else None
@@ -70,12 +70,12 @@ class _RMSNorm(torch.autograd.Function):
         # With n = x · scale: ∂L/∂x = scale · (g∘w - n · mean(g∘w∘n)). Buffers are reused, so the order matters.
         mean = torch.mv(product, weight).div_(size)  # (rows,)
         states_grad = torch.mul(grad, weight, out=product).sub_(normalized.mul_(mean[:, None])).mul_(scale)
-        return states_grad.view_as(states), weight_grad, None
+        return states_grad.to(states.dtype).view_as(states), weight_grad, None
 
 
 def _inverse_rms(states: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return 1 / √(mean(x²) + ε) (…, 1) over the last dimension."""
-    norm = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
+    """Return 1 / √(mean(x²) + ε) (…, 1) float32 over the last dimension."""
+    norm = torch.linalg.vector_norm(states, dim=-1, keepdim=True, dtype=torch.float32)
     return torch.addcmul(_scalar(epsilon), norm, norm, value=1 / states.shape[-1]).rsqrt_()
 
 
@@ -102,15 +102,13 @@ def _rms_norm_forward(
         with torch.autocast("cuda", enabled=False):  # autocast would copy all states to float32
             same = weight.to(hidden_states.dtype)  # PyTorch's kernel takes a weight of the dtype of the states
             return torch.nn.functional.rms_norm(hidden_states, weight.shape, same, _epsilon(self)).to(dtype)
-    if args or kwargs or not (_is_fusible(hidden_states) and _is_fusible(weight)):
+    is_fusible = hidden_states.is_cpu and hidden_states.dtype == weight.dtype in (torch.float32, torch.bfloat16)
+    if args or kwargs or not is_fusible:
         return type(self).forward(self, hidden_states, *args, **kwargs)
     if not torch.is_grad_enabled():  # for a few tokens, `apply` alone takes a quarter of the time
-        return torch.mul(hidden_states, _inverse_rms(hidden_states, _epsilon(self))).mul_(weight)
+        scale = _inverse_rms(hidden_states, _epsilon(self))
+        return torch.mul(hidden_states, scale).to(hidden_states.dtype).mul_(weight)
     return _RMSNorm.apply(hidden_states, weight, _epsilon(self))
-
-
-def _is_fusible(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda or (tensor.is_cpu and tensor.dtype == torch.float32)
 
 
 def _epsilon(module: torch.nn.Module) -> float:
@@ -164,7 +162,8 @@ def _fused_rotary(original: Rotary) -> Rotary:
     def apply_rotary_pos_emb(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if args or kwargs or not (_is_fusible(q) and _is_fusible(cos)) or cos.shape[-1] != q.shape[-1]:
+        is_fusible = q.is_cuda or (q.is_cpu and q.dtype == cos.dtype == torch.float32)
+        if args or kwargs or not is_fusible or cos.shape[-1] != q.shape[-1]:
             return original(q, k, cos, sin, *args, **kwargs)
         cos, sin = (angles.to(q.dtype).unsqueeze(1) for angles in (cos, sin))
         if not torch.is_grad_enabled():

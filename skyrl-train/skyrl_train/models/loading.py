@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from skyrl_train.errors import ConfigError
 from skyrl_train.media.processing import check_same_images, has_vision
 from skyrl_train.models.attributes import with_attribute
-from skyrl_train.models.deferred import create_without_weights
+from skyrl_train.models.deferred import create_without_weights, is_finite
 from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.last_layer import narrow_last_layer
 from skyrl_train.models.logprobs import scaled_logits
@@ -242,7 +242,7 @@ def _check_complete(model: PreTrainedModel, key: str, path: str, missing: Collec
             "use a folder that save_pretrained wrote"
         )
     for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
+        if not is_finite(parameter.detach()):
             raise ConfigError(
                 f"{key}={path} has NaN or infinite weights in {name}; use another checkpoint of the model"
             )

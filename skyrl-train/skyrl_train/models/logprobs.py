@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.media.spans import Spans
-from skyrl_train.models.linear_head import linear_head_scores, multiply, operand_dtype
+from skyrl_train.models.linear_head import linear_head_logits, linear_head_scores
 from skyrl_train.models.prefix_sharing import PrefixTree, remove_padding, tree_hidden_states
 from skyrl_train.models.routing import Routers, counting_routers
 from skyrl_train.models.sequence_parallel import SequenceGroup, sum_over_ranks
@@ -189,13 +189,12 @@ def lm_head_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor
     to bf16 would move it by up to 0.03 nats, more than an update does.
     """
     head = model.get_output_embeddings()
+    if _is_linear(head) and not torch.is_grad_enabled():
+        logits = linear_head_logits(hidden.flatten(0, -2), head.weight, head.bias).view(*hidden.shape[:-1], -1)
+        return scaled_logits(model, logits)
     dtype = next(head.parameters()).dtype
-    product_dtype = operand_dtype(hidden, head.weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        if _is_linear(head) and product_dtype != torch.float32 and not torch.is_grad_enabled():
-            logits = multiply(hidden.to(product_dtype), head.weight.to(product_dtype).T)
-            logits = logits if head.bias is None else logits.add_(head.bias.float())
-        elif _is_linear(head) and dtype != torch.float32:
+        if _is_linear(head) and dtype != torch.float32:
             bias = None if head.bias is None else head.bias.float()
             logits = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
         else:

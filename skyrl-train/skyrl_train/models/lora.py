@@ -26,6 +26,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.media.processing import has_vision
 from skyrl_train.models.attributes import with_attribute
 from skyrl_train.models.checksum import tensor_checksum
+from skyrl_train.models.deferred import is_finite
 from skyrl_train.models.loading import create_empty
 from skyrl_train.models.low_rank import LEFT, RIGHT, MatrixChange
 from skyrl_train.models.quantization import QuantizedLinear, quantized_layers
@@ -430,7 +431,7 @@ def read_tensors(path: str, source: str) -> dict[str, torch.Tensor]:
     except Exception as error:  # peft and the Hub raise anything
         raise ConfigError(f"{source} has no {WEIGHTS} that can be read: {error}; save the adapter again") from error
     for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise ConfigError(f"{source} has NaN or infinite values in {name}; use an earlier one")
     return tensors
 

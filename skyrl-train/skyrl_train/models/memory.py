@@ -26,12 +26,12 @@ def activation_bytes_per_token(config: PretrainedConfig, *, checkpointing: bool 
     """Estimate the activation bytes per token that a forward pass keeps for the backward pass.
 
     A layer keeps two residual states and two norm outputs (H each), in the MLP the gate, its activation, the other
-    projection and their product (I each), and in attention the queries, keys and values before and after the rotary
-    embedding and the output: 4·H + 4·I + 4·Q + 5·K values. With `checkpointing`, it keeps its input, and the backward
-    pass recomputes one layer at a time.
+    projection and their product (I each), and in attention the inputs of the norms of queries and keys, what the
+    rotary embedding makes of both, the values and the output: 4·H + 4·I + 3·Q + 3·K values. With `checkpointing`, it
+    keeps its input, and the backward pass recomputes one layer at a time.
     """
     layers = _layers(config)
-    kept = [4 * layer.hidden_size + 4 * _mlp_size(layer) + 4 * _queries(layer) + 5 * _keys(layer) for layer in layers]
+    kept = [4 * layer.hidden_size + 4 * _mlp_size(layer) + 3 * _queries(layer) + 3 * _keys(layer) for layer in layers]
     if checkpointing:
         return value_bytes * (sum(int(layer.hidden_size) for layer in layers) + max(kept))
     return value_bytes * sum(kept)

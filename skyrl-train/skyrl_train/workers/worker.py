@@ -34,7 +34,7 @@ from skyrl_train.models.lora import (
     save_adapter,
 )
 from skyrl_train.models.memory import default_max_tokens
-from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
+from skyrl_train.models.offload import OffloadedTensors, release_cached_memory, release_heap
 from skyrl_train.optimizers import HostWeights, create_optimizer, hidden_matrices
 from skyrl_train.out_of_memory import describe_memory, free_references, is_out_of_memory
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 
+MAX_KEPT_BYTES = 1 << 29
+"""Memory freed by an update that a process keeps for the next one. Small models are faster with it."""
 REQUIRED_PARTS: dict[str, ModelPart] = {}
 """Part of the model that each method of `Worker` needs on the device. Methods without an entry need none."""
 
@@ -272,6 +274,8 @@ class Worker:
             norm = change_norm(self.module.hf_model, self._strategy.gather_from(self.module))
             metrics["adapter_norm"] = Metric("mean", norm)
         state.optimizer.zero_grad(set_to_none=True)
+        if self._strategy.world.device == "cpu":
+            release_heap(at_least=MAX_KEPT_BYTES)
         return metrics
 
     @requires("weights")

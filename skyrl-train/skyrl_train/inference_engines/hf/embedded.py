@@ -16,6 +16,7 @@ from skyrl_train.inference_engines.sampling import Draw, SampledToken, choose_in
 from skyrl_train.inference_engines.sequence import ActiveSequence, all_eos_ids
 from skyrl_train.inference_engines.stepped import EngineFacts, EngineThread, MemoryPart, SteppedEngine
 from skyrl_train.media.processing import has_vision
+from skyrl_train.models.linear_head import linear_head_logits
 from skyrl_train.models.logprobs import lm_head_logits, scaled_logits
 from skyrl_train.models.lora import trained_parameters
 from skyrl_train.models.offload import OffloadedTensors, release_cached_memory
@@ -230,13 +231,11 @@ class Head:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits (b, V) of hidden states (b, H), valid until the next call. Callers may change them."""
         head = self._model.get_output_embeddings()
-        is_plain = type(head) is torch.nn.Linear and head.bias is None and head.weight.dtype == torch.float32
-        if not is_plain or hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        if type(head) is not torch.nn.Linear or hidden.device.type != "cpu":
             return lm_head_logits(self._model, hidden)
         if self._memory is None or len(self._memory) < len(hidden):
-            self._memory = hidden.new_empty(len(hidden), self.n_tokens)
-        out = self._memory[: len(hidden)]
-        torch.mm(hidden, head.weight.t(), out=out)
+            self._memory = torch.empty(len(hidden), self.n_tokens)
+        out = linear_head_logits(hidden, head.weight, head.bias, self._memory[: len(hidden)])
         return scaled_logits(self._model, out)
 
     def release(self) -> None:

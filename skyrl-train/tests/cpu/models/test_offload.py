@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from train_kit.models import CPU
 
 from skyrl_train.models import offload
-from skyrl_train.models.offload import OffloadedTensors
+from skyrl_train.models.offload import OffloadedTensors, release_heap
 
 MB = 1 << 20
 
@@ -83,8 +83,21 @@ def tensors_are_restored_later() -> None:
     assert [tensor[-1].item() for tensor in tensors] == [7, 7]
 
 
+def freed_memory_is_given_back() -> None:
+    for _ in range(2):  # once glibc has seen a size freed, it takes it from the heap
+        tensors = [torch.ones(MB) for _ in range(50)]  # 200 MB
+        later = torch.ones(MB // 4)
+        del tensors
+    before = psutil.Process().memory_info().rss
+    release_heap(at_least=1000 * MB)
+    assert psutil.Process().memory_info().rss > before - 10 * MB
+    release_heap(at_least=100 * MB)
+    assert psutil.Process().memory_info().rss < before - 150 * MB
+    assert later.sum() == MB // 4
+
+
 @pytest.mark.usefixtures("forked_processes")
-@pytest.mark.parametrize("check", [nothing_is_released, tensors_are_restored_later])
+@pytest.mark.parametrize("check", [nothing_is_released, tensors_are_restored_later, freed_memory_is_given_back])
 def test_too_little_memory(check: Callable[[], None]) -> None:
     # In a new process: the limit does not count memory that earlier tests have freed and their allocator has kept.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
