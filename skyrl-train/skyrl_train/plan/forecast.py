@@ -39,6 +39,8 @@ class PlannedModel:
     """Memory of the trained parameters."""
     frozen_bytes: float = 0
     """Size of the weights that are not trained: of the reference, or under an adapter."""
+    file_bytes: int = 0
+    """Size of the weight files on this machine."""
 
     @property
     def name(self) -> str:
@@ -61,6 +63,11 @@ class PlannedModel:
         return self.training.on_device + self.frozen_bytes
 
     @property
+    def is_mapped(self) -> bool:
+        """Return True if the weights are loaded in the dtype of the files, whose memory they then share."""
+        return bool(self.n_parameters) and round(self.file_bytes / self.n_parameters) == BYTES[self.dtype]
+
+    @property
     def export_bytes(self) -> int:
         """Size of an export: the weights, or the adapter alone."""
         is_adapter = self.lora is not None and not self.lora.merge_on_export
@@ -81,10 +88,12 @@ def plan_model(role: Role, trainer: Any) -> PlannedModel:
     owner = trainer.policy if role == "reward" else getattr(trainer, role)
     section = owner.model
     n_parameters = n_trained = count_parameters(section.path)
+    folder = _local_folder(section.path)
+    file_bytes = sum(file.stat().st_size for file in list_weight_files(folder)) if folder and n_parameters else 0
     if role == "ref":
         dtype = trainer.policy.model.dtype
         n_bytes = (n_parameters or 0) * BYTES[dtype]
-        return PlannedModel(role, section.path, dtype, None, n_parameters, frozen_bytes=n_bytes)
+        return PlannedModel(role, section.path, dtype, None, n_parameters, frozen_bytes=n_bytes, file_bytes=file_bytes)
     lora = lora_spec(section, f"trainer.{'critic' if role == 'critic' else 'policy'}.model.lora", trainer.seed)
     frozen: float = 0
     if lora is not None and n_parameters is not None:
@@ -102,7 +111,8 @@ def plan_model(role: Role, trainer: Any) -> PlannedModel:
     training = per_parameter.scaled(n_trained or 0)
     adapter = None if lora is None else lora.config
     return PlannedModel(
-        role, section.path, section.dtype, adapter, n_parameters, n_trained, train_dtype, training, frozen
+        *(role, section.path, section.dtype, adapter, n_parameters, n_trained, train_dtype, training, frozen),
+        file_bytes=file_bytes,
     )
 
 
@@ -159,12 +169,8 @@ def count_parameters(path: str) -> int | None:
 
     A folder without weights but with a `config.json` describes a model whose parameters can be counted, too.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        cached = try_to_load_from_cache(path, "config.json") if path.count("/") <= 1 else None
-        if not isinstance(cached, str):
-            return None
-        folder = Path(cached).parent
+    if (folder := _local_folder(path)) is None:
+        return None
     n_parameters = 0
     if not (files := list_weight_files(folder)) and (folder / "config.json").is_file():
         from skyrl_train.models.loading import create_empty
@@ -178,6 +184,14 @@ def count_parameters(path: str) -> int | None:
         except (OSError, SafetensorError):
             return None
     return n_parameters or None
+
+
+def _local_folder(path: str) -> Path | None:
+    """Return the folder of a model, which may be in the Hub's cache. Return None if it is not on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
+    cached = try_to_load_from_cache(path, "config.json") if path.count("/") <= 1 else None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def format_count(n: int, noun: str) -> str:

@@ -36,9 +36,12 @@ ENGINE_PROCESS_BYTES = 500e6
 CONTEXT_BYTES = 600e6
 """Memory that CUDA takes on a GPU for each process."""
 FRAGMENTATION = {"cpu": 0.27, "cuda": 0.05}
-"""Share of temporary memory that the allocator cannot use again. Fitted to runs on a CPU, with glibc 2.36."""
+"""Temporary memory that the allocator cannot reuse, as a share of the rest. Fitted to runs on a CPU with glibc 2.36."""
+ADAPTER_FRAGMENTATION = {"cpu": 0.55, "cuda": 0.05}
+"""The same share under an adapter. In full training, gradients fill gaps that freed activations leave."""
 HEAD_BLOCK_BYTES = {"cpu": 2 * 4 * math.prod(CPU_BLOCK), "cuda": 2 * 4 * GPU_LOGITS}
 CACHE = "engine: key-value cache"
+FILES = "weight files"
 TURN_TOKENS = 64
 """Assumed length of an environment's reply between two turns."""
 
@@ -128,9 +131,12 @@ class MemoryForecast:
         return sum(part.phases.get(phase, 0.0) for part in self.parts if part.place == place)
 
     def certain_total(self, place: Place, phase: Phase) -> float:
-        """Return the bytes of a phase without a cache in host memory, which takes only what the sequences fill."""
-        cache = sum(part.phases.get(phase, 0.0) for part in self.parts if part.name == CACHE and part.place == "host")
-        return self.total(place, phase) - (cache if place == "host" else 0)
+        """Return the bytes of a phase without what host memory may lack.
+
+        A cache takes only what the sequences fill, and the system drops the pages of a file that it can read again.
+        """
+        spare = (part for part in self.parts if part.name in (CACHE, FILES) and part.place == place == "host")
+        return self.total(place, phase) - sum(part.phases.get(phase, 0.0) for part in spare)
 
     def peak(self, place: Place) -> tuple[Phase, float]:
         """Return the phase that takes most memory, and its bytes."""
@@ -168,6 +174,7 @@ class _Forecaster:
         yield from self._processes()
         for model in self.plan.models:
             yield from self._weights(model)
+        yield from self._files()
         yield from self._engine()
         yield from self._passes()
         yield from self._copies()
@@ -249,6 +256,26 @@ class _Forecaster:
             f"{model.name}: optimizer state", share * training.host_moments, self._phases(first=always[1]), "host"
         )
 
+    def _files(self) -> Iterator[MemoryPart]:
+        """Yield the files of one model, which are mapped into memory while they are read.
+
+        Weights of the files' dtype share their memory until they are moved or converted. Several ranks, and models that
+        are quantized, read tensor by tensor, of which the embeddings are the largest.
+        """
+        sizes = [0.0]
+        for model in self.plan.models:
+            if self.plan.ranks or (model.lora is not None and model.lora.is_quantized):
+                text = self.config.get_text_config()
+                n_embeddings = text.vocab_size * text.hidden_size
+                sizes.append(n_embeddings * model.file_bytes / (model.n_parameters or 1))
+                continue
+            is_converted = model.lora is None and model.training.weights and model.train_dtype != model.dtype
+            if self.hardware.has_gpus:
+                sizes.append(model.file_bytes + (0 if model.is_mapped else model.weight_bytes))
+            elif not model.is_mapped or is_converted:
+                sizes.append(model.file_bytes)
+        yield self._part(FILES, max(sizes), ["load"], "host")
+
     def _is_on_host(self, model: PlannedModel) -> bool:
         """Return True if FSDP2 keeps a model in host memory."""
         section = getattr(self.plan.cfg.trainer, model.role, self.plan.cfg.trainer.policy)
@@ -292,8 +319,10 @@ class _Forecaster:
 
     def _temporary(self, name: str, n_bytes: float, phases: Sequence[Phase]) -> MemoryPart:
         """Return memory that is allocated and freed again and again, with what the allocator cannot reuse."""
-        n_ranks = 1 if self.hardware.has_gpus or not self.plan.ranks else self.plan.ranks[self.plan.models[0].role][1]
-        return self._part(name, n_ranks * n_bytes * (1 + FRAGMENTATION[self._kind]), phases)
+        policy = self.plan.models[0]
+        n_ranks = 1 if self.hardware.has_gpus or not self.plan.ranks else self.plan.ranks[policy.role][1]
+        lost = (FRAGMENTATION if policy.lora is None else ADAPTER_FRAGMENTATION)[self._kind]
+        return self._part(name, n_ranks * n_bytes * (1 + lost), phases)
 
     def _passes(self) -> Iterator[MemoryPart]:
         """Yield the memory of the passes over a micro-batch: activations, the head's values, casts and gradients."""

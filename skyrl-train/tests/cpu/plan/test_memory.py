@@ -160,3 +160,19 @@ def test_a_cache_in_host_memory_takes_what_its_sequences_may_fill_and_is_never_c
     cache = part(small, "engine: key-value cache", "rollout")
     assert cache < 0.8 * 14e9
     assert small.total("host", "update") - small.certain_total("host", "update") == cache
+
+
+def test_files_are_counted_while_they_are_read(tiny_model_path: Path) -> None:
+    n_bytes = (tiny_model_path / "model.safetensors").stat().st_size  # float32
+    in_bf16 = ("trainer.policy.model.dtype=bfloat16", "trainer.policy.model.train_dtype=bfloat16")
+    cpu, gpu = Hardware("CPU", None, 1e9), Hardware("H100", 1e9, 1e9)
+
+    def size(hardware: Hardware, *overrides: str) -> float:
+        return part(forecast(tiny_model_path, hardware, *overrides), "weight files", "load")
+
+    assert size(cpu) == 0  # the mapped files are the weights
+    assert size(cpu, *in_bf16) == n_bytes
+    assert size(gpu) == n_bytes
+    assert size(gpu, *in_bf16) == pytest.approx(1.5 * n_bytes, rel=0.05)
+    memory = forecast(tiny_model_path, cpu, *in_bf16)
+    assert memory.total("host", "load") - memory.certain_total("host", "load") == n_bytes
