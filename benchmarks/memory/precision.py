@@ -1,7 +1,7 @@
-"""Training in bfloat16 with 8-bit AdamW beside float32 and plain bfloat16: `make bench-precision`.
+"""Training in bfloat16 with 8-bit AdamW beside float32 and plain bfloat16, and adapters: `make bench-precision`.
 
 Three tasks with three seeds each: Catch with the tiny model, and SmolLM2-135M-Instruct with the task of `make
-bench-real`, fine-tuned on answers (SFT) and reinforced (GRPO). Writes `precision.md` and `precision.png` next to this
+bench-real`, fine-tuned on answers (SFT) and reinforced (GRPO). SFT is repeated with adapters of four ranks. Writes `precision.md` and `precision.png` next to this
 file. Runs of a seed see the same prompts in the same order.
 """
 
@@ -33,9 +33,20 @@ KINDS = {
     "bfloat16, 8-bit AdamW": EIGHT_BIT,
     "bfloat16 rounded to nearest": (*EIGHT_BIT, "trainer.policy.optimizer_config.stochastic_rounding=false"),
 }
+ADAPTERS = {
+    f"float32, adapter of rank {rank}": (
+        f"trainer.policy.model.lora.rank={rank}",
+        "trainer.policy.model.lora.alpha=32",
+        "trainer.policy.optimizer_config.lr=1e-4",  # adapters take ten times the learning rate of full training
+    )
+    for rank in (8, 16, 32, 64)
+}
+TASKS = {"catch": KINDS, "sft": KINDS, "adapters": ADAPTERS, "grpo": KINDS}
+COLORS = ("tab:blue", "tab:orange", "tab:gray", "tab:green")
 METRICS = {  # metric, title, number of last steps to average
     "catch": ("eval/environment/catch_rate", "Catch: catch rate of the validation", 1),
     "sft": ("train/loss", "SmolLM2-135M, SFT: loss", 5),
+    "adapters": ("train/loss", "SmolLM2-135M, SFT of adapters: loss", 5),
     "grpo": ("reward/avg_raw_reward", "SmolLM2-135M, GRPO: reward", 5),
 }
 REAL = (
@@ -51,20 +62,21 @@ REAL = (
 
 def command(task: str, kind: str, seed: int, folder: Path, model: Path) -> list[str]:
     """Return the command of a run, whose metrics are written below `folder`."""
-    settings = list(KINDS[kind])
     if task == "catch":
         learn = [sys.executable, "-m", "examples.catch.learn", "--seed", str(seed), "--output_dir", str(folder)]
-        return [*learn, *settings]
+        return [*learn, *TASKS[task][kind]]
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    write_rows(folder / "data", seed, is_sft=task == "sft")
-    settings += [
+    is_sft = task in ("sft", "adapters")
+    write_rows(folder / "data", seed, is_sft=is_sft)
+    settings = [
         *REAL,
+        *TASKS[task][kind],
         f"trainer.policy.model.path={model}",
         f"data.train_data=['{folder}/data/train.jsonl']",
         f"trainer.output_dir={folder}",
         f"trainer.seed={seed}",
     ]
-    if task == "sft":
+    if is_sft:
         settings += [f"trainer.train_batch_size={SFT_ROWS}"]
     else:
         settings += [
@@ -76,7 +88,7 @@ def command(task: str, kind: str, seed: int, folder: Path, model: Path) -> list[
             "environment.env_class=skyrl_side:LargerNumber",
             "environment.skyrl_gym.max_env_workers=0",
         ]
-    name = "sft" if task == "sft" else "train"
+    name = "sft" if is_sft else "train"
     return [sys.executable, "-m", "skyrl_train.entrypoints.cli", name, *settings]
 
 
@@ -94,7 +106,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 def run(task: str, kind: str, seed: int, output: Path, model: Path) -> list[dict[str, float]]:
     """Train, unless the run exists, and return its metrics."""
-    folder = output / f"{task}-{list(KINDS).index(kind)}-{seed}"
+    folder = output / f"{task}-{list(TASKS[task]).index(kind)}-{seed}"
     log = output / f"{folder.name}.log"
     if not (folder / "finished").exists():
         with log.open("w") as file:
@@ -114,14 +126,14 @@ def main() -> None:
     """Run the command."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    options.add_argument("--tasks", nargs="+", default=list(METRICS))
+    options.add_argument("--tasks", nargs="+", default=list(TASKS))
     options.add_argument("--output_dir", type=Path, default=Path("outputs/bench-precision"))
     options.add_argument("--model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
     options.add_argument("--jobs", type=int, default=1, help="number of runs at once")
     args = options.parse_args()
     output, model = args.output_dir.resolve(), args.model.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    runs = [(task, kind, seed) for task in args.tasks for seed in args.seeds for kind in KINDS]
+    runs = [(task, kind, seed) for task in args.tasks for seed in args.seeds for kind in TASKS[task]]
     with ThreadPoolExecutor(args.jobs) as pool:
         results = dict(zip(runs, pool.map(lambda key: run(*key, output, model), runs), strict=True))
     lines = ["| task | weights and optimizer | first | last | peak memory, GB |", "|---|---|--:|--:|--:|"]
@@ -129,7 +141,7 @@ def main() -> None:
     figure, axes = pyplot.subplots(1, len(args.tasks), figsize=(5 * len(args.tasks), 4), squeeze=False)
     for axis, task in zip(axes[0], args.tasks, strict=True):
         metric, title, n_last = METRICS[task]
-        for color, kind in zip(("tab:blue", "tab:orange", "tab:gray"), KINDS, strict=True):
+        for color, kind in zip(COLORS, TASKS[task], strict=False):
             curves, cells = [], []
             for seed in args.seeds:
                 rows = results[task, kind, seed]
@@ -149,7 +161,7 @@ def main() -> None:
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(HERE / "precision.png", dpi=120)
     text = (
