@@ -158,7 +158,7 @@ def check_policy_loss(
 
     Raises:
         ConfigError: it returns neither a scalar nor one loss per token, returns metrics that cannot be logged, or
-            returns a scalar although the configuration weighs single tokens.
+            returns a scalar although the configuration weights single tokens.
     """
     key = f"trainer.algorithm.policy_loss_type={config.policy_loss_type}"
     log_probs = torch.tensor([[-1.0, -0.5, -2.0], [-0.1, -1.5, -1.0]], requires_grad=True)
@@ -192,7 +192,7 @@ def check_policy_loss(
     factors = [f"trainer.algorithm.{name}" for name, is_on in token_settings.items() if is_on]
     if reduces and factors:
         raise ConfigError(
-            f"{key} returns a scalar, but {' and '.join(factors)} weigh single tokens; return the loss of each token, "
+            f"{key} returns a scalar, but {' and '.join(factors)} weight single tokens; return the loss of each token, "
             "or remove these settings"
         )
     return ResolvedPolicyLoss(loss, traits or LossTraits(), n_arguments, reduces)

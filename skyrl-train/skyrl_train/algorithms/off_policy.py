@@ -38,7 +38,7 @@ def correction_weights(
 
     1. outlier: drop a trajectory if the κ of any token is outside `outlier_token_is_threshold_{low,high}`.
     2. token mask: drop a token if its κ is outside `token_mask_is_threshold_{low,high}`.
-    3. truncated importance sampling: weigh by min(κ, cap) of the token, or of the product over the trajectory.
+    3. truncated importance sampling: multiply by min(κ, cap) of the token, or of the product over the trajectory.
     4. sequence mask: drop a trajectory if its product or geometric mean of κ is outside its interval.
 
     The loss is still divided by all trained tokens, so dropping one does not raise the weight of the rest.

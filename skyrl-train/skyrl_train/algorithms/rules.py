@@ -149,7 +149,7 @@ def functions_are_used_as_intended(cfg: SkyRLConfig) -> Iterator[str]:
     if published is not None and algorithm.loss_reduction != published:
         mean = "a mean over trajectories" if published == "sequence_mean" else published
         yield (
-            f"{loss} was published with {mean}, but trainer.algorithm.loss_reduction={algorithm.loss_reduction} weighs "
+            f"{loss} was published with {mean}, but trainer.algorithm.loss_reduction={algorithm.loss_reduction} weights "
             f"tokens differently; set trainer.algorithm.loss_reduction={published}"
         )
     own = [key for key in FIELDS if key.startswith(f"trainer.algorithm.{algorithm.policy_loss_type}.")]
@@ -172,7 +172,7 @@ def functions_are_used_as_intended(cfg: SkyRLConfig) -> Iterator[str]:
         switch = algorithm.off_policy_correction.switches.get(name, "sequence")
         if traits.per_sequence and switch != "sequence":
             yield (
-                f"trainer.algorithm.off_policy_correction.{name}={show(switch)} weighs single tokens, but {loss} has "
+                f"trainer.algorithm.off_policy_correction.{name}={show(switch)} weights single tokens, but {loss} has "
                 "one ratio per trajectory; try trainer.algorithm.off_policy_correction.tis_ratio_type=sequence, or "
                 "trainer.algorithm.policy_loss_type=gspo"
             )

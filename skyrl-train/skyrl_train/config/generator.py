@@ -175,9 +175,9 @@ class GeneratorConfig(Section):
     weight_sync_check: SyncCheck = "auto"
     """Check after each weight sync that ends the run on a mismatch. `checksum` compares all values that were copied to
     another process. `logprobs` also has the engine sample 32 tokens and the policy score them: their difference is
-    `sync/logprob_gap`. `auto` is `logprobs`, or `off` if the engine generates with the policy's tensors. With
-    `trainer.fully_async.enabled`, `auto` samples only after the first sync, because later samples would have to wait
-    for rollouts in progress."""
+    `sync/logprob_gap`. `auto` is `logprobs`, or `off` if the engine generates with the policy's tensors. In
+    fully asynchronous runs whose rollouts continue during a sync (`trainer.fully_async.in_flight_weight_updates`),
+    `auto` samples only after the first one, because later samples would have to wait for these rollouts."""
 
     weight_sync_tolerance: Annotated[float, Gt(0)] | None = None
     """Maximum `sync/logprob_gap`, in nats. Defaults to 0.001 in float32 and 0.1 in bfloat16."""

@@ -129,7 +129,7 @@ class WorkerGroup:
         """
         objective, max_rows = self._objective, self._spec.max_rows_train
         assert objective is not None, f"the {self.role} has no objective"
-        mini_batch, metrics = objective.weigh(mini_batch), Metrics()
+        mini_batch, metrics = objective.add_weights(mini_batch), Metrics()
         keeps_draws = isinstance(objective, PairObjective) and draws_fit(mini_batch, self._max_tokens, max_rows)
         if isinstance(objective, PolicyObjective | PairObjective) and objective.scope != "token" and not keeps_draws:
             if scores is None:

@@ -189,7 +189,7 @@ def our_loss(scores: TokenScores, inputs: Inputs, config: AlgorithmConfig) -> to
         advantages=inputs["advantages"][:, None].expand(mask.shape),
     )
     objective = PolicyObjective(resolve_policy_loss(config), config)
-    return objective(scores, objective.weigh(batch))[0]
+    return objective(scores, objective.add_weights(batch))[0]
 
 
 def test_soft_overlong_punishment() -> None:

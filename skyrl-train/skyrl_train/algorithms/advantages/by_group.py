@@ -76,7 +76,7 @@ def reinforce_plus_plus_baseline(
 ) -> Estimate:
     """Compute REINFORCE++ advantages with a group baseline: A = whiten(S - mean_group(S)) over the sampled tokens.
 
-    S is the sum of a trajectory's rewards. Whitening runs over the tokens of the batch, so long trajectories weigh more
+    S is the sum of a trajectory's rewards. Whitening runs over the tokens of the batch, so long trajectories count more
     and the mean it subtracts is rarely 0. A group of equal rewards is therefore not exactly 0, unless all groups are
     such groups.
 
@@ -91,7 +91,7 @@ def reinforce_plus_plus_baseline(
 def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: list[str], **_: Any) -> Estimate:
     """Subtract the optimal reward baseline: A = S - Σ_group l·S / Σ_group l, where l counts a trajectory's tokens.
 
-    The baseline with the least variance weighs each score by its squared gradient norm. This norm grows with the
+    The baseline with the least variance weights each score by its squared gradient norm. This norm grows with the
     length, so the number of sampled tokens approximates it. A trajectory whose mask is all 0 has weight 0. A group of
     one, or of equal rewards, gets exactly 0.
 

@@ -49,7 +49,7 @@ def luspo(tokens: Tokens, config: AlgorithmConfig) -> LossOutput:
     """Compute GSPO's loss times the length of the trajectory, to remove the bias against long trajectories.
 
     The ratio is GSPO's length-normalized s. All tensors (B, R), with one advantage per trajectory. Use
-    `loss_reduction=sequence_mean`, because `token_mean` would weigh by length a second time. Metric as in `gspo`.
+    `loss_reduction=sequence_mean`, because `token_mean` would weight by length a second time. Metric as in `gspo`.
 
     Source: Length-Unbiased Sequence Policy Optimization (Liu et al., 2026, arXiv:2602.05261).
     """

@@ -15,14 +15,14 @@ from skyrl_train.types import Metric, Metrics, MetricSums, TokenScores, Training
 class Objective(Protocol):
     """A loss whose gradient does not depend on how the mini-batch is split into micro-batches and ranks.
 
-    The driver calls `weigh` on the whole mini-batch to set the divisors. Ranks call the objective on parts of it and
-    add up the results. The scores are the model's `TokenScores` or `ValueScores`.
+    The driver calls `add_weights` on the whole mini-batch to set the divisors. Ranks call the objective on parts of it
+    and add up the results. The scores are the model's `TokenScores` or `ValueScores`.
     """
 
     needs_entropy_grad: bool
     """True if the loss differentiates the entropy. This costs the model two more values per logit."""
 
-    def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
+    def add_weights(self, mini_batch: TrainingBatch) -> TrainingBatch:
         """Return the mini-batch with `loss_weights` and `sequence_weights` (B, R) filled in."""
 
     def __call__(self, scores: Any, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
@@ -41,11 +41,11 @@ class CrossEntropyObjective:
 
     needs_entropy_grad = False
 
-    def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
+    def add_weights(self, mini_batch: TrainingBatch) -> TrainingBatch:
         return replace(mini_batch, loss_weights=token_weights(mini_batch.loss_mask, "token_mean"))
 
     def __call__(self, scores: TokenScores, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
-        assert rows.loss_weights is not None, "weigh() comes first"
+        assert rows.loss_weights is not None, "add_weights() comes first"
         loss = weighted_sum(-scores.logprobs, rows.loss_weights)
         sums = MetricSums()
         sums.add("mean", "loss", (-scores.logprobs * rows.loss_mask).sum(), rows.loss_mask.sum())
@@ -65,12 +65,12 @@ class ValueObjective:
     def __init__(self, value_clip: float | None) -> None:
         self._value_clip = value_clip
 
-    def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
+    def add_weights(self, mini_batch: TrainingBatch) -> TrainingBatch:
         weights = token_weights(mini_batch.loss_mask, "sequence_mean", trajectories=mini_batch.trajectories)
         return replace(mini_batch, loss_weights=weights)
 
     def __call__(self, scores: ValueScores, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
-        assert rows.loss_weights is not None, "weigh() comes first"
+        assert rows.loss_weights is not None, "add_weights() comes first"
         assert rows.values is not None, "values are scored before the update"
         assert rows.returns is not None, "returns are computed before the update"
         token_loss, token_metrics = value_loss(scores.values, rows.values, rows.returns, self._value_clip)

@@ -31,7 +31,7 @@ class PolicyObjective:
         self.scope = loss.scope
         self.needs_entropy_grad = algorithm.use_entropy_loss
 
-    def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
+    def add_weights(self, mini_batch: TrainingBatch) -> TrainingBatch:
         """Return the mini-batch with its weights. Tokens outside the top entropies have weight 0 in the policy loss."""
         algorithm, mask = self._algorithm, mini_batch.loss_mask
         draws, trajectories = mini_batch.draws, mini_batch.trajectories
@@ -43,7 +43,7 @@ class PolicyObjective:
         return replace(mini_batch, loss_weights=loss, sequence_weights=by_sequence)
 
     def differentiate(self, log_probs: torch.Tensor, mini_batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """Return the weighed mini-batch with the gradient of its policy loss in `log_probs` (B, R), and metrics.
+        """Return the mini-batch with its weights and the policy loss's gradient in `log_probs` (B, R), and metrics.
 
         Rows without a trained token are ignored.
         """
@@ -61,7 +61,7 @@ class PolicyObjective:
 
     def __call__(self, scores: TokenScores, rows: TrainingBatch) -> tuple[torch.Tensor, Metrics]:
         """Return the loss of these rows, differentiable in the scores, and its metrics."""
-        assert rows.sequence_weights is not None, "weigh() comes first"
+        assert rows.sequence_weights is not None, "add_weights() comes first"
         algorithm, weights = self._algorithm, rows.sequence_weights
         weight = weights.sum()  # 1 over the mini-batch
         sums = MetricSums()
@@ -100,7 +100,7 @@ class PolicyObjective:
         """
         algorithm, mask = self._algorithm, rows.loss_mask
         assert rows.advantages is not None, "advantages are computed before the update"
-        assert rows.loss_weights is not None, "weigh() comes first"
+        assert rows.loss_weights is not None, "add_weights() comes first"
         old = _start_logprobs(log_probs, rows)
         loss, metrics = self._loss(log_probs, old, rows.advantages, algorithm, mask, rows.rollout_logprobs)
         weights = rows.loss_weights

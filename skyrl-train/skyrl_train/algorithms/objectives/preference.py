@@ -23,7 +23,7 @@ class PairObjective(ABC):
     score_name: ClassVar[Literal["logprobs", "values"]]
     """Score that the loss reads."""
 
-    def weigh(self, mini_batch: TrainingBatch) -> TrainingBatch:
+    def add_weights(self, mini_batch: TrainingBatch) -> TrainingBatch:
         """Return the mini-batch with weights 1 / pairs. Every row needs a trained token."""
         assert bool(mini_batch.loss_mask.any(dim=1).all()), "an answer has no trained token"
         return replace(mini_batch, loss_weights=torch.full_like(mini_batch.loss_mask, 1 / mini_batch.n_prompts))
@@ -42,7 +42,7 @@ class PairObjective(ABC):
             return (values * rows.logprob_gradient).sum(), Metrics()
         if not rows.loss_mask.any():  # a filler row, added so that all ranks have equally many micro-batches
             return values.sum() * 0, Metrics()
-        assert rows.loss_weights is not None, "weigh() comes first"
+        assert rows.loss_weights is not None, "add_weights() comes first"
         losses, sums = self._losses(values, rows)
         return losses.sum() * rows.loss_weights[0, 0], sums.metrics()
 

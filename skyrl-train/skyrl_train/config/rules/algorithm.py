@@ -118,7 +118,7 @@ def kl_terms_are_used(cfg: SkyRLConfig) -> Iterator[str]:
         )
     if algorithm.use_bias_correction_kl and not algorithm.use_kl_loss:
         yield (
-            "trainer.algorithm.use_bias_correction_kl=true weighs the KL loss, but "
+            "trainer.algorithm.use_bias_correction_kl=true weights the KL loss, but "
             "trainer.algorithm.use_kl_loss=false disables it; set trainer.algorithm.use_kl_loss=true, or "
             "trainer.algorithm.use_bias_correction_kl=false"
         )

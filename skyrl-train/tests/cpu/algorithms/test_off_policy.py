@@ -20,7 +20,7 @@ def rollout_gap(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) ->
     return sums.metrics().numbers()
 
 
-def weigh(
+def weight(
     ratios: torch.Tensor, mask: torch.Tensor, **settings: Any
 ) -> tuple[list[list[float]], dict[str, list[list[float]]]]:
     """Return weights and metrics, as lists, for tokens with the given importance ratios."""
@@ -61,14 +61,14 @@ def approx_rows(rows: list[list[float]]) -> list[Any]:
 def test_weights_of_tokens(
     settings: dict[str, Any], expected: list[list[float]], metric: str, is_counted: list[list[float]]
 ) -> None:
-    weights, metrics = weigh(RATIOS, MASK, **settings)
+    weights, metrics = weight(RATIOS, MASK, **settings)
     assert weights == metrics["off_policy_weight_mean"] == approx_rows(expected)
     assert metrics[metric] == is_counted
     assert metrics.keys() == {metric, "off_policy_weight_mean"}
 
 
 def test_an_outlier_token_masks_its_whole_trajectory() -> None:
-    weights, metrics = weigh(RATIOS, MASK, outlier_token_is_threshold_low=0.2, outlier_token_is_threshold_high=5.0)
+    weights, metrics = weight(RATIOS, MASK, outlier_token_is_threshold_low=0.2, outlier_token_is_threshold_high=5.0)
     assert weights == [[1, 1, 1, 0], [0, 0, 0, 0]]
     for side in ("masked", "over_high", "under_low"):
         assert metrics[f"outlier_seq_{side}_ratio"] == [[0, 0, 0, 0], [1, 1, 1, 1]]
@@ -76,7 +76,7 @@ def test_an_outlier_token_masks_its_whole_trajectory() -> None:
 
 @pytest.mark.parametrize(("side", "threshold", "other_side"), [("high", 2.0, "under_low"), ("low", 0.3, "over_high")])
 def test_one_outlier_threshold_suffices(side: str, threshold: float, other_side: str) -> None:
-    _, metrics = weigh(RATIOS, MASK, **{f"outlier_token_is_threshold_{side}": threshold})
+    _, metrics = weight(RATIOS, MASK, **{f"outlier_token_is_threshold_{side}": threshold})
     is_out = [[1, 1, 1, 0], [1, 1, 1, 1]] if side == "high" else [[0, 0, 0, 0], [1, 1, 1, 1]]
     assert metrics["outlier_seq_masked_ratio"] == is_out
     assert metrics[f"outlier_seq_{other_side}_ratio"] == [[0] * 4, [0] * 4]
@@ -98,7 +98,7 @@ def test_trajectories_are_masked_by_their_product_or_mean(
 ) -> None:
     name = {"product": "product", "geometric": "geo"}[metric]
     bounds = {f"{name}_mask_low": low, f"{name}_mask_high": high}
-    weights, metrics = weigh(RATIOS, MASK, sequence_mask_metric=metric, **bounds)
+    weights, metrics = weight(RATIOS, MASK, sequence_mask_metric=metric, **bounds)
     is_under, is_over = torch.tensor([under, over], dtype=torch.float64)[:, :, None] * MASK
     assert weights == (MASK - is_under - is_over).tolist()
     assert metrics[f"{name}_sequence_mask_under_low_ratio"] == is_under.tolist()
@@ -123,7 +123,7 @@ class TestOrder:
             "token_mask_is_threshold_low": 0.5,
             "token_mask_is_threshold_high": 2.0,
         }
-        weights, metrics = weigh(ratios, torch.ones(1, 2), **settings)
+        weights, metrics = weight(ratios, torch.ones(1, 2), **settings)
         assert weights == [[0, 0]]
         assert metrics["outlier_seq_masked_ratio"] == [[1, 1]]
         assert metrics["token_mask_ratio"] == [[0, 0]], "masked once, counted once"
@@ -141,7 +141,7 @@ class TestOrder:
             "geo_mask_low": 1.0,
             "geo_mask_high": 1.74,  # above √3, the geometric mean of the remaining ratios
         }
-        weights, metrics = weigh(ratios, torch.ones(1, 3), **settings)
+        weights, metrics = weight(ratios, torch.ones(1, 3), **settings)
         assert weights == approx_rows([[1.5, 0.0, 2.0]] if ratio_type == "token" else [[3.0, 0.0, 3.0]])
         name = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}[ratio_type]
         assert metrics[name] == [[0, 0, 0]], "the masked token is above the cap but already removed"
@@ -152,7 +152,7 @@ class TestOrder:
             "sequence_tis_ratio_clip_high": 1.5,
             "sequence_mask_metric": "product",
         }
-        weights, metrics = weigh(torch.tensor([[3.0], [1.9]]), torch.ones(2, 1), **settings)
+        weights, metrics = weight(torch.tensor([[3.0], [1.9]]), torch.ones(2, 1), **settings)
         assert weights == approx_rows([[0.0], [1.5]])
         assert metrics["tis_seq_clip_high_ratio"] == [[1], [1]], "both are capped before one of them is masked"
         assert metrics["product_sequence_mask_over_high_ratio"] == [[1], [0]]
