@@ -1,8 +1,8 @@
 """Training in bfloat16 with 8-bit AdamW beside float32 and plain bfloat16, and adapters: `make bench-precision`.
 
 Three tasks with three seeds each: Catch with the tiny model, and SmolLM2-135M-Instruct with the task of `make
-bench-real`, fine-tuned on answers (SFT) and reinforced (GRPO). SFT is repeated with adapters of four ranks. Writes `precision.md` and `precision.png` next to this
-file. Runs of a seed see the same prompts in the same order.
+bench-real`, fine-tuned on answers (SFT) and reinforced (GRPO). SFT is repeated with adapters of four ranks. Writes
+`precision.md` and `precision.png` next to this file. Runs of a seed see the same prompts in the same order.
 """
 
 import argparse

@@ -149,8 +149,8 @@ def functions_are_used_as_intended(cfg: SkyRLConfig) -> Iterator[str]:
     if published is not None and algorithm.loss_reduction != published:
         mean = "a mean over trajectories" if published == "sequence_mean" else published
         yield (
-            f"{loss} was published with {mean}, but trainer.algorithm.loss_reduction={algorithm.loss_reduction} weights "
-            f"tokens differently; set trainer.algorithm.loss_reduction={published}"
+            f"{loss} was published with {mean}, but trainer.algorithm.loss_reduction={algorithm.loss_reduction} "
+            f"weights tokens differently; set trainer.algorithm.loss_reduction={published}"
         )
     own = [key for key in FIELDS if key.startswith(f"trainer.algorithm.{algorithm.policy_loss_type}.")]
     for name in ("eps_clip_low", "eps_clip_high"):

@@ -95,12 +95,9 @@ def release_cached_memory(device: torch.device) -> None:
 
 
 class _HeapInfo(ctypes.Structure):
-    """`struct mallinfo2` of glibc. Sizes are bytes."""
+    """`struct mallinfo2` of glibc. `fordblks` counts the free bytes of the heap."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
+    _fields_ = [("others", 8 * ctypes.c_size_t), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 
 def release_heap(at_least: int = 0) -> None:

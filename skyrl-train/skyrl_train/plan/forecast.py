@@ -65,7 +65,7 @@ class PlannedModel:
     @property
     def is_mapped(self) -> bool:
         """Return True if the weights are loaded in the dtype of the files, whose memory they then share."""
-        return bool(self.n_parameters) and round(self.file_bytes / self.n_parameters) == BYTES[self.dtype]
+        return self.n_parameters is not None and round(self.file_bytes / self.n_parameters) == BYTES[self.dtype]
 
     @property
     def export_bytes(self) -> int:
