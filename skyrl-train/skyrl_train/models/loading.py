@@ -1,6 +1,7 @@
 """Load models and their tokenizers from a Hugging Face folder or Hub name."""
 
 import logging
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -38,6 +39,10 @@ from skyrl_train.types.specs import Role
 logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 10.0
+KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Variables with the sizes of two caches of oneDNN, which multiplies bfloat16 matrices on a CPU. It compiles a kernel
+for each shape, and passes differ in their number of tokens, so its 1,024 kernels would grow to 1 GB."""
+MAX_KERNELS = "128"
 LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 MEDIA_TOKEN = re.compile("image|video|audio|vision", re.IGNORECASE)
 
@@ -195,6 +200,9 @@ def load_model(
     settings, head = {"num_labels": 1} if has_head else {}, "score." if adds_head else ""
     with _loading(kind, key, path):
         config = AutoConfig.from_pretrained(path)
+    if dtype == torch.bfloat16:
+        for variable in KERNEL_CACHES:  # read when the first kernel is compiled
+            os.environ.setdefault(variable, MAX_KERNELS)
     auto_class = model_class(role, config)
     model: Any = create_without_weights(auto_class, source, path, dtype, optional=head, **settings)
     is_deferred = model is not None
