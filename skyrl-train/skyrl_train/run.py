@@ -15,6 +15,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol
 
+import psutil
 import torch
 import yaml
 
@@ -36,7 +37,8 @@ from skyrl_train.config.run import RunConfig
 from skyrl_train.errors import CheckpointError, ConfigError, DivergenceError, StorageError
 from skyrl_train.learner import TrainedModels
 from skyrl_train.out_of_memory import is_out_of_memory
-from skyrl_train.timer import StepTimer
+from skyrl_train.plan.hardware import free_host_bytes
+from skyrl_train.timer import StepTimer, peak_memory
 from skyrl_train.types import Metrics, Trajectory
 from skyrl_train.workers.random_state import random_state, set_random_state
 
@@ -276,6 +278,17 @@ class Run(ABC):
     def is_saving(self) -> bool:
         """True while a checkpoint is written in the background."""
         return self._writer.is_saving
+
+    async def make_room(self) -> None:
+        """Before an update, wait for the checkpoint in progress if its copy leaves too little host memory.
+
+        Without a GPU, an update takes about as much memory as the highest peak so far.
+        """
+        if self.is_saving and not torch.cuda.is_available():
+            needed = peak_memory.measure() - psutil.Process().memory_info().rss
+            if free_host_bytes() < needed:
+                logger.info("Waiting for the checkpoint in progress, because the update needs the memory of its copy")
+                await self._writer.finish()
 
     async def _snapshot(self) -> Snapshot:
         """Capture the complete state after the last finished step, so a resumed run continues exactly from there."""

@@ -83,6 +83,7 @@ class SupervisedTrainer(Run):
         if self.models.ref is not None:
             with step.timer("reference"):
                 batch = await self.models.score_reference(batch)
+        await self.make_room()
         with step.timer("policy_train"):
             metrics = await self.models.policy.update(batch)
         step.record(metrics.with_prefix("train"))

@@ -145,6 +145,7 @@ class Trainer(Run):
 
     async def update(self, step: Step, batch: TrainingBatch) -> None:
         """Update the critic, if any, and then the policy: one optimizer step per mini-batch and update epoch."""
+        await self.make_room()
         if self.learner.critic is not None:
             with step.timer("critic_train"):
                 step.record(await self.learner.update_critic(batch))

@@ -102,6 +102,24 @@ def test_a_disk_that_is_full_for_a_while_costs_no_metrics_and_the_next_step_is_s
     assert run.metrics[-1]["storage/alerts"] == len(alerts)
 
 
+def test_an_update_waits_for_a_checkpoint_whose_copy_it_has_no_memory_for(
+    saving_run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = []
+
+    class Save(Callback):
+        async def on_step_end(self, current: callbacks.Run, report: callbacks.StepReport) -> None:
+            await current.begin_checkpoint()
+            assert current.is_saving
+            monkeypatch.setattr("skyrl_train.run.free_host_bytes", lambda: 0)  # as in a full control group
+            await current.make_room()
+            saved.append(not current.is_saving)
+
+    train_with(*saving_run, "trainer.ckpt_interval=-1", first=[Save()])
+    assert saved
+    assert all(saved)
+
+
 REFUSALS = [
     *(errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOENT, errno.EBUSY),
     *(errno.EPIPE, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETDOWN, None),
