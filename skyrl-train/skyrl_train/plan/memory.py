@@ -33,11 +33,13 @@ Place = Literal["device", "host"]
 PROCESS_BYTES = {"cpu": 570e6, "cuda": 3e9}
 """Host memory of a process with all libraries, on a CPU (measured) and with CUDA (typical)."""
 ENGINE_PROCESS_BYTES = 500e6
+KERNEL_BYTES = 50e6
+"""What the compiled kernels of a model in bfloat16 take on a CPU."""
 CONTEXT_BYTES = 600e6
 """Memory that CUDA takes on a GPU for each process."""
 FRAGMENTATION = {"cpu": 0.27, "cuda": 0.05}
 """Temporary memory that the allocator cannot reuse, as a share of the rest. Fitted to runs on a CPU with glibc 2.36."""
-ADAPTER_FRAGMENTATION = {"cpu": 0.55, "cuda": 0.05}
+ADAPTER_FRAGMENTATION = {"cpu": 0.65, "cuda": 0.05}
 """The same share under an adapter. In full training, gradients fill gaps that freed activations leave."""
 HEAD_BLOCK_BYTES = {"cpu": 2 * 4 * math.prod(CPU_BLOCK), "cuda": 2 * 4 * GPU_LOGITS}
 CACHE = "engine: key-value cache"
@@ -212,6 +214,8 @@ class _Forecaster:
         n_ranks = sum(n_per_node for _, n_per_node in self.plan.ranks.values())
         n_bytes = PROCESS_BYTES[self._kind] * (1 + n_ranks) + ENGINE_PROCESS_BYTES * n_engines
         yield self._part("process and libraries", n_bytes, self._phases(), "host")
+        if not self.hardware.has_gpus and self._value_bytes == 2:
+            yield self._part("bfloat16 kernels", KERNEL_BYTES * max(1, n_ranks), self._phases(first="rollout"))
         if self.hardware.has_gpus:
             n_contexts = len(self.plan.ranks) or 1
             yield self._part("CUDA context", CONTEXT_BYTES * n_contexts, self._phases())
