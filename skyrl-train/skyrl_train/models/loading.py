@@ -200,9 +200,8 @@ def load_model(
     settings, head = {"num_labels": 1} if has_head else {}, "score." if adds_head else ""
     with _loading(kind, key, path):
         config = AutoConfig.from_pretrained(path)
-    if dtype == torch.bfloat16:
-        for variable in KERNEL_CACHES:  # read when the first kernel is compiled
-            os.environ.setdefault(variable, MAX_KERNELS)
+    for variable in KERNEL_CACHES:  # read when the first kernel is compiled
+        os.environ.setdefault(variable, MAX_KERNELS)
     auto_class = model_class(role, config)
     model: Any = create_without_weights(auto_class, source, path, dtype, optional=head, **settings)
     is_deferred = model is not None
