@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 MAX_HEAD_BYTES = 64 << 10
 CHUNK_BYTES = 64 << 10
 TURN = re.compile(rb"POST [^ ]*/(chat/completions|completions|responses|messages)(\?[^ ]*)? ")
+MAX_RETRIES = 5
+"""Retries per turn that are not turns themselves. Clients of OpenAI and Anthropic send up to 2 by default."""
 RETRY = re.compile(rb"\r\nx-stainless-retry-count: *[1-9]", re.IGNORECASE)
 CONNECTION = re.compile(rb"\r\nconnection:[^\r]*", re.IGNORECASE)
 REFUSAL = b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
@@ -33,7 +35,8 @@ class Gateway:
         self._path, self._max_turns = path, max_turns
         self._open: set[asyncio.Task[None]] = set()
         self.origin = ""
-        self.n_turns = 0  # requests to the model, without repeated ones
+        self.n_turns = 0  # requests to the model, without retries
+        self._n_retries = 0
         self.turn_limit = asyncio.Event()
         """Set by the first request beyond `max_turns`."""
 
@@ -80,7 +83,10 @@ class Gateway:
         if not rest.startswith(b"/v1/"):
             await _refuse(writer, b"404 Not Found", b"there is only /v1/")
             return
-        if TURN.match(head) and not RETRY.search(head):
+        is_turn = TURN.match(head) is not None
+        if is_turn and RETRY.search(head) and self._n_retries < MAX_RETRIES * self.n_turns:
+            self._n_retries += 1  # an agent that marks every request as a retry runs out of them
+        elif is_turn:
             if self.n_turns >= self._max_turns:
                 self.turn_limit.set()
                 await _refuse(writer, b"400 Bad Request", b"the turn limit is reached")
