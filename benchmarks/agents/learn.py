@@ -99,10 +99,10 @@ PAGE = """# mini-swe-agent learns a task
 
 mini-swe-agent 2.4.6 runs unmodified, in an isolated workspace for each rollout, with SmolLM2-135M-Instruct and a short
 prompt (`mini.yaml`). The task is "Write juice to note.txt.". A shell command grades the file. Before, one step of
-supervised fine-tuning on eight traces shows the model the form of a command. Without it, none of the first 48 rollouts was
-right, so there was nothing to reinforce. After three steps on 24 traces, all of 32 samples are right, and nothing is left
-to learn. A step has two prompts with six samples. No prompt occurs twice. This is one run with one seed, without an
-evaluation on other prompts.
+supervised fine-tuning on eight traces shows the model the form of a command. Without it, none of the first 48 rollouts
+was right, so there was nothing to reinforce. After three steps on 24 traces, all of 32 samples are right, and nothing
+is left to learn. A step has two prompts with six samples. No prompt occurs twice. This is one run with one seed,
+without an evaluation on other prompts.
 
 | steps | rollouts | invalid | reward, first three steps | reward, last three steps | seconds per step | minutes |
 |--:|--:|--:|--:|--:|--:|--:|
