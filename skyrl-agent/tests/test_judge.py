@@ -40,13 +40,13 @@ def test_a_judge_decides(monkeypatch: pytest.MonkeyPatch) -> None:
             re.findall(r"^(?:Response|End of the response) (\d+)[:.]$", text, re.MULTILINE) for text in (first, second)
         ]
         assert marks[0][0] == marks[0][1] != marks[1][0] == marks[1][2]
-        with pytest.raises(EnvError, match=r"the judge m gave no verdict: 'I cannot say\.'"):
+        with pytest.raises(EnvError, match=r"the judge m gave no verdict on correct: 'I cannot say\.'"):
             grade("Paris", "hle")
         assert grade("", "hle") == 0.0, "an empty answer needs no judge"
 
 
 async def test_a_judge_that_fails_makes_the_trajectory_invalid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "N_RETRIES", 0)
+    monkeypatch.setattr(judge, "N_ATTEMPTS", 1)
     row = {"prompt": [{"role": "user", "content": "?"}], "data_source": "hle", "answer": "Paris"}
     with serving_openai(lambda request: (401, {"error": {"message": "no key"}}), JUDGE_MODEL="m"):
         trajectory, _ = await play_one([tool_call("finish", answer="Paris")], row)

@@ -1,4 +1,4 @@
-"""Check, play and list environments without a trainer: `skyrl-gym …`, or `skyrl env …`."""
+"""Check, play and list environments, and measure judges, without a trainer: `skyrl-gym …`, or `skyrl env …`."""
 
 import argparse
 import json
@@ -16,6 +16,8 @@ from skyrl_gym.checkup.rules import RULES, TIMEOUT_SECONDS, Checkup, Finding
 from skyrl_gym.envs.entry_point import load_attribute, suggest_name
 from skyrl_gym.envs.registration import EnvSpec, registry, spec
 from skyrl_gym.error import Error
+from skyrl_gym.judges.agreement import measure_agreement
+from skyrl_gym.judges.panel import load_panel
 
 SIGNS = {"passed": "✓", "failed": "✗", "advice": "!"}
 NO_ROW = "The environment got an empty row; pass a dataset with --data."
@@ -61,6 +63,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         command.add_argument(
             "--set", metavar="KEY=VALUE", action="append", default=[], help="a key of env_config, e.g. topk=5"
         )
+    judge = commands.add_parser("judge", help="compare judges with labelled samples")
+    judge.add_argument("judges", type=Path, help="a YAML file of judges")
+    judge.add_argument("samples", type=Path, help="a .jsonl file of labelled samples")
+    judge.add_argument("--min-agreement", type=float, default=0.0, help="exit with status 1 below this accuracy")
     commands.add_parser("list", help="list the environments that come with skyrl-gym")
     return parser
 
@@ -102,12 +108,27 @@ def _list(_: argparse.Namespace) -> int:
     return 0
 
 
+def _judge(options: argparse.Namespace) -> int:
+    panel = load_panel(options.judges)
+    try:
+        agreement = measure_agreement(panel, options.samples)
+    finally:
+        panel.close()
+    sys.stdout.write(f"{agreement}\n")
+    return int(agreement.accuracy < options.min_agreement)
+
+
 def run() -> None:
     """Run the `skyrl-gym` script."""
     sys.exit(main())
 
 
-COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {"check": _check, "play": _play, "list": _list}
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "check": _check,
+    "play": _play,
+    "judge": _judge,
+    "list": _list,
+}
 
 
 def _format_counts(findings: Sequence[Finding]) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from skyrl_gym.chat_endpoint import ChatEndpoint, EndpointConfig
 from skyrl_gym.envs.base_text_env import ConversationType
-from skyrl_gym.envs.openspiel.endpoint import ChatEndpoint, EndpointConfig
 from skyrl_gym.tasks import FAMILIES
 
 FOLDER = Path(__file__).parent

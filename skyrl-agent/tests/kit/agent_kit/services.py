@@ -22,6 +22,6 @@ def serving_openai(
         variables = {"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "o", **variables}
         for name, value in variables.items():
             environment.setenv(name, value.format(url=url))
-        judge._client.cache_clear()
+        judge._judge.cache_clear()
         yield url, requests
-    judge._client.cache_clear()
+    judge._judge.cache_clear()

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from skyrl_gym.chat_endpoint import ChatEndpoint, EndpointConfig
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.envs.openspiel import prompts
 from skyrl_gym.envs.openspiel.answers import parse_answer
-from skyrl_gym.envs.openspiel.endpoint import ChatEndpoint, EndpointConfig
 from skyrl_gym.envs.openspiel.env import describe
 from skyrl_gym.envs.openspiel.match import Match, MatchTurn, Opponent
 from skyrl_gym.envs.openspiel.opponents import LanguageModel, MctsConfig, MctsOpponent, PolicyOpponent, RandomOpponent

@@ -6,10 +6,10 @@ import pytest
 from gym_kit.messages import message_text
 from gym_kit.servers import ModelServer
 
+from skyrl_gym.chat_endpoint import EndpointError
 from skyrl_gym.checkup.rules import Checkup
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel import prompts
-from skyrl_gym.envs.openspiel.endpoint import EndpointError
 from skyrl_gym.envs.openspiel.game_env import OpenSpielGameEnv
 from skyrl_gym.envs.openspiel.rewards import scaled_return
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks

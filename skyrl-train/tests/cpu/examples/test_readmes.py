@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_gym.chat_endpoint import EndpointConfig
 from skyrl_gym.cli import main as skyrl_gym
 from skyrl_gym.envs.lcb.env import LCBEnvConfig
-from skyrl_gym.envs.openspiel.endpoint import EndpointConfig
 from skyrl_gym.envs.openspiel.game_env import GameConfig
 from skyrl_gym.envs.openspiel.opponents import MctsConfig
 from skyrl_gym.envs.search.env import SearchEnvConfig

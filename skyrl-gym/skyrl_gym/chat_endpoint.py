@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -71,23 +73,42 @@ class EndpointConfig:
         return EndpointConfig(**options)
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A reply, e.g. ``Completion("Paris", "stop", 120)``. `n_tokens` counts prompt and reply, if the server says so."""
+
+    text: str
+    finish_reason: str | None = None
+    n_tokens: int | None = None
+
+
 class ChatEndpoint:
-    """A model behind a URL: ``reply = endpoint(messages)``. The call blocks until the reply.
+    """A model behind a URL: ``reply = endpoint(messages)``. The call blocks until the reply. Thread-safe.
 
     Raises:
         EndpointError: no reply after `n_attempts` requests, or the reply is not a chat completion.
     """
 
-    def __init__(self, config: EndpointConfig) -> None:
+    def __init__(self, config: EndpointConfig, n_connections: int = 1) -> None:
         self.config = config
-        self._pool = urllib3.PoolManager(num_pools=1, maxsize=1)
+        self._pool = urllib3.PoolManager(num_pools=1, maxsize=n_connections)
         self._jitter = random.Random()  # separate, because resuming a run restores the global generator
 
     def __call__(self, messages: ConversationType) -> str:
-        problem = ""
+        return self.complete(messages).text
+
+    def complete(
+        self,
+        messages: ConversationType,
+        gate: Callable[[], AbstractContextManager[None]] = nullcontext,
+        stop: threading.Event | None = None,
+    ) -> Completion:
+        """Return the reply. Each request runs in a new `gate()`, without the pauses. `stop` ends the retries."""
+        problem, stop = "", stop or threading.Event()
         for attempt in range(self.config.n_attempts):
             try:
-                status, headers, body = self._post(messages)
+                with gate():
+                    status, headers, body = self._post(messages)
             except urllib3.exceptions.HTTPError as failure:
                 problem, pause = repr(failure), 0.0
             else:
@@ -98,7 +119,9 @@ class ChatEndpoint:
                     raise EndpointError(f"{self._name} refused: {problem}")
                 pause = _retry_after(headers)
             if attempt + 1 < self.config.n_attempts:
-                time.sleep(max(pause, min(8.0, 0.5 * 2**attempt) * self._jitter.uniform(0.5, 1.0)))
+                seconds = max(pause, min(8.0, 0.5 * 2**attempt) * self._jitter.uniform(0.5, 1.0))
+                if stop.wait(seconds):
+                    raise EndpointError(f"{self._name}: the caller gave up. The last attempt: {problem}")
         raise EndpointError(f"{self._name} gave no reply in {self.config.n_attempts} attempts. The last one: {problem}")
 
     def close(self) -> None:
@@ -130,14 +153,18 @@ class ChatEndpoint:
         finally:
             response.close()
 
-    def _reply(self, body: bytes) -> str:
+    def _reply(self, body: bytes) -> Completion:
         try:
-            content = json.loads(body)["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError) as problem:
+            answer = json.loads(body)
+            choice = answer["choices"][0]
+            content = choice["message"]["content"]
+            n_tokens = (answer.get("usage") or {}).get("total_tokens")
+        except (AttributeError, ValueError, KeyError, IndexError, TypeError) as problem:
             raise EndpointError(f"{self._name} sent no chat completion ({problem!r}): {body[:500]!r}") from problem
         if content is not None and not isinstance(content, str):
             raise EndpointError(f"{self._name} sent a message that is not text: {content!r}")
-        return content or ""  # null if the model wrote only thoughts
+        text = content or ""  # null if the model wrote only thoughts
+        return Completion(text, choice.get("finish_reason"), n_tokens if isinstance(n_tokens, int) else None)
 
 
 def _body(response: urllib3.BaseHTTPResponse, deadline: float) -> bytes:

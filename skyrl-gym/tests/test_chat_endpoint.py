@@ -9,8 +9,8 @@ from gym_kit.messages import user
 from gym_kit.processes import no_leaks
 from gym_kit.servers import ModelServer
 
-from skyrl_gym.envs.openspiel import endpoint as endpoint_module
-from skyrl_gym.envs.openspiel.endpoint import ChatEndpoint, EndpointConfig, EndpointError
+from skyrl_gym import chat_endpoint as endpoint_module
+from skyrl_gym.chat_endpoint import ChatEndpoint, EndpointConfig, EndpointError
 
 MESSAGES = user("Your move — ♞?")
 
