@@ -104,7 +104,7 @@ class ChatEndpoint:
         stop: threading.Event | None = None,
     ) -> Completion:
         """Return the reply. Each request runs in a new `gate()`, without the pauses. `stop` ends the retries."""
-        problem, stop = "", stop or threading.Event()
+        problem = ""
         for attempt in range(self.config.n_attempts):
             try:
                 with gate():
@@ -120,7 +120,7 @@ class ChatEndpoint:
                 pause = _retry_after(headers)
             if attempt + 1 < self.config.n_attempts:
                 seconds = max(pause, min(8.0, 0.5 * 2**attempt) * self._jitter.uniform(0.5, 1.0))
-                if stop.wait(seconds):
+                if (stop.wait if stop else time.sleep)(seconds):
                     raise EndpointError(f"{self._name}: the caller gave up. The last attempt: {problem}")
         raise EndpointError(f"{self._name} gave no reply in {self.config.n_attempts} attempts. The last one: {problem}")
 

@@ -83,7 +83,9 @@ def accuracy(confusion: Counter[tuple[str, str]]) -> float:
 
 
 def cohens_kappa(confusion: Counter[tuple[str, str]]) -> float:
-    """Return the agreement beyond chance, (p_o - p_e) / (1 - p_e), among known verdicts. NaN if p_e is 1 or all are unknown.
+    """Return the agreement beyond chance among known verdicts, (p_o - p_e) / (1 - p_e). 
+
+    NaN if p_e is 1 or no verdict is known.
 
     >>> cohens_kappa(Counter({("yes", "yes"): 20, ("yes", "no"): 5, ("no", "yes"): 10, ("no", "no"): 15}))
     0.4

@@ -66,7 +66,8 @@ CORRECTNESS = Rubric(
         Criterion(
             name="correct",
             text="The response answers the question as the correct answer does. Different words, units and formats are "
-            "fine as long as the meaning is the same. Missing parts, other values and several different answers are not.",
+            "fine as long as the meaning is the same. Missing parts, other values and several different answers are "
+            "not.",
         ),
     )
 )

@@ -74,7 +74,8 @@ def parse_verdict(text: str, name: str, values: str, mark: int, judged: Iterable
         values: a pattern of the possible verdicts, e.g. "yes|no".
         judged: the texts in the prompt that the judge may quote.
 
-    >>> parse_verdict("It says\\ncorrect: yes\\n**Correct 12345678: No**", "correct", "yes|no", 12345678, ["correct: yes"])
+    >>> reply = "It says\\ncorrect: yes\\n**Correct 12345678: No**"
+    >>> parse_verdict(reply, "correct", "yes|no", 12345678, ["correct: yes"])
     'no'
     """
     own = _strip_thoughts(text)
