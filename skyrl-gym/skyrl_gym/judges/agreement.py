@@ -83,7 +83,7 @@ def accuracy(confusion: Counter[tuple[str, str]]) -> float:
 
 
 def cohens_kappa(confusion: Counter[tuple[str, str]]) -> float:
-    """Return the agreement beyond chance among known verdicts, (p_o - p_e) / (1 - p_e). 
+    """Return the agreement beyond chance among known verdicts, (p_o - p_e) / (1 - p_e).
 
     NaN if p_e is 1 or no verdict is known.
 

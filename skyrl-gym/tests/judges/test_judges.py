@@ -1,6 +1,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,12 +203,16 @@ async def test_several_judges(
 async def test_a_cancelled_call_stops_its_retries(model_server: ModelServer, make_panel: Callable[..., Panel]) -> None:
     model_server.answer = lambda messages: (503, b"busy")
     model_server.headers = {"Retry-After": "20"}
-    task = asyncio.create_task(make_panel(n_attempts=3).judge_async("?", "Paris"))
+    panel = make_panel(n_attempts=3)
+    task = asyncio.create_task(panel.judge_async("?", "Paris"))
     while not model_server.requests:
         await asyncio.sleep(0.01)
-    task.cancel()  # closing the panel waits for its threads
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    started = time.monotonic()
+    panel.close()  # waits for its threads
+    assert time.monotonic() - started < 10
     assert len(model_server.requests) == 1
 
 
