@@ -1,6 +1,7 @@
 """A language model as a judge of answers, behind an OpenAI-compatible API."""
 
 import os
+import threading
 from functools import cache
 
 from skyrl_gym.chat_endpoint import ChatEndpoint, EndpointConfig, EndpointError
@@ -11,6 +12,9 @@ from skyrl_train.errors import EnvError
 
 DEFAULT_URL = "https://api.openai.com/v1"
 N_ATTEMPTS = 5
+MAX_CONCURRENCY = 16
+
+_slots = threading.BoundedSemaphore(MAX_CONCURRENCY)
 
 
 def _settings(model: str) -> JudgeSettings:
@@ -39,7 +43,8 @@ def complete(model: str, prompt: str) -> str:
     )
     endpoint = ChatEndpoint(config)
     try:
-        return endpoint([{"role": "user", "content": prompt}])
+        with _slots:
+            return endpoint([{"role": "user", "content": prompt}])
     except EndpointError as error:
         raise ToolFailure(f"the model {model} failed: {error}") from error
     finally:
