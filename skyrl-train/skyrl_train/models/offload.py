@@ -100,18 +100,23 @@ class _HeapInfo(ctypes.Structure):
     _fields_ = [("others", 8 * ctypes.c_size_t), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 
-def release_heap(at_least: int = 0) -> None:
-    """Give memory that was freed on the CPU back to the system, if the heap has at least this many free bytes.
-
-    Otherwise the process keeps the memory of an update's activations, in gaps that the next update's do not fit. It
-    takes 0.1 s per GB, and the next allocations take as much longer. Allocators other than glibc's are left alone.
-    """
+def count_kept_bytes() -> int:
+    """Return the memory that was freed on the CPU but is kept in glibc's heap. Other allocators are not asked."""
     library = ctypes.CDLL(None)
     if not (hasattr(library, "malloc_trim") and hasattr(library, "mallinfo2")):
-        return
+        return 0
     library.mallinfo2.restype = _HeapInfo
-    if library.mallinfo2().fordblks >= at_least:
-        library.malloc_trim(0)
+    return int(library.mallinfo2().fordblks)
+
+
+def release_heap() -> None:
+    """Give the memory that is kept in glibc's heap back to the system.
+
+    After an update, it consists of gaps that the next update's activations do not fit. Giving it back takes 0.1 s per
+    GB, and the next allocations take two to three times that longer.
+    """
+    if count_kept_bytes():
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -24,7 +24,7 @@ from skyrl_train.media.processing import has_vision
 from skyrl_train.models.checksum import tensor_checksum
 from skyrl_train.models.deferred import DeferredWeights
 from skyrl_train.models.loading import create_empty
-from skyrl_train.models.offload import release_heap
+from skyrl_train.models.offload import count_kept_bytes, release_heap
 from skyrl_train.models.vision import language_model_name
 from skyrl_train.types.specs import Role
 
@@ -164,7 +164,8 @@ def quantize_base(model: PreTrainedModel, key: str, device: torch.device, weight
         checksum, weight = tensor_checksum(name, weight), weight.to(device)
         model.set_submodule(path, QuantizedLinear(weight, layer.bias, checksum))
         layer.weight.data = weight.new_empty(0)  # `layers` still holds the module
-        release_heap(at_least=MAX_FREED_BYTES)  # the next matrix does not fit the gaps between the codes
+        if count_kept_bytes() > MAX_FREED_BYTES:
+            release_heap()  # the next matrix does not fit the gaps between the codes
     if is_empty:
         for name, parameter in model.named_parameters():
             weights.read(name, parameter.detach(), (0,) * parameter.ndim)

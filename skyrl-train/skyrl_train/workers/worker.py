@@ -34,9 +34,10 @@ from skyrl_train.models.lora import (
     save_adapter,
 )
 from skyrl_train.models.memory import default_max_tokens
-from skyrl_train.models.offload import OffloadedTensors, release_cached_memory, release_heap
+from skyrl_train.models.offload import OffloadedTensors, count_kept_bytes, release_cached_memory, release_heap
 from skyrl_train.optimizers import HostWeights, create_optimizer, hidden_matrices
 from skyrl_train.out_of_memory import describe_memory, free_references, is_out_of_memory
+from skyrl_train.plan.hardware import free_host_bytes
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import LoraSpec, ModelPart, ModelSpec, OptimizerSpec, SyncKind, TensorSpec, absolute
 from skyrl_train.types.training_memory import TrainingBytes, training_bytes
@@ -48,8 +49,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 
-MAX_KEPT_BYTES = 1 << 29
-"""Memory freed by an update that a process keeps for the next one. Small models are faster with it."""
+MIN_KEPT_BYTES = 1 << 28
+"""Memory freed by an update that is too little to be worth giving back."""
 REQUIRED_PARTS: dict[str, ModelPart] = {}
 """Part of the model that each method of `Worker` needs on the device. Methods without an entry need none."""
 
@@ -274,8 +275,9 @@ class Worker:
             norm = change_norm(self.module.hf_model, self._strategy.gather_from(self.module))
             metrics["adapter_norm"] = Metric("mean", norm)
         state.optimizer.zero_grad(set_to_none=True)
-        if self._strategy.world.device == "cpu":
-            release_heap(at_least=MAX_KEPT_BYTES)
+        kept = count_kept_bytes() if self._strategy.world.device == "cpu" else 0
+        if kept > MIN_KEPT_BYTES and kept > free_host_bytes() / 2:
+            release_heap()  # otherwise the next update is faster with it
         return metrics
 
     @requires("weights")

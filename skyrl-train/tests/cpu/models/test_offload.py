@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from train_kit.models import CPU
 
 from skyrl_train.models import offload
-from skyrl_train.models.offload import OffloadedTensors, release_heap
+from skyrl_train.models.offload import OffloadedTensors, count_kept_bytes, release_heap
 
 MB = 1 << 20
 
@@ -89,9 +89,8 @@ def freed_memory_is_given_back() -> None:
         later = torch.ones(MB // 4)
         del tensors
     before = psutil.Process().memory_info().rss
-    release_heap(at_least=1000 * MB)
-    assert psutil.Process().memory_info().rss > before - 10 * MB
-    release_heap(at_least=100 * MB)
+    assert count_kept_bytes() > 150 * MB
+    release_heap()
     assert psutil.Process().memory_info().rss < before - 150 * MB
     assert later.sum() == MB // 4
 
