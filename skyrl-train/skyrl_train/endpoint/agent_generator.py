@@ -59,7 +59,7 @@ class Agent(Protocol):
     ) -> float | AgentResult | Awaitable[float | AgentResult | None] | None:
         """Solve the task and return the reward. The requests to `base_url` until then form the trajectory.
 
-        `row.prompt` is in OpenAI's form, with images as data URLs.
+        `row.prompt` is in OpenAI's format, with images as data URLs.
         """
 
 
@@ -74,8 +74,7 @@ class NoReward(EnvError):
 class AgentGenerator(RolloutGenerator):
     """A generator that serves the model to agents and trains on the recorded requests.
 
-    Sampling, the chat template, retries, filters and time limits follow `generator.*`. The agents decide about their
-    turns.
+    Sampling, the chat template, retries, filters and time limits follow `generator.*`. Agents control their own turns.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class AgentGenerator(RolloutGenerator):
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
     ) -> list[Trajectory]:
-        """Return one trajectory per request, in order. If the agent fails, it is invalid and does not count as 0."""
+        """Return one trajectory per request, in order. If an agent fails, its trajectory is invalid, not scored 0."""
 
         async def play(rollouts: Sequence[Rollout]) -> None:
             await gather_or_cancel(self._play(sampling, rollout) for rollout in rollouts)
@@ -166,7 +165,7 @@ class AgentGenerator(RolloutGenerator):
         return await self._rewards.add_to(trajectories)
 
     def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
-        """Return `agent/*` of the rollouts that offered tools, if any. Warn once if no reply of them called one."""
+        """Return `agent/*` if any rollout offered tools. Warn once if no reply called one."""
         rollouts, self._counts[phase] = self._counts[phase], []
         with_tools = [counts for counts in rollouts if counts["with_tools"]]
         if not with_tools:
@@ -202,11 +201,8 @@ class AgentGenerator(RolloutGenerator):
                 await self._endpoint.close()
                 self._endpoint = None
             if self._endpoint is None:
-                endpoint: Endpoint | EndpointProcess
-                if self._in_own_process:
-                    endpoint = EndpointProcess(self._engine, self._make_service)
-                else:
-                    endpoint = Endpoint(self._make_service(self._engine))
+                engine, make = self._engine, self._make_service
+                endpoint = EndpointProcess(engine, make) if self._in_own_process else Endpoint(make(engine))
                 await endpoint.start(*self._address)
                 self._endpoint = endpoint
             return self._endpoint
@@ -258,7 +254,7 @@ class AgentGenerator(RolloutGenerator):
 def _invalidate_on_error(rollout: Rollout, session: AgentSession) -> Iterator[None]:
     """Make the rollout invalid if its agent raises or the engine failed at the end. Its own cancellation propagates.
 
-    An agent may hide a failed request and return a reward, or None, for what it did before.
+    An agent may catch the error of a failed request and still return a reward.
     """
     try:
         yield

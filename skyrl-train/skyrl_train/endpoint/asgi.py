@@ -6,14 +6,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from skyrl_train.endpoint.completions import Json
 from skyrl_train.endpoint.messages import error_body
-from skyrl_train.endpoint.service import BodyBuilder
 from skyrl_train.endpoint.session import Owners
 from skyrl_train.endpoint.wire import RequestError, invalid
 
@@ -79,28 +78,26 @@ class EventStream(Response):
     def __init__(
         self,
         run: Callable[[Receive, Callable[[], Awaitable[None]]], Awaitable[None]],
-        chunks: AsyncGenerator[Json],
-        builder: BodyBuilder,
+        chunks: AsyncGenerator[Json | str],
+        fail: Callable[[RequestError], Json],
     ) -> None:
         """Stream `chunks`. `run` awaits the function that sends them, and may raise ClientGone or RequestError.
 
-        `builder` has the events that end the stream.
+        `fail` returns the event of an error.
         """
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._run = run
         self._chunks = chunks
-        self._builder = builder
+        self._fail = fail
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the chunks until the client disconnects."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await self._run(receive, lambda: self._send_chunks(send))
-            if self._builder.last_event is not None:
-                await _send_event(send, self._builder.last_event)
         except RequestError as error:
-            await _send_json(send, self._builder.fail(error))
+            await _send_event(send, self._fail(error))
         except ClientGone:
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -108,15 +105,12 @@ class EventStream(Response):
     async def _send_chunks(self, send: Send) -> None:
         async with aclosing(self._chunks):
             async for chunk in self._chunks:
-                await _send_json(send, chunk)
+                await _send_event(send, chunk)
 
 
-async def _send_json(send: Send, event: Json) -> None:
-    name = f"event: {event['type']}\n" if "type" in event else ""
-    await _send_event(send, json.dumps(event, allow_nan=False, separators=(",", ":")), name)
-
-
-async def _send_event(send: Send, data: str, name: str = "") -> None:
+async def _send_event(send: Send, event: Json | str) -> None:
+    name = f"event: {event['type']}\n" if isinstance(event, dict) and "type" in event else ""
+    data = event if isinstance(event, str) else json.dumps(event, allow_nan=False, separators=(",", ":"))
     await send({"type": "http.response.body", "body": f"{name}data: {data}\n\n".encode(), "more_body": True})
 
 
@@ -126,30 +120,24 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def handle_errors(app: FastAPI) -> None:
-    """Answer every error of `app` with the error body of OpenAI, or of Anthropic to its clients."""
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer a request with the error body of OpenAI, or of Anthropic to its clients."""
+    match error:
+        case ClientGone():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        case RequestError():
+            refusal = error
+        case RequestValidationError():
+            first = error.errors()[0]
+            refusal = invalid({**first, "loc": first["loc"][1:]})
+        case HTTPException():
+            reason = "invalid URL" if error.status_code in (404, 405) else error.detail
+            refusal = RequestError(error.status_code, f"{reason} ({request.method} {request.url.path})")
+        case _:
+            refusal = RequestError(500, f"the endpoint failed: {type(error).__name__}: {error}")
+    is_anthropic = "/v1/messages" in request.url.path or "anthropic-version" in request.headers
+    return JSONAnswer(error_body(refusal) if is_anthropic else refusal.body(), status_code=refusal.status)
 
-    @app.exception_handler(RequestError)
-    async def request_error(request: Request, error: RequestError) -> Response:
-        is_anthropic = "/v1/messages" in request.url.path or "anthropic-version" in request.headers
-        return JSONAnswer(error_body(error) if is_anthropic else error.body(), status_code=error.status)
 
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        return await request_error(request, invalid({**first, "loc": first["loc"][1:]}))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        reason = "invalid URL" if error.status_code in (404, 405) else error.detail
-        message = f"{reason} ({request.method} {request.url.path})"
-        return await request_error(request, RequestError(error.status_code, message))
-
-    @app.exception_handler(ClientGone)
-    async def client_gone(_: Request, __: ClientGone) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-    @app.exception_handler(Exception)
-    async def failure(request: Request, error: Exception) -> Response:
-        message = f"the endpoint failed: {type(error).__name__}: {error}"
-        return await request_error(request, RequestError(500, message))
+ANSWERED_ERRORS = (ClientGone, RequestError, RequestValidationError, HTTPException, Exception)
+"""Exceptions that `answer_error` handles. Starlette logs and re-raises those that only `Exception` would cover."""

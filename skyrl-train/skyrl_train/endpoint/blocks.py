@@ -1,27 +1,29 @@
 """Shared parts of OpenAI's Responses and Anthropic's Messages, whose replies are blocks: a thought, a text, and calls.
 
-A request becomes a chat request, so all APIs render, sample and record alike.
+Requests are translated to chat requests, so all APIs share rendering, sampling and recording.
 """
 
 import logging
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import ValidationError
 
 from skyrl_gym.tools.calls import ToolCall
 from skyrl_train.endpoint.completions import FinishedChoice, Json
+from skyrl_train.endpoint.replies import dump_arguments
 from skyrl_train.endpoint.wire import ChatRequest, CompletionOptions, invalid, refuse
 from skyrl_train.inference_engines.base import TokenChunk
 
 logger = logging.getLogger(__name__)
 
 HOSTED_TOOLS = ("web_search", "web_fetch", "file_search", "tool_search", "code_", "image_generation", "mcp")
-"""Beginnings of the types of tools that the provider runs."""
+"""Prefixes of the types of tools that the provider runs."""
 
 
 class BlockRequest(CompletionOptions):
@@ -30,9 +32,9 @@ class BlockRequest(CompletionOptions):
     tools: list[Json] | None = None
 
     def _translate(self, messages: Sequence[Json], warned: set[str], **fields: Any) -> ChatRequest:
-        """Return the chat request with `messages` and `fields`, and with the fields that all APIs share.
+        """Return a chat request with `messages`, `fields` and the fields that all APIs share.
 
-        Hosted tools are left out, and warn once. Raise RequestError for a field that has no equivalent.
+        Leave out hosted tools, with one warning per type. Raise RequestError for a field that has no equivalent.
         """
         self.check_offered()
         if self.n_choices > 1 or self.return_token_ids:
@@ -47,7 +49,7 @@ class BlockRequest(CompletionOptions):
 
 
 def _read_tool(tool: Json, warned: set[str]) -> Iterator[Json]:
-    """Yield the chat functions that a tool consists of. A namespace has several, and hosted tools none."""
+    """Yield the chat functions of a tool: several for a namespace, and none for a hosted tool."""
     kind, name, inner = tool.get("type", "function"), tool.get("name"), tool.get("tools")
     if kind == "namespace" and isinstance(inner, list) and all(isinstance(one, dict) for one in inner):
         for one in inner:
@@ -69,7 +71,7 @@ def _read_tool(tool: Json, warned: set[str]) -> Iterator[Json]:
 
 
 def _join_system(messages: Sequence[Json]) -> list[Json]:
-    """Join the system messages at the start, as many templates write only one, and few know the role `developer`."""
+    """Join system and developer messages at the start. Few templates accept several, or know the role `developer`."""
     named = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
     start = list(takewhile(lambda one: one["role"] == "system" and isinstance(one["content"], str | list), named))
     contents = [one["content"] for one in start]
@@ -91,72 +93,75 @@ def open_thought(sealed: Any, param: str) -> str:
         refuse("a thought was encrypted by another server; remove it", param=param)
 
 
+Kind = Literal["thought", "text", "call"]
+BlockEvents = Mapping[Kind, tuple[Sequence[str], Sequence[str], Sequence[str]]]
+"""Names of the events that start, extend and end a block of each kind."""
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of a reply."""
+
+    index: int
+    kind: Kind
+    call: ToolCall | None = None
+    text: str = ""  # so far. The text of a call is its arguments as JSON
+
+
 class BlockBuilder(ABC):
-    """Writes a reply as blocks. A stream opens, extends and closes one block after the other.
+    """Writes a reply as blocks. A stream starts, extends and ends one block after the other."""
 
-    A block has a kind and a value: `thought` and `text` have a text, and `call` has a call.
-    """
-
-    last_event: str | None = None
-
-    def __init__(self) -> None:
+    def __init__(self, events: BlockEvents) -> None:
         self._hex = uuid4().hex
-        self._index = -1  # of the latest block
-        self._kind: str | None = None  # of the open block
-        self._text = ""  # of the open block
+        self._events = events
+        self._open_block: Block | None = None
+        self._blocks: list[Json] = []  # complete blocks
         self._is_truncated = False
 
     def complete(self, replies: Sequence[FinishedChoice]) -> Json:
         """Return the response as one body."""
-        (finished,) = replies
-        self._is_truncated, reply = finished.is_truncated, finished.reply
-        parts: list[tuple[str, str | ToolCall]] = [("thought", reply.thought)] * bool(reply.thought)
-        parts += [("text", reply.content)] * bool(reply.content or not reply.calls)
-        parts += [("call", call) for call in reply.calls]
-        return self._body(finished, [self._block(index, kind, value) for index, (kind, value) in enumerate(parts)])
+        self.end(0, replies[0])
+        return self._body(replies[0])
 
     def chunk(self, index: int, thought: str, content: str, tokens: TokenChunk | None = None) -> list[Json]:
         """Return the events for new text."""
-        pieces = {"thought": thought, "text": content}
-        return [event for kind, piece in pieces.items() if piece for event in self._add(kind, piece)]
+        events = self._add("thought", thought) if thought else []
+        return events + self._add("text", content) if content else events
 
-    def end(self, index: int, thought: str, content: str, finished: FinishedChoice) -> list[Json]:
+    def end(self, index: int, finished: FinishedChoice) -> list[Json]:
         """Return the events for the rest of the text and for the calls."""
         self._is_truncated, reply = finished.is_truncated, finished.reply
-        events = self.chunk(index, thought, content)
+        events = self.chunk(index, finished.thought, finished.content)
         events += [] if reply.calls or reply.content else self._add("text", "")
-        events += self._end_block()
         for call in reply.calls:
-            self._index += 1
-            events += [*self._open("call", call), *self._extend("call", call), *self._close("call", call)]
-        return events
+            events += self._add("call", dump_arguments(call), call)
+        return events + self._end_block()
 
-    def _add(self, kind: str, piece: str) -> list[Json]:
-        events = []
-        if self._kind != kind:
+    def _add(self, kind: Kind, piece: str, call: ToolCall | None = None) -> list[Json]:
+        """Extend the open block. A different kind, and each call, starts a new one."""
+        block, events = self._open_block, []
+        start, extend, _ = self._events[kind]
+        if block is None or block.kind != kind or call is not None:
             events += self._end_block()
-            self._index, self._kind, self._text = self._index + 1, kind, ""
-            events += self._open(kind, "")
-        self._text += piece
-        return events + (self._extend(kind, piece) if piece else [])
+            block = self._open_block = Block(len(self._blocks), kind, call)
+            events += [self._block_event(name, block, "") for name in start]
+        block.text += piece
+        return events + [self._block_event(name, block, piece) for name in extend if piece]
 
     def _end_block(self) -> list[Json]:
-        kind, self._kind = self._kind, None
-        return [] if kind is None else self._close(kind, self._text)
+        block, self._open_block = self._open_block, None
+        if block is None:
+            return []
+        self._blocks.append(self._render(block))
+        return [self._block_event(name, block, "") for name in self._events[block.kind][2]]
 
-    # -- the format of an API: the body, a block, and the events that start, extend and end the block at `_index`
-
-    @abstractmethod
-    def _body(self, finished: FinishedChoice, blocks: list[Json]) -> Json: ...
-
-    @abstractmethod
-    def _block(self, index: int, kind: str, value: str | ToolCall) -> Json: ...
+    # -- the format of an API: the body, a block, and each event of a block. `piece` is the new text.
 
     @abstractmethod
-    def _open(self, kind: str, value: str | ToolCall) -> list[Json]: ...
+    def _body(self, finished: FinishedChoice) -> Json: ...
 
     @abstractmethod
-    def _extend(self, kind: str, value: str | ToolCall) -> list[Json]: ...
+    def _render(self, block: Block) -> Json: ...
 
     @abstractmethod
-    def _close(self, kind: str, value: str | ToolCall) -> list[Json]: ...
+    def _block_event(self, name: str, block: Block, piece: str) -> Json: ...

@@ -26,7 +26,8 @@ class FinishedChoice:
     prompt_ids: list[int]
     result: EngineResult
     reply: Reply
-    stop: str | None = None  # the stop string that ended it
+    thought: str = ""  # the end of the reply's thought, which has not been streamed
+    content: str = ""  # the end of its content
 
     @property
     def finish_reason(self) -> str:
@@ -39,14 +40,12 @@ class FinishedChoice:
         return self.result.stop_reason != StopReason.STOP
 
     def count_tokens(self) -> tuple[int, int, int]:
-        """Return the numbers of prompt tokens, of those from the cache, and of sampled tokens."""
+        """Return the numbers of prompt tokens, cached prompt tokens, and sampled tokens."""
         return len(self.prompt_ids), self.result.n_reused, len(self.result.token_ids)
 
 
 class ResponseBuilder:
-    """The bodies of /v1/completions, and base class for the bodies of chats."""
-
-    last_event: str | None = "[DONE]"
+    """The bodies of /v1/completions. Base class for the bodies of chats."""
 
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
 
@@ -71,14 +70,14 @@ class ResponseBuilder:
         return [self._body(self.chunk_kind, choices, prompts=prompts)]
 
     def chunk(self, index: int, thought: str, content: str, tokens: TokenChunk) -> list[Json]:
-        """Return a chunk. Logprobs wait for the last one if it has top logprobs, as the engine reports those last."""
+        """Return a chunk. With top logprobs, all logprobs are in the last chunk: the engine reports tops at the end."""
         tokens = replace(tokens, logprobs=[]) if self._request.n_top_logprobs else tokens
         return [self._body(self.chunk_kind, [self._choice(index, self._delta(thought, content), tokens)])]
 
-    def end(self, index: int, thought: str, content: str, finished: FinishedChoice) -> list[Json]:
+    def end(self, index: int, finished: FinishedChoice) -> list[Json]:
         """Return a chunk for each call, and one with the rest of the text and the finish reason."""
         tokens = finished.result if self._request.n_top_logprobs else None
-        choice = self._choice(index, self._delta(thought, content), tokens, finished.finish_reason)
+        choice = self._choice(index, self._delta(finished.thought, finished.content), tokens, finished.finish_reason)
         if self._request.return_token_ids:
             choice["token_ids"] = []
         calls = finished.reply.wire_calls()
@@ -86,9 +85,10 @@ class ResponseBuilder:
         choices = [self._choice(index, delta, None) for delta in deltas]
         return [self._body(self.chunk_kind, [choice]) for choice in (*choices, choice)]
 
-    def finish(self, replies: Sequence[FinishedChoice]) -> list[Json]:
-        """Return a chunk that contains only the token counts, if the client wants it."""
-        return [self._body(self.chunk_kind, [], replies)] if self._request.includes_usage else []
+    def finish(self, replies: Sequence[FinishedChoice]) -> list[Json | str]:
+        """Return a chunk that contains only the token counts, if the client wants it, and the end of the stream."""
+        usage = [self._body(self.chunk_kind, [], replies)] if self._request.includes_usage else []
+        return [*usage, "[DONE]"]
 
     def fail(self, error: RequestError) -> Json:
         """Return OpenAI's error body."""

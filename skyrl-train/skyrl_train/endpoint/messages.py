@@ -1,12 +1,11 @@
 """Anthropic's Messages: requests, and replies as content blocks."""
 
-import json
 from collections.abc import Sequence
 from typing import ClassVar
 
-from skyrl_gym.tools.calls import ToolCall
-from skyrl_train.endpoint.blocks import BlockBuilder, BlockRequest, open_thought, seal_thought
+from skyrl_train.endpoint.blocks import Block, BlockBuilder, BlockEvents, BlockRequest, open_thought, seal_thought
 from skyrl_train.endpoint.completions import FinishedChoice, Json
+from skyrl_train.endpoint.replies import wire_call
 from skyrl_train.endpoint.wire import NOT_OFFERED, ChatRequest, NonEmpty, RequestError, WireModel, refuse
 
 ERROR_TYPES = {
@@ -15,7 +14,19 @@ ERROR_TYPES = {
     405: "invalid_request_error",
     503: "overloaded_error",
 }
-DELTAS = {"thought": "thinking", "text": "text", "call": "partial_json"}  # the field that extends a block
+START, STOP = ["content_block_start"], ["content_block_stop"]
+EVENTS: BlockEvents = {
+    "thought": (START, ["thinking_delta"], ["signature_delta", *STOP]),
+    "text": (START, ["text_delta"], STOP),
+    "call": (START, ["input_json_delta"], STOP),
+}
+"""Events of a block. The deltas are the types of `content_block_delta`."""
+DELTA_FIELDS = {
+    "thinking_delta": "thinking",
+    "signature_delta": "signature",
+    "text_delta": "text",
+    "input_json_delta": "partial_json",
+}
 
 
 class InputMessage(WireModel):
@@ -34,14 +45,11 @@ class InputMessage(WireModel):
             if block.get("type") == "tool_result":
                 if message["content"]:
                     refuse("tool_result blocks must come before all other blocks of a message", param="messages")
-                results.append(
-                    {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")}
-                )
+                result = {"tool_call_id": block.get("tool_use_id"), "content": block.get("content")}
+                results.append({"role": "tool", **result})
             elif block.get("type") == "tool_use":
-                function = {"name": block.get("name"), "arguments": block.get("input") or {}}
-                message.setdefault("tool_calls", []).append(
-                    {"id": block.get("id"), "type": "function", "function": function}
-                )
+                call = wire_call(block.get("id"), block.get("name"), block.get("input") or {})
+                message.setdefault("tool_calls", []).append(call)
             elif block.get("type") == "thinking":
                 thought = block.get("thinking") or open_thought(block.get("signature"), "messages")
                 message["reasoning_content"] = thought
@@ -85,14 +93,10 @@ class MessagesRequest(BlockRequest):
             reasoning_effort=config.get("effort"),
         )
 
-    def new_builder(self) -> "MessagesBuilder":
-        """Return the builder of the response."""
-        return MessagesBuilder(self)
-
 
 def error_body(error: RequestError) -> Json:
     """Return Anthropic's error body."""
-    # Claude Code compacts its history if it reads this sentence.
+    # Claude Code recognizes this prefix and compacts its history.
     prefix = "prompt is too long: " if error.code == "context_length_exceeded" else ""
     details = {"type": ERROR_TYPES.get(error.status, "api_error"), "message": prefix + error.message}
     return {"type": "error", "error": details, "request_id": None}
@@ -102,18 +106,19 @@ class MessagesBuilder(BlockBuilder):
     """The bodies and events of /v1/messages."""
 
     def __init__(self, request: MessagesRequest) -> None:
-        super().__init__()
         self._request = request
         self._shows_thoughts = (request.thinking or {}).get("display") != "omitted"
+        start, delta, stop = EVENTS["thought"]
+        super().__init__({**EVENTS, "thought": (start, delta if self._shows_thoughts else [], stop)})
 
     def start(self, prompts: Sequence[list[int]]) -> list[Json]:
         """Return the events before the first block."""
         usage = {"input_tokens": len(prompts[0]), "output_tokens": 0}
         return [{"type": "message_start", "message": self._message(None, None, [], usage)}, {"type": "ping"}]
 
-    def finish(self, replies: Sequence[FinishedChoice]) -> list[Json]:
+    def finish(self, replies: Sequence[FinishedChoice]) -> list[Json | str]:
         """Return the events with the stop reason and the token counts."""
-        body = self._body(replies[0], [])
+        body = self._body(replies[0])
         delta = {name: body[name] for name in ("stop_reason", "stop_sequence")}
         return [{"type": "message_delta", "delta": delta, "usage": body["usage"]}, {"type": "message_stop"}]
 
@@ -121,39 +126,31 @@ class MessagesBuilder(BlockBuilder):
         """Return the event of an error."""
         return error_body(error)
 
-    def _body(self, finished: FinishedChoice, blocks: list[Json]) -> Json:
-        stop = finished.stop if finished.stop in (self._request.stop_sequences or ()) else None
+    def _body(self, finished: FinishedChoice) -> Json:
+        stop = finished.reply.stop if finished.reply.stop in (self._request.stop_sequences or ()) else None
         reason = "tool_use" if finished.reply.calls else "stop_sequence" if stop is not None else "end_turn"
         n_prompt, n_cached, n_sampled = finished.count_tokens()
         usage = {"input_tokens": n_prompt - n_cached, "output_tokens": n_sampled, "cache_read_input_tokens": n_cached}
-        return self._message("max_tokens" if finished.is_truncated else reason, stop, blocks, usage)
+        return self._message("max_tokens" if finished.is_truncated else reason, stop, self._blocks, usage)
 
     def _message(self, reason: str | None, stop: str | None, blocks: list[Json], usage: Json) -> Json:
         message = {"id": f"msg_{self._hex}", "type": "message", "role": "assistant", "model": self._request.model}
         usage = {"cache_creation_input_tokens": 0, **usage}
         return message | {"content": blocks, "stop_reason": reason, "stop_sequence": stop, "usage": usage}
 
-    def _block(self, index: int, kind: str, value: str | ToolCall) -> Json:
-        if isinstance(value, ToolCall):
-            return {"type": "tool_use", "id": value.id, "name": value.name, "input": value.arguments}
-        if kind == "text":
-            return {"type": "text", "text": value}
-        return {"type": "thinking", "thinking": value * self._shows_thoughts, "signature": seal_thought(value)}
+    def _render(self, block: Block) -> Json:
+        if block.call is not None:
+            return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": block.call.arguments}
+        if block.kind == "text":
+            return {"type": "text", "text": block.text}
+        shown = block.text if self._shows_thoughts else ""
+        return {"type": "thinking", "thinking": shown, "signature": seal_thought(block.text)}
 
-    def _open(self, kind: str, value: str | ToolCall) -> list[Json]:
-        block = self._block(self._index, kind, value) | ({"input": {}} if kind == "call" else {})
-        return [{"type": "content_block_start", "index": self._index, "content_block": block}]
-
-    def _extend(self, kind: str, value: str | ToolCall) -> list[Json]:
-        text = json.dumps(value.arguments, ensure_ascii=False) if isinstance(value, ToolCall) else value
-        delta = {"type": "input_json_delta" if kind == "call" else f"{DELTAS[kind]}_delta", DELTAS[kind]: text}
-        return [self._delta(delta)] if kind != "thought" or self._shows_thoughts else []
-
-    def _close(self, kind: str, value: str | ToolCall) -> list[Json]:
-        block = self._block(self._index, kind, value)
-        signature = {"type": "signature_delta", "signature": block.get("signature")}
-        stop = {"type": "content_block_stop", "index": self._index}
-        return [self._delta(signature), stop] if kind == "thought" else [stop]
-
-    def _delta(self, delta: Json) -> Json:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+    def _block_event(self, name: str, block: Block, piece: str) -> Json:
+        if name == "content_block_stop":
+            return {"type": name, "index": block.index}
+        if name == "content_block_start":
+            content = self._render(block) | ({} if block.call is None else {"input": {}})
+            return {"type": name, "index": block.index, "content_block": content}
+        text = seal_thought(block.text) if name == "signature_delta" else piece
+        return {"type": "content_block_delta", "index": block.index, "delta": {"type": name, DELTA_FIELDS[name]: text}}

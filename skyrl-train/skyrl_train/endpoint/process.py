@@ -7,9 +7,9 @@ endpoint → trainer    calls to the engine, because the engine stays in the tra
 import asyncio
 import logging
 import shutil
-import socket
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -42,11 +42,8 @@ class EndpointProcess:
         self._make_service = make_service
         self._service = make_service(engine)  # creates the recordings of sessions
         self._engine = engine
-        self._folder: str | None = None
-        self._process: ServerProcess | None = None
         self._client: RemoteClient | None = None
-        self._listener: socket.socket | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._resources = AsyncExitStack()  # closed in reverse order
         self._origin = ""
 
     @property
@@ -59,16 +56,22 @@ class EndpointProcess:
 
         Raise ConfigError if the address cannot be used, and EngineError if the process crashes or is not ready in time.
         """
-        address, self._folder = new_local_address("endpoint")
         try:
+            address, folder = new_local_address("endpoint")
+            if folder is not None:
+                self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
             token = new_token()
-            self._listener = listen(address)
-            self._serving = asyncio.create_task(serve(self._listener, token, self._engine))
-            process = self._process = await asyncio.to_thread(ServerProcess, n_threads=1, name="endpoint")
+            listener = self._resources.enter_context(listen(address))
+            serving = asyncio.create_task(serve(listener, token, self._engine))
+            self._resources.push_async_callback(asyncio.wait, [serving], timeout=CLOSE_TIMEOUT_S)
+            self._resources.callback(serving.cancel)
+            process = await asyncio.to_thread(ServerProcess, n_threads=1, name="endpoint")
+            self._resources.push_async_callback(asyncio.to_thread, process.close)
             make = partial(_EndpointHost, address, token, self._make_service)
             self._client = await asyncio.to_thread(
                 RemoteClient, process.address, process.token, make, process.describe_end, process.close
             )
+            self._resources.push_async_callback(self._client.close)
             self._origin = await self._call("start", host, port, public_url)
         except BaseException:
             await self.close()
@@ -77,17 +80,7 @@ class EndpointProcess:
 
     async def close(self) -> None:
         """Close the endpoint and end its process."""
-        if self._client is not None:
-            await self._client.close()
-        elif self._process is not None:
-            await asyncio.to_thread(self._process.close)
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait([self._serving], timeout=CLOSE_TIMEOUT_S)
-        if self._listener is not None:
-            self._listener.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        await self._resources.aclose()
 
     def url(self, session: AgentSession | None = None) -> str:
         """Return the `base_url` for clients of a session. Without a session, requests are not recorded."""

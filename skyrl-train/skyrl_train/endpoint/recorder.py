@@ -29,7 +29,7 @@ from skyrl_train.types.stop_reasons import StopReason
 Digest = bytes
 Tools = Mapping[str, Mapping[str, Any]]  # JSON Schema of the arguments of each offered tool, by name
 
-MAX_NUMBER = 10**308  # larger integers are no floats
+MAX_NUMBER = 10**308  # larger integers do not fit a float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +66,15 @@ class Recording(TokenConversation):
         self._ends: list[ReplyEnd] = []
         self._by_digest: dict[Digest, dict[str | None, ReplyEnd]] = {}  # by thought, as clients may leave it out
         self._by_text: list[tuple[str, ReplyEnd]] = []
-        self.side_rows: set[int] = set()  # that start with a side request
+        self.side_rows: set[int] = set()  # rows that start with a side request
 
     def chat_prompt(
         self, messages: Messages, chat: ChatEncoder, variant: str = "", *, tools: Tools | None = None
     ) -> Prompt:
         """Return the prompt of messages rendered by `chat`. `variant` identifies the template variables."""
         start = blake2b(variant.encode(), digest_size=16).digest()
-        digests = list(
-            accumulate(canonical_messages(messages, tools), _next_digest, initial=start)
-        )  # of the first 0, 1, …
+        # The hashes of the first 0, 1, … messages.
+        digests = list(accumulate(canonical_messages(messages, tools), _next_digest, initial=start))
         for n in range(len(messages), 0, -1):
             if ends := self._by_digest.get(digests[n]):
                 end = ends.get(find_thought(messages[n - 1])) or next(reversed(ends.values()))
@@ -139,9 +138,10 @@ class Recording(TokenConversation):
         return index
 
     def exclude_side_rows(self) -> int:
-        """Exclude `side_rows` from training, and return the number of their turns, which become the first ones.
+        """Exclude `side_rows` from training. Move their turns to the front, and return the number of these turns.
 
-        Coding agents ask for a title beside their task. An answer without tools at the end of a task is no side row.
+        Coding agents ask for a title in a separate conversation. The final answer of a task, which may be requested
+        without tools, is not a side row.
         """
         for index in self.side_rows:
             self.rows[index].loss_mask = [0] * self.rows[index].response_length
@@ -169,9 +169,9 @@ class Recording(TokenConversation):
 def canonical_messages(messages: Messages, tools: Tools | None = None) -> list[Any]:
     """Return a form of messages that is equal for histories that differ only in how a client writes the replies.
 
-    Of a reply, the stripped text and the names and arguments of its calls count. The thought and the ids of calls do
-    not. Neither do arguments that equal the default in the tool's schema, because Claude Code adds the missing ones. A
-    tool's result names the index of its call instead of an id.
+    Keep the stripped text of replies, and the names and arguments of their calls. Drop thoughts and call ids, and
+    arguments that equal the default in the tool's schema, because Claude Code adds missing ones. Tool results refer to
+    the index of their call.
     """
     canonical: list[Any] = []
     indices: dict[Any, int] = {}  # of the latest calls, by id
@@ -202,7 +202,7 @@ def _canonical_arguments(function: Mapping[str, Any], tools: Tools) -> Any:
 
 
 def _canonical_numbers(value: Any) -> Any:
-    """Return JSON with all numbers as JavaScript reads them, and so writes them: 1.0 as 1, and 2**53 + 1 as 2**53."""
+    """Convert all numbers to floats, as JavaScript does: 1.0 equals 1, and 2**53 + 1 equals 2**53."""
     if isinstance(value, dict):
         return {name: _canonical_numbers(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -213,7 +213,7 @@ def _canonical_numbers(value: Any) -> Any:
 
 
 def _rename_calls(messages: Messages, ids: Sequence[str]) -> Messages:
-    """Return a reply and the messages after it with the recorded `ids` of its calls, if the client has renamed them."""
+    """Restore the recorded `ids` of a reply's calls, which a client may have renamed, in the messages from it on."""
     reply, *after = messages
     calls = reply.get("tool_calls") or []
     renamed = {call.get("id"): id for call, id in zip(calls, ids, strict=False)}

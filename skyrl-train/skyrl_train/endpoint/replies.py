@@ -32,20 +32,27 @@ class Reply:
     thought: str = ""
     calls: Sequence[ToolCall] = ()  # with ids
     is_malformed: bool = False  # it has calls that cannot be parsed, so they are in `content`
+    stop: str | None = None  # the stop string that ended it
 
     def to_message(self) -> dict[str, Any]:
-        """Return the reply in the form of OpenAI's API."""
+        """Return the reply in OpenAI's format."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
         thought = {"reasoning_content": self.thought} if self.thought else {}
         return message | {"refusal": None} | thought | ({"tool_calls": self.wire_calls()} if self.calls else {})
 
     def wire_calls(self) -> list[dict[str, Any]]:
-        """Return the calls in the form of OpenAI's API, whose arguments are JSON text."""
-        functions = [
-            {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in self.calls
-        ]
-        ids = [call.id for call in self.calls]
-        return [{"id": id, "type": "function", "function": one} for id, one in zip(ids, functions, strict=True)]
+        """Return the calls in OpenAI's format, with arguments as JSON text."""
+        return [wire_call(call.id, call.name, dump_arguments(call)) for call in self.calls]
+
+
+def wire_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """Return a tool call in OpenAI's chat format."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def dump_arguments(call: ToolCall) -> str:
+    """Return the arguments of a call as JSON."""
+    return json.dumps(call.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class ReplyFormat:
     max_calls: int | None = None  # 1 without parallel calls
 
     def split(self, text: str, *, is_truncated: bool, seed: int) -> Reply:
-        """Divide a whole reply. `seed`, which the reply was sampled with, determines the ids of its calls."""
+        """Divide a whole reply. `seed` is the seed that it was sampled with. It determines the ids of the calls."""
         opening = self.find_opening(text)
         if opening is None:
             thought, content = "", text
@@ -75,25 +82,17 @@ class ReplyFormat:
             return Reply(content, thought, is_malformed=self.tools is not None)
         if self.tools is None:
             return Reply(content if calls else visible, thought)
-        calls = [
-            replace(call, arguments=convert_arguments(call.arguments, self.tools.get(call.name, {}))) for call in calls
-        ][: self.max_calls]
+        calls = calls[: self.max_calls]
         ids = [call.id for call in calls]
         if None in ids or len(set(ids)) < len(ids):
-            names = (f"{seed}/{index}".encode() for index in range(len(calls)))
-            ids = [blake2b(name).hexdigest()[:CALL_ID_LENGTH] for name in names]
-        return Reply(visible, thought, [replace(call, id=id) for call, id in zip(calls, ids, strict=True)])
+            ids = [blake2b(f"{seed}/{index}".encode()).hexdigest()[:CALL_ID_LENGTH] for index in range(len(calls))]
+        arguments = [convert_arguments(call.arguments, self.tools.get(call.name, {})) for call in calls]
+        parts = zip(calls, ids, arguments, strict=True)
+        return Reply(visible, thought, [replace(call, id=id, arguments=values) for call, id, values in parts])
 
     def find_opening(self, text: str) -> str | None:
         """Return the opening tag of the thought that a reply starts with, or None."""
         return next((tag for tag in self.thought_tags if text.lstrip().startswith(tag)), self.open_tag)
-
-
-def reply_text(decode: Decode, result: EngineResult, stops: Sequence[str], *, keeps_stop: bool) -> str:
-    """Return the text of a complete reply, up to the stop string that ended it."""
-    text = decode(result.token_ids)
-    start, _ = find_stop(decode, result, () if keeps_stop else stops) or (len(text), "")
-    return text[:start]
 
 
 def find_stop(decode: Decode, result: EngineResult, stops: Sequence[str]) -> tuple[int, str] | None:
@@ -123,6 +122,7 @@ class TextStream:
         self._n_read = 0  # tokens in `text` or `_pending`
         self._pending = ""
         self.text = ""  # returned so far
+        self.stop: str | None = None  # the stop string that ended the reply, set by `finish`
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the new text that later tokens can no longer change."""
@@ -140,7 +140,9 @@ class TextStream:
 
     def finish(self, result: EngineResult) -> str:
         """Return the remaining text."""
-        whole = reply_text(self._decode, result, self._stops, keeps_stop=self._keeps_stop)
+        whole = self._decode(result.token_ids)
+        start, self.stop = find_stop(self._decode, result, self._stops) or (len(whole), None)
+        whole = whole if self._keeps_stop else whole[:start]
         return self._emit(whole[len(self.text) :] if whole.startswith(self.text) else "")
 
     def _emit(self, piece: str) -> str:
@@ -193,11 +195,10 @@ class ReplyStream:
         """Return the remaining text of the thought and of the content, and the whole reply."""
         self._text.finish(result)
         reply = self._form.split(self._text.text, is_truncated=result.stop_reason != StopReason.STOP, seed=seed)
-        parts = (reply.thought, reply.content)
-        rests = [
-            part[len(sent) :] if part.startswith(sent) else "" for part, sent in zip(parts, self._sent, strict=True)
-        ]
-        return rests[0], rests[1], reply
+        sent_thought, sent_content = self._sent
+        thought = reply.thought[len(sent_thought) :] if reply.thought.startswith(sent_thought) else ""
+        content = reply.content[len(sent_content) :] if reply.content.startswith(sent_content) else ""
+        return thought, content, replace(reply, stop=self._text.stop)
 
     def _take(self, part: int, n_certain: int, *, keeps_space: bool = False) -> str:
         """Take up to `n_certain` characters of the pending text as a piece of a part."""

@@ -5,27 +5,28 @@
 In the input, the items of one reply follow each other in this order, and become one message of the chat.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from skyrl_gym.tools.calls import ToolCall
-from skyrl_train.endpoint.blocks import BlockBuilder, BlockRequest, open_thought, seal_thought
+from skyrl_train.endpoint.blocks import Block, BlockBuilder, BlockEvents, BlockRequest, open_thought, seal_thought
 from skyrl_train.endpoint.completions import FinishedChoice, Json
+from skyrl_train.endpoint.replies import wire_call
 from skyrl_train.endpoint.wire import NOT_OFFERED, UNSET, ChatRequest, Count, RequestError, WireModel, refuse
 
 ENCRYPTED = "reasoning.encrypted_content"
 TEXT: Json = {"format": {"type": "text"}}
 LOGPROBS = "message.output_text.logprobs"
 REPLY_FIELDS = ("reasoning_content", "content", "tool_calls")  # of a reply's message, in the order of its items
-TEXTS = {
-    "message": ("output_text", "text"),
-    "reasoning": ("reasoning_text", "text"),
-    "function_call": ("function_call_arguments", "arguments"),
-    "custom_tool_call": ("custom_tool_call_input", "input"),
+
+
+OPEN, CLOSE = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]
+EVENTS: BlockEvents = {
+    "thought": (OPEN, ["reasoning_text.delta"], ["reasoning_text.done", *CLOSE]),
+    "text": (OPEN, ["output_text.delta"], ["output_text.done", *CLOSE]),
+    "call": (OPEN[:1], ["function_call_arguments.delta"], ["function_call_arguments.done", *CLOSE[1:]]),
 }
-"""Names of an item's text in events, and of the field that holds it."""
+ID_PREFIXES = {"thought": "rs", "text": "msg", "call": "fc"}
 
 
 class InputItem(WireModel):
@@ -38,7 +39,7 @@ class InputItem(WireModel):
     output: str | list[Json] | None = None
 
     def to_message(self) -> Json:
-        """Return the item as a chat message. Items of a reply have only the field that they add to its message."""
+        """Convert the item to a chat message. An item of a reply has only the field that it adds to the message."""
         extra = self.model_extra or {}
         id, name = extra.get("call_id"), extra.get("name")
         if self.type == "message":
@@ -53,9 +54,7 @@ class InputItem(WireModel):
         if self.type != "function_call":
             refuse(f"items of type {self.type[:80]!r} are not supported; remove them", param="input")
         name = f"{extra['namespace']}__{name}" if extra.get("namespace") else name
-        function = {"name": name, "arguments": extra.get("arguments")}
-        call = {"id": id, "type": "function", "function": function}
-        return {"role": "assistant", "tool_calls": [call]}
+        return {"role": "assistant", "tool_calls": [wire_call(id, name, extra.get("arguments"))]}
 
 
 class ResponsesRequest(BlockRequest):
@@ -100,19 +99,14 @@ class ResponsesRequest(BlockRequest):
             reasoning_effort=(self.reasoning or {}).get("effort"),
         )
 
-    def new_builder(self) -> "ResponsesBuilder":
-        """Return the builder of the response."""
-        return ResponsesBuilder(self)
-
 
 class ResponsesBuilder(BlockBuilder):
     """The bodies and events of /v1/responses."""
 
     def __init__(self, request: ResponsesRequest) -> None:
-        super().__init__()
+        super().__init__(EVENTS)
         self._request = request
         self._n_events = 0
-        self._items: list[Json] = []
         self._namespaces = {
             f"{tool.get('name')}__{inner.get('name')}": {"namespace": tool.get("name"), "name": inner.get("name")}
             for tool in request.tools or ()
@@ -140,19 +134,19 @@ class ResponsesBuilder(BlockBuilder):
     def start(self, prompts: Sequence[list[int]]) -> list[Json]:
         """Return the events before the first item."""
         response = self._response | {"status": "in_progress"}
-        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+        return [self._event(name, response=response) for name in ("created", "in_progress")]
 
-    def finish(self, replies: Sequence[FinishedChoice]) -> list[Json]:
+    def finish(self, replies: Sequence[FinishedChoice]) -> list[Json | str]:
         """Return the event with the whole response."""
-        body = self._body(replies[0], self._items)
-        return [self._event(f"response.{body['status']}", response=body)]
+        body = self._body(replies[0])
+        return [self._event(body["status"], response=body)]
 
     def fail(self, error: RequestError) -> Json:
         """Return the event of a failed response."""
         details = {"code": error.code or "server_error", "message": error.message}
-        return self._event("response.failed", response=self._response | {"status": "failed", "error": details})
+        return self._event("failed", response=self._response | {"status": "failed", "error": details})
 
-    def _body(self, finished: FinishedChoice, blocks: list[Json]) -> Json:
+    def _body(self, finished: FinishedChoice) -> Json:
         n_prompt, n_cached, n_sampled = finished.count_tokens()
         usage = {"input_tokens": n_prompt, "input_tokens_details": {"cached_tokens": n_cached, "cache_write_tokens": 0}}
         usage |= {"output_tokens": n_sampled, "output_tokens_details": {"reasoning_tokens": 0}}
@@ -160,54 +154,47 @@ class ResponsesBuilder(BlockBuilder):
         end: Json = {"status": "completed"}
         if finished.is_truncated:
             end = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        return self._response | {"output": blocks, "usage": usage, **end}
+        return self._response | {"output": self._blocks, "usage": usage, **end}
 
-    def _block(self, index: int, kind: str, value: str | ToolCall) -> Json:
-        status = {"status": "incomplete" if self._is_truncated and kind == "text" else "completed"}
-        if isinstance(value, ToolCall):
-            item = {"id": f"fc_{self._hex}{index}", "type": "function_call", "call_id": value.id, "name": value.name}
-            arguments = {"arguments": json.dumps(value.arguments, ensure_ascii=False)}
-            return {**item, **self._namespaces.get(value.name, {}), **arguments, **status}
-        content = {"content": [self._part(kind, value)], **status}
-        if kind == "text":
-            return {"id": f"msg_{self._hex}{index}", "type": "message", "role": "assistant", **content}
-        sealed = {"encrypted_content": seal_thought(value)} if ENCRYPTED in (self._request.include or ()) else {}
-        return {"id": f"rs_{self._hex}{index}", "type": "reasoning", "summary": [], **content, **sealed}
+    def _render(self, block: Block) -> Json:
+        item: Json = {"id": self._item_id(block), "status": "completed"}
+        if block.call is not None:
+            names = {"name": block.call.name, **self._namespaces.get(block.call.name, {})}
+            return {**item, "type": "function_call", "call_id": block.call.id, **names, "arguments": block.text}
+        item["content"] = [self._part(block)]
+        if block.kind == "text":
+            status = "incomplete" if self._is_truncated else "completed"
+            return {**item, "type": "message", "role": "assistant", "status": status}
+        sealed = {"encrypted_content": seal_thought(block.text)} if ENCRYPTED in (self._request.include or ()) else {}
+        return {**item, "type": "reasoning", "summary": [], **sealed}
 
-    def _part(self, kind: str, text: str) -> Json:
-        part = {"type": "reasoning_text", "text": text}
-        return part if kind == "thought" else {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _part(self, block: Block) -> Json:
+        if block.kind == "thought":
+            return {"type": "reasoning_text", "text": block.text}
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
-    def _open(self, kind: str, value: str | ToolCall) -> list[Json]:
-        item = self._block(self._index, kind, value)
-        empty: Json = {"content": []} if isinstance(value, str) else {TEXTS[item["type"]][1]: ""}
-        added = self._event("response.output_item.added", item=item | {"status": "in_progress"} | empty)
-        parts = {"part": self._part(kind, "")} if isinstance(value, str) else None
-        return [added, self._event("response.content_part.added", item, **parts)] if parts else [added]
+    def _block_event(self, name: str, block: Block, piece: str) -> Json:
+        kind, step = name.split(".")
+        event = self._event(name, output_index=block.index)
+        if kind == "output_item":
+            empty: Json = {} if block.call is not None else {"content": []}
+            started = self._render(block) | {"status": "in_progress"} | empty if step == "added" else None
+            return event | {"item": started or self._blocks[-1]}
+        event["item_id"] = self._item_id(block)
+        event |= {"content_index": 0} if block.call is None else {}
+        event |= {"logprobs": []} if kind == "output_text" else {}
+        if kind == "content_part":
+            return event | {"part": self._part(block)}
+        if step == "delta":
+            return event | {"delta": piece}
+        if block.call is None:
+            return event | {"text": block.text}
+        return event | {"name": self._blocks[-1]["name"], "arguments": block.text}
 
-    def _extend(self, kind: str, value: str | ToolCall) -> list[Json]:
-        item = self._block(self._index, kind, value)
-        name, field = TEXTS[item["type"]]
-        return [self._event(f"response.{name}.delta", item, delta=item.get(field, value))]
-
-    def _close(self, kind: str, value: str | ToolCall) -> list[Json]:
-        item = self._block(self._index, kind, value)
-        self._items.append(item)
-        name, field = TEXTS[item["type"]]
-        texts = {field: item.get(field, value)} | ({"name": item["name"]} if field == "arguments" else {})
-        events = [self._event(f"response.{name}.done", item, **texts)]
-        if isinstance(value, str):
-            events.append(self._event("response.content_part.done", item, part=self._part(kind, value)))
-        return [*events, self._event("response.output_item.done", item=item)]
-
-    def _event(self, type: str, inside: Json | None = None, **fields: Any) -> Json:
-        """Return an event. `inside` is the item whose text it changes."""
-        event: Json = {"type": type, "sequence_number": self._n_events, **fields}
+    def _event(self, name: str, **fields: Any) -> Json:
+        event = {"type": f"response.{name}", "sequence_number": self._n_events, **fields}
         self._n_events += 1
-        if "response" not in fields:
-            event["output_index"] = self._index
-        if inside is not None:
-            event["item_id"] = inside["id"]
-            event |= {"content_index": 0} if "content" in inside else {}
-            event |= {"logprobs": []} if "output_text." in type else {}
         return event
+
+    def _item_id(self, block: Block) -> str:
+        return f"{ID_PREFIXES[block.kind]}_{self._hex}{block.index}"

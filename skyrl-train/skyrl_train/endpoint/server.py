@@ -22,7 +22,7 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import Receive
 
-from skyrl_train.endpoint.asgi import ActiveRequests, EventStream, JSONAnswer, handle_errors
+from skyrl_train.endpoint.asgi import ANSWERED_ERRORS, ActiveRequests, EventStream, JSONAnswer, answer_error
 from skyrl_train.endpoint.completions import Json
 from skyrl_train.endpoint.messages import MessagesRequest
 from skyrl_train.endpoint.responses import ResponsesRequest
@@ -67,7 +67,7 @@ class Endpoint:
     # -- life
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, public_url: str | None = None) -> str:
-        """Start to listen, and return the server's URL. ConfigError if the address cannot be used.
+        """Start listening and return the server's URL. Raise ConfigError if the address cannot be used.
 
         Port 0 picks a free port. `public_url` is the address for agents on other machines.
         """
@@ -76,7 +76,9 @@ class Endpoint:
         except OSError as error:
             raise ConfigError(f"the endpoint cannot listen on {host}:{port} ({error}); try port 0") from error
         self.origin = (public_url or f"http://{host}:{listening.getsockname()[1]}").rstrip("/")
-        app = FastAPI(title="SkyRL", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+        app = FastAPI(openapi_url=None, redirect_slashes=False)
+        for error in ANSWERED_ERRORS:
+            app.add_exception_handler(error, answer_error)
         router = APIRouter()
         router.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         router.add_api_route("/v1/responses", self._respond_to, methods=["POST"])
@@ -88,7 +90,6 @@ class Endpoint:
         router.add_api_route("/health", self._health)
         app.include_router(router)
         app.include_router(router, prefix="/session/{session_id}")
-        handle_errors(app)
         config = uvicorn.Config(
             app,
             lifespan="off",
@@ -204,9 +205,9 @@ class Endpoint:
             raise unknown_session(session_id)
 
     def _sessions_of(self, body: CompletionOptions, request: Request, n_prompts: int) -> list[AgentSession | None]:
-        """Return the session of each prompt. The URL names it, or else a header or API key, or else the body.
+        """Return the session of each prompt. The URL comes first, then headers and the API key, then the body.
 
-        If only these name a session and it is unknown, the request is served but not recorded.
+        An unknown session in the URL is an error. A request that names it elsewhere is served but not recorded.
         """
         self._check_open()
         self._check_session(request)
@@ -222,7 +223,7 @@ class Endpoint:
 
     async def _respond(self, job: Job, request: Request) -> Response:
         if job.request.stream:
-            return EventStream(partial(self._run, job.owners), self._service.stream(job), job.builder)
+            return EventStream(partial(self._run, job.owners), self._service.stream(job), job.builder.fail)
         return JSONAnswer(await self._run(job.owners, request.receive, lambda: self._service.answer(job)))
 
     async def _run(self, owners: Owners, receive: Receive, work: Callable[[], Awaitable[T]]) -> T:

@@ -19,7 +19,7 @@ from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.endpoint.completions import ChatResponseBuilder, FinishedChoice, Json, ResponseBuilder
 from skyrl_train.endpoint.messages import MessagesBuilder, MessagesRequest
 from skyrl_train.endpoint.recorder import Prompt, Recording
-from skyrl_train.endpoint.replies import Decode, ReplyFormat, ReplyStream, TextStream, find_stop
+from skyrl_train.endpoint.replies import ReplyFormat, ReplyStream, TextStream
 from skyrl_train.endpoint.responses import ResponsesBuilder, ResponsesRequest
 from skyrl_train.endpoint.session import AgentSession, Owners, Sampled, free_sampling
 from skyrl_train.endpoint.wire import (
@@ -122,15 +122,21 @@ class ModelService:
     # -- from requests to jobs
 
     def chat_job(self, body: ChatBody, session: AgentSession | None, *, is_retry: bool = False) -> Job:
-        """Validate and encode a request of any chat API. RequestError if it is invalid.
+        """Validate and encode a request of any chat API. Raise RequestError if it is invalid.
 
-        `is_retry` is True if the client repeats a request. A recorded reply to it is then sent again.
+        With `is_retry`, the client repeats a request. It gets the recorded reply, if there is one.
         """
         request, prompt, form = self.encode_chat(body, session)
         choices = self._choices(request, "messages", prompt, session)
-        if isinstance(body, ChatRequest):
-            return Job(request, choices, ChatResponseBuilder(request, self._token_text), form, is_retry)
-        return Job(request, choices, body.new_builder(), form, is_retry)
+        builder: BodyBuilder
+        match body:
+            case ChatRequest():
+                builder = ChatResponseBuilder(body, self._token_text)
+            case ResponsesRequest():
+                builder = ResponsesBuilder(body)
+            case MessagesRequest():
+                builder = MessagesBuilder(body)
+        return Job(request, choices, builder, form, is_retry)
 
     def encode_chat(self, body: ChatBody, session: AgentSession | None) -> tuple[ChatRequest, Prompt, ReplyFormat]:
         """Return a request as a chat request, its prompt, and the format of the replies."""
@@ -156,7 +162,7 @@ class ModelService:
         return request, prompt, form
 
     def completion_job(self, request: CompletionRequest, sessions: Sequence[AgentSession | None]) -> Job:
-        """Validate and encode a text completion, with one session per prompt. RequestError if it is invalid."""
+        """Validate and encode a text completion, with one session per prompt. Raise RequestError if it is invalid."""
         self._check(request)
         if not 0 < len(request.prompts) <= MAX_PROMPTS:
             refuse(f"{len(request.prompts)} prompts; send between 1 and {MAX_PROMPTS}", param="prompt")
@@ -206,13 +212,9 @@ class ModelService:
         # SkyRL's clients pass a session id so that the engine keeps the conversation's cache.
         cache = f"client/{request.session_id}" if isinstance(request.session_id, str | int) else None
         base = secrets.randbits(64) if request.seed is None else request.seed
+        new_request = partial(EngineRequest, prompt.token_ids, sampling, session_id=cache, images=prompt.images)
         seeds = [hash_seed(f"{base}/{index}") for index in range(request.n_choices)]
-        return [
-            Choice(
-                prompt, sampling, None, partial(EngineRequest, prompt.token_ids, sampling, seed, cache, prompt.images)
-            )
-            for seed in seeds
-        ]
+        return [Choice(prompt, sampling, None, partial(new_request, seed=seed)) for seed in seeds]
 
     def _make_chat_variant(self, variant: str) -> tuple[ChatEncoder, ReplyFormat]:
         """Return the encoder for a request's template variables, and the format of the replies to its prompts.
@@ -242,13 +244,13 @@ class ModelService:
     # -- from jobs to answers
 
     async def answer(self, job: Job) -> Json:
-        """Return the complete answer. RequestError if the engine fails."""
+        """Return the complete answer. Raise RequestError if the engine fails."""
         async with job.in_progress() as repeated:
             sampled = await self._generate(job, None, repeated)
-            return job.builder.complete([finished for *_, finished in self._finish(job, self._streams(job), sampled)])
+            return job.builder.complete(self._finish(job, self._streams(job), sampled))
 
-    async def stream(self, job: Job) -> AsyncGenerator[Json]:
-        """Yield the events of the response. RequestError if the engine fails."""
+    async def stream(self, job: Job) -> AsyncGenerator[Json | str]:
+        """Yield the events of the response. Raise RequestError if the engine fails."""
         tokens: asyncio.Queue[tuple[int, TokenChunk] | None] = asyncio.Queue()
         async with job.in_progress() as repeated:
             for index, one in enumerate(repeated or ()):
@@ -266,34 +268,29 @@ class ModelService:
             finally:
                 generating.cancel()
                 await asyncio.gather(generating, return_exceptions=True)
-            ends = self._finish(job, streams, sampled)
-        for index, end in enumerate(ends):
-            for event in job.builder.end(index, *end):
+            replies = self._finish(job, streams, sampled)
+        for index, finished in enumerate(replies):
+            for event in job.builder.end(index, finished):
                 yield event
-        for event in job.builder.finish([finished for *_, finished in ends]):
-            yield event
+        for last_event in job.builder.finish(replies):
+            yield last_event
 
     def _streams(self, job: Job) -> list[ReplyStream]:
         keeps_stop = bool(job.request.include_stop_str_in_output)
-        texts = [TextStream(self._decode(job), choice.sampling.stop, keeps_stop=keeps_stop) for choice in job.choices]
+        # The text of a completion continues its prompt.
+        decode = self.chat.decode_after if isinstance(job.request, CompletionRequest) else self.chat.decode
+        texts = [TextStream(decode, choice.sampling.stop, keeps_stop=keeps_stop) for choice in job.choices]
         return [ReplyStream(text, job.form) for text in texts]
 
-    def _finish(
-        self, job: Job, streams: Sequence[ReplyStream], sampled: Sequence[Sampled]
-    ) -> list[tuple[str, str, FinishedChoice]]:
-        """Record the replies. Return the rest of each one's thought and content, and the whole."""
-        ends = []
+    def _finish(self, job: Job, streams: Sequence[ReplyStream], sampled: Sequence[Sampled]) -> list[FinishedChoice]:
+        """Record and return the replies."""
+        replies = []
         for choice, stream, one in zip(job.choices, streams, sampled, strict=True):
             thought, content, reply = stream.finish(one.result, one.request.seed)
             if choice.session is not None and not one.is_recorded:
                 choice.session.record(choice.prompt, one, reply)
-            _, stop = find_stop(self._decode(job), one.result, choice.sampling.stop) or (0, None)
-            ends.append((thought, content, FinishedChoice(choice.prompt.token_ids, one.result, reply, stop)))
-        return ends
-
-    def _decode(self, job: Job) -> Decode:
-        """Return the decoder of replies. The text of a completion continues its prompt."""
-        return self.chat.decode_after if isinstance(job.request, CompletionRequest) else self.chat.decode
+            replies.append(FinishedChoice(choice.prompt.token_ids, one.result, reply, thought, content))
+        return replies
 
     async def _generate(self, job: Job, on_tokens: OnTokens | None, repeated: list[Sampled] | None) -> list[Sampled]:
         """Return the engine's request and result of each choice. With `on_tokens`, stream new tokens to it."""

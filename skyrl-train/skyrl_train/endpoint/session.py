@@ -74,8 +74,8 @@ class AgentSession:
     generate_s: float = 0.0  # sum over requests
     engine_failure: str | None = None  # the first failure since the last reply
     counts: Counter[str] = field(default_factory=Counter)
-    """Numbers of replies to requests with tools ("with_tools"), of those with calls ("with_calls") and with malformed
-    calls ("malformed"), and of retried requests whose reply was sent again ("repeated")."""
+    """Replies to requests with tools ("with_tools"), replies with calls ("with_calls") and with malformed calls
+    ("malformed"), and retried requests that got a recorded reply ("repeated")."""
     caches: set[str] = field(default_factory=set)  # session ids of the engine, one per row
     _seeds: set[int] = field(default_factory=set)  # of requests so far
     _cache_of_row: dict[int, str] = field(default_factory=dict)

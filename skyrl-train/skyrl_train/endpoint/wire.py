@@ -1,6 +1,6 @@
 """Requests and errors of the endpoint: OpenAI's chat and text completions, with the usual extras of vLLM.
 
-`responses` and `messages` have the requests of the other APIs, which become chat requests.
+The request classes of the other APIs are in `responses` and `messages`. They are translated to chat requests.
 
 Unknown fields are ignored, so that newer clients keep working. Known fields that would change the answer but are not
 supported are rejected (see `NOT_OFFERED`).
@@ -49,7 +49,7 @@ NOT_OFFERED: Mapping[str, tuple[Any, ...]] = {
 
 
 class RequestError(Exception):
-    """The request is answered with an error.
+    """An error response to a request.
 
     OpenAI's clients raise BadRequestError for status 400 and NotFoundError for 404. For 500 and 503 they retry first,
     and then raise InternalServerError.
@@ -70,12 +70,12 @@ class RequestError(Exception):
 
 
 def refuse(message: str, *, param: str | None = None, code: str | None = None) -> NoReturn:
-    """Raise a RequestError with status 400, for a client's mistake."""
+    """Raise a RequestError with status 400: the client must change its request."""
     raise RequestError(400, message, param=param, code=code)
 
 
 def invalid(error: Mapping[str, Any]) -> RequestError:
-    """Return an error with status 400 for an error that pydantic has found."""
+    """Convert a validation error of pydantic to a RequestError with status 400."""
     is_json = error["type"] != "json_invalid"  # otherwise the location is a position in the text
     where = [str(part) for part in error["loc"] if is_json]
     return RequestError(400, f"{'.'.join(where) or 'body'}: {error['msg']}", param=where[0] if where else None)
@@ -223,10 +223,8 @@ class ChatRequest(CompletionOptions):
         functions = [get_function(tool) for tool in self.tools or ()]
         check_depth(functions)
         for function in functions:
-            name, parameters = (
-                function.get(key) if isinstance(function, dict) else None for key in ("name", "parameters")
-            )
-            if not (isinstance(name, str) and isinstance(parameters, dict | None)):
+            is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
+            if not (is_named and isinstance(function.get("parameters"), dict | None)):
                 form = '{"type": "function", "function": {"name": "look", "parameters": {…}}}'
                 refuse(f"the tool {reprlib.repr(function)} is malformed; write {form}", param="tools")
         return {function["name"]: function.get("parameters") or {} for function in functions}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.endpoint.completions import ChatResponseBuilder, FinishedChoice, ResponseBuilder
-from skyrl_train.endpoint.replies import Reply, TextStream, reply_text
+from skyrl_train.endpoint.replies import Reply, TextStream
 from skyrl_train.endpoint.wire import ChatRequest, CompletionRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineResult, StopReason
@@ -35,7 +35,7 @@ def test_pieces_add_up(chat: ChatEncoder, text: str, cuts: list[int], stops: lis
         pieces.append(stream.push(result.token_ids[position : position + n]))
         position += n
     pieces.append(stream.finish(result))
-    whole = reply_text(chat.decode, result, stops, keeps_stop=keeps_stop)
+    whole = TextStream(chat.decode, stops, keeps_stop=keeps_stop).finish(result)
     assert "".join(pieces) == whole == stream.text
     assert keeps_stop or not any(stop in whole for stop in stops)
 
@@ -50,13 +50,13 @@ def test_text_is_emitted_as_soon_as_it_is_certain(chat: ChatEncoder) -> None:
 def test_an_ignored_early_stop_string_stays_in_the_text(chat: ChatEncoder) -> None:
     token_ids = chat.encode("1a1a")
     assert len(token_ids) == 4
-    assert reply_text(chat.decode, result_of(token_ids), ["a"], keeps_stop=False) == "1a1"
+    assert TextStream(chat.decode, ["a"], keeps_stop=False).finish(result_of(token_ids)) == "1a1"
 
 
 def test_only_stop_strings_are_cut_from_the_text(chat: ChatEncoder) -> None:
     token_ids = [*chat.encode("1a"), chat.eos_token_id]
-    assert reply_text(chat.decode, result_of(token_ids), ["b"], keeps_stop=False) == "1a"
-    assert reply_text(chat.decode, result_of(token_ids, "length"), ["a"], keeps_stop=False) == "1a"
+    assert TextStream(chat.decode, ["b"], keeps_stop=False).finish(result_of(token_ids)) == "1a"
+    assert TextStream(chat.decode, ["a"], keeps_stop=False).finish(result_of(token_ids, "length")) == "1a"
 
 
 PARTS = ["a", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}"]  # tokens 1 and 2 are parts of characters

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from skyrl_train.endpoint.replies import Reply, ReplyFormat, ReplyStream, TextStream, reply_text
+from skyrl_train.endpoint.replies import Reply, ReplyFormat, ReplyStream, TextStream
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.types import StopReason
@@ -52,7 +52,7 @@ def test_streamed_parts_add_up(chat: ChatEncoder, form: str, text: str, cuts: li
         position += n
     *rests, reply = stream.finish(result, seed=1)
     parts = [part + rest for part, rest in zip(parts, rests, strict=True)]
-    assert reply == split(form, reply_text(chat.decode, result, [], keeps_stop=False), result.stop_reason)
+    assert reply == split(form, TextStream(chat.decode, [], keeps_stop=False).finish(result), result.stop_reason)
     assert parts == [reply.thought, reply.content]
 
 
