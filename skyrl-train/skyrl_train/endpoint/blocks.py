@@ -15,9 +15,9 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from skyrl_gym.tools.calls import ToolCall
-from skyrl_train.endpoint.completions import FinishedChoice, Json
+from skyrl_train.endpoint.completions import ChatRequest, FinishedChoice, Json
 from skyrl_train.endpoint.replies import dump_arguments
-from skyrl_train.endpoint.wire import ChatRequest, CompletionOptions, invalid, refuse
+from skyrl_train.endpoint.wire import CompletionOptions, invalid, refuse
 from skyrl_train.inference_engines.base import TokenChunk
 
 logger = logging.getLogger(__name__)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from skyrl_train.endpoint.blocks import Block, BlockBuilder, BlockEvents, BlockRequest, open_thought, seal_thought
-from skyrl_train.endpoint.completions import FinishedChoice, Json
+from skyrl_train.endpoint.completions import ChatRequest, FinishedChoice, Json
 from skyrl_train.endpoint.replies import wire_call
-from skyrl_train.endpoint.wire import NOT_OFFERED, ChatRequest, NonEmpty, RequestError, WireModel, refuse
+from skyrl_train.endpoint.wire import NOT_OFFERED, NonEmpty, RequestError, WireModel, refuse
 
 ERROR_TYPES = {
     400: "invalid_request_error",

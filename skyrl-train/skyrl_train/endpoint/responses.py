@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from skyrl_train.endpoint.blocks import Block, BlockBuilder, BlockEvents, BlockRequest, open_thought, seal_thought
-from skyrl_train.endpoint.completions import FinishedChoice, Json
+from skyrl_train.endpoint.completions import ChatRequest, FinishedChoice, Json
 from skyrl_train.endpoint.replies import wire_call
-from skyrl_train.endpoint.wire import NOT_OFFERED, UNSET, ChatRequest, Count, RequestError, WireModel, refuse
+from skyrl_train.endpoint.wire import NOT_OFFERED, UNSET, Count, RequestError, WireModel, refuse
 
 ENCRYPTED = "reasoning.encrypted_content"
 TEXT: Json = {"format": {"type": "text"}}

@@ -23,20 +23,12 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import Receive
 
 from skyrl_train.endpoint.asgi import ANSWERED_ERRORS, ActiveRequests, EventStream, JSONAnswer, answer_error
-from skyrl_train.endpoint.completions import Json
+from skyrl_train.endpoint.completions import ChatRequest, CompletionRequest, Json
 from skyrl_train.endpoint.messages import MessagesRequest
 from skyrl_train.endpoint.responses import ResponsesRequest
 from skyrl_train.endpoint.service import ChatBody, Job, ModelService
 from skyrl_train.endpoint.session import AgentSession, Owners
-from skyrl_train.endpoint.wire import (
-    ChatRequest,
-    CompletionOptions,
-    CompletionRequest,
-    RequestError,
-    refuse,
-    unavailable,
-    unknown_session,
-)
+from skyrl_train.endpoint.wire import CompletionOptions, RequestError, refuse, unavailable, unknown_session
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import SamplingParams
 
@@ -77,8 +69,8 @@ class Endpoint:
             raise ConfigError(f"the endpoint cannot listen on {host}:{port} ({error}); try port 0") from error
         self.origin = (public_url or f"http://{host}:{listening.getsockname()[1]}").rstrip("/")
         app = FastAPI(openapi_url=None, redirect_slashes=False)
-        for error in ANSWERED_ERRORS:
-            app.add_exception_handler(error, answer_error)
+        for kind in ANSWERED_ERRORS:
+            app.add_exception_handler(kind, answer_error)
         router = APIRouter()
         router.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         router.add_api_route("/v1/responses", self._respond_to, methods=["POST"])

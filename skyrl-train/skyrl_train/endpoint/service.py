@@ -16,20 +16,21 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_gym.images import find_images
 from skyrl_gym.tools.calls import HARMONY_THOUGHT
 from skyrl_train.concurrency import gather_or_cancel
-from skyrl_train.endpoint.completions import ChatResponseBuilder, FinishedChoice, Json, ResponseBuilder
+from skyrl_train.endpoint.completions import (
+    MAX_PROMPTS,
+    ChatRequest,
+    ChatResponseBuilder,
+    CompletionRequest,
+    FinishedChoice,
+    Json,
+    ResponseBuilder,
+)
 from skyrl_train.endpoint.messages import MessagesBuilder, MessagesRequest
 from skyrl_train.endpoint.recorder import Prompt, Recording
 from skyrl_train.endpoint.replies import ReplyFormat, ReplyStream, TextStream
 from skyrl_train.endpoint.responses import ResponsesBuilder, ResponsesRequest
 from skyrl_train.endpoint.session import AgentSession, Owners, Sampled, free_sampling
-from skyrl_train.endpoint.wire import (
-    MAX_PROMPTS,
-    ChatRequest,
-    CompletionOptions,
-    CompletionRequest,
-    RequestError,
-    refuse,
-)
+from skyrl_train.endpoint.wire import CompletionOptions, RequestError, refuse
 from skyrl_train.errors import DataError, EngineError, OutOfMemoryError, SamplingError
 from skyrl_train.generators.chat_template import CONTEXT_TOKENS, ChatEncoder
 from skyrl_train.inference_engines.base import (

@@ -1,6 +1,4 @@
-"""Requests and errors of the endpoint: OpenAI's chat and text completions, with the usual extras of vLLM.
-
-The request classes of the other APIs are in `responses` and `messages`. They are translated to chat requests.
+"""Options and errors that all APIs share. They are OpenAI's, with the usual extras of vLLM.
 
 Unknown fields are ignored, so that newer clients keep working. Known fields that would change the answer but are not
 supported are rejected (see `NOT_OFFERED`).
@@ -10,16 +8,11 @@ response types make this code longer and each chunk slower to build.
 """
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NoReturn
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from pydantic import AfterValidator, BaseModel, ConfigDict
-
-from skyrl_gym.error import InvalidAnswer
-from skyrl_gym.images import parse_parts, read_parts
-from skyrl_gym.tools.strict_json import check_depth
-from skyrl_train.rendering.messages import THOUGHT_FIELDS, get_function
 
 NonEmpty = Annotated[str, MinLen(1)]
 TokenId = Annotated[int, Ge(0)]
@@ -27,8 +20,6 @@ Count = Annotated[int, Ge(1)]
 Penalty = Annotated[float, Ge(-2), Le(2)]
 
 MAX_CHOICES = 128
-MAX_PROMPTS = 1024
-MAX_TOP_LOGPROBS = 20
 MIN_TOP_P = 1e-9  # keeps only the most likely token, as 0 does
 
 UNSET: tuple[Any, ...] = (None, False, [], {}, "")
@@ -98,47 +89,6 @@ class WireModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class ContentPart(WireModel):
-    """A part of a message's content: text, or an image in OpenAI's or Anthropic's form."""
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(WireModel):
-    """A message of a chat request."""
-
-    role: NonEmpty
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    thinking: str | None = None
-
-    def to_message(self) -> dict[str, Any]:
-        """Convert the message for the chat template, and read its images. Empty fields are dropped, except the text."""
-        names = ("name", "tool_call_id", "tool_calls", *THOUGHT_FIELDS)
-        others = {name: value for name in names if (value := getattr(self, name))}
-        content = _read_content(self.content) if isinstance(self.content, list) else self.content or ""
-        return {"role": self.role, "content": content, **others}
-
-
-def _read_content(content: Sequence[ContentPart]) -> str | list[dict[str, Any]]:
-    """Return text, or parts with images. Only data URLs are read: a client must not read the trainer's files."""
-    try:
-        parts = parse_parts([part.model_dump(exclude_none=True) for part in content])
-        sources = [part["image"] for part in parts if part["type"] == "image"] if isinstance(parts, list) else []
-        for source in sources:
-            if source is not None and not (isinstance(source, str) and source.startswith("data:")):
-                message = f"the image {reprlib.repr(source)} is not a data URL; send data:image/png;base64,…"
-                refuse(message, param="messages")
-        return read_parts(parts)
-    except InvalidAnswer as error:
-        refuse(str(error), param="messages")
-
-
 class StreamOptions(WireModel):
     """`stream_options` of a request."""
 
@@ -203,70 +153,3 @@ class CompletionOptions(WireModel):
             if value not in values:
                 message = f"{name}={reprlib.repr(value)} is not supported; remove {name}"
                 refuse(message, param=name, code="unsupported")
-
-
-class ChatRequest(CompletionOptions):
-    """The body of POST /v1/chat/completions."""
-
-    messages: Annotated[list[ChatMessage], MinLen(1)]
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-
-    @property
-    def tool_parameters(self) -> dict[str, dict[str, Any]]:
-        """JSON Schema of the arguments of each tool, by name."""
-        functions = [get_function(tool) for tool in self.tools or ()]
-        check_depth(functions)
-        for function in functions:
-            is_named = isinstance(function, dict) and isinstance(function.get("name"), str)
-            if not (is_named and isinstance(function.get("parameters"), dict | None)):
-                form = '{"type": "function", "function": {"name": "look", "parameters": {…}}}'
-                refuse(f"the tool {reprlib.repr(function)} is malformed; write {form}", param="tools")
-        return {function["name"]: function.get("parameters") or {} for function in functions}
-
-    @property
-    def may_call_tools(self) -> bool:
-        """True unless the client forbids calls."""
-        return (self.model_extra or {}).get("tool_choice") != "none"
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        """Maximum number of tokens of a reply. `max_completion_tokens` takes precedence over `max_tokens`."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def n_top_logprobs(self) -> int | None:
-        """Number of most likely tokens to report at each position."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    def check_offered(self) -> None:
-        """Reject unsupported fields that would change the answer, and `top_logprobs` without `logprobs`."""
-        super().check_offered()
-        if self.top_logprobs and not self.logprobs:
-            refuse(f"top_logprobs={self.top_logprobs} without logprobs; set logprobs to true", param="top_logprobs")
-
-
-class CompletionRequest(CompletionOptions):
-    """The body of POST /v1/completions: one or several prompts, as text or token ids."""
-
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    max_tokens: Count | None = 16
-    logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
-
-    @property
-    def n_top_logprobs(self) -> int | None:
-        """Number of most likely tokens to report at each position."""
-        return self.logprobs
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts as a list."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        prompts: list[Any] = list(self.prompt)
-        return [prompts] if prompts and isinstance(prompts[0], int) else prompts

@@ -19,9 +19,9 @@ from train_kit.vision_models import draw
 
 from skyrl_gym.images import read_image
 from skyrl_train.endpoint import AgentSession
+from skyrl_train.endpoint.completions import ChatRequest
 from skyrl_train.endpoint.messages import MessagesRequest
 from skyrl_train.endpoint.responses import ResponsesRequest
-from skyrl_train.endpoint.wire import ChatRequest
 
 Json = dict[str, Any]
 

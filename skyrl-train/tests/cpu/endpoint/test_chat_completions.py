@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletion
 from train_kit.endpoints import HELLO, MODEL, LiveEndpoint
 from train_kit.messages import user
 
-from skyrl_train.endpoint.wire import ChatMessage
+from skyrl_train.endpoint.completions import ChatMessage
 from skyrl_train.rendering.messages import THOUGHT_FIELDS
 
 

@@ -4,9 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.endpoint.completions import ChatResponseBuilder, FinishedChoice, ResponseBuilder
+from skyrl_train.endpoint.completions import (
+    ChatRequest,
+    ChatResponseBuilder,
+    CompletionRequest,
+    FinishedChoice,
+    ResponseBuilder,
+)
 from skyrl_train.endpoint.replies import Reply, TextStream
-from skyrl_train.endpoint.wire import ChatRequest, CompletionRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineResult, StopReason
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from train_kit import golden
 from train_kit.endpoints import HELLO, MODEL, LiveEndpoint
 
-from skyrl_train.endpoint.wire import ChatRequest, RequestError
+from skyrl_train.endpoint.completions import ChatRequest
+from skyrl_train.endpoint.wire import RequestError
 
 CHAT = {"model": MODEL, "messages": HELLO, "max_tokens": 2}
 TEXT = {"model": MODEL, "prompt": "State", "max_tokens": 2}

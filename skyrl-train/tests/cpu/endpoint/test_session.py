@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.endpoint.completions import ChatRequest
 from skyrl_train.endpoint.recorder import Prompt, Recording
 from skyrl_train.endpoint.replies import Reply
 from skyrl_train.endpoint.session import AgentSession, Sampled
-from skyrl_train.endpoint.wire import ChatRequest
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineResult, SamplingParams
 

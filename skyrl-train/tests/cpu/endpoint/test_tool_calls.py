@@ -21,9 +21,10 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.tools.strict_json import BadJSON
 from skyrl_train.endpoint import AgentResult, AgentSession, ModelService
+from skyrl_train.endpoint.completions import ChatRequest
 from skyrl_train.endpoint.recorder import Recording
 from skyrl_train.endpoint.replies import ReplyFormat
-from skyrl_train.endpoint.wire import ChatRequest, RequestError
+from skyrl_train.endpoint.wire import RequestError
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata
 from skyrl_train.generators.chat_template import ChatEncoder
