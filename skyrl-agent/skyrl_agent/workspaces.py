@@ -31,6 +31,7 @@ W = TypeVar("W", bound="Workspace")
 MAX_OUTPUT_BYTES = 30_000  # per command. The first and the last half are kept.
 MAX_OUTPUT_FILE_BYTES = 4 << 30  # per file that a command writes, so that endless output does not fill the disk
 MAX_FILE_BYTES = 16 << 20  # per file that is read or written as a whole
+MAX_PRINTED_BYTES = 4 * MAX_FILE_BYTES  # of a script. Its command can print past the file for its output
 MAX_COMMAND_BYTES = 90_000  # Linux allows 128 KiB for an argument, and base64 adds a third
 CHUNK_BYTES = 45_000
 FILE_TIMEOUT_S = 60.0
@@ -387,15 +388,33 @@ class _MachineWorkspace(Workspace):
                 start_new_session=True,
             )
             self._processes.add(process)
-        try:
-            output, _ = process.communicate(launch.stdin, timeout=timeout_s)
-        except subprocess.TimeoutExpired as error:
+        late = threading.Event()
+
+        def expire() -> None:
+            late.set()
             self.end(process)
-            process.communicate()
-            raise WorkspaceError(f"the shell did not return within {timeout_s:g} s") from error
+
+        timer = threading.Timer(timeout_s, expire)
+        timer.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with process.stdout:
+                with suppress(BrokenPipeError), process.stdin:  # it has ended already
+                    process.stdin.write(launch.stdin)
+                output = process.stdout.read(MAX_PRINTED_BYTES)
+            if len(output) == MAX_PRINTED_BYTES:
+                self.end(process)
+            process.wait()
         finally:
+            timer.cancel()
+            timer.join()
             with self._lock:
                 self._processes.discard(process)
+        if late.is_set():
+            raise WorkspaceError(f"the shell did not return within {timeout_s:g} s")
+        if len(output) == MAX_PRINTED_BYTES:
+            raise WorkspaceError(f"the shell printed more than {MAX_PRINTED_BYTES >> 20} MiB")
         text = output.decode("utf-8", "replace")
         if process.returncode == NOT_ISOLATED:
             raise WorkspaceError(text.strip())
@@ -433,8 +452,8 @@ class IsolatedWorkspace(_MachineWorkspace):
     """A temporary folder on this machine in which each command runs isolated, by Linux namespaces.
 
     A command sees the workspace, its home, `/tmp`, the system's programs and `readable`, but no other file, process,
-    user or network address. Every command has a new process namespace, so none of its processes outlives it. The
-    kernel is shared, and the disk space is limited only per file.
+    user or network address. Every command has a new process namespace, so none of its processes outlives it.
+    Memory, processes, files and their number are limited. The kernel is shared.
     """
 
     home = "/home/agent"
@@ -474,6 +493,12 @@ class IsolatedWorkspace(_MachineWorkspace):
         super()._start()
         for name in ("root", *(name for name in self._writable.values() if name.startswith("folder"))):
             (self._root / name).mkdir()
+
+    def end_programs(self) -> None:
+        """Kill every process of the workspace, and make its folders writable again."""
+        super().end_programs()
+        for name in self._writable.values():
+            (self._root / name).chmod(0o700)
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
         """Have a process end everything in its namespace, then kill it."""

@@ -16,8 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
-from skyrl_agent.harness.config import START_TIMEOUT_S, HarnessConfig
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_agent.harness.config import START_TIMEOUT_S, Failure, HarnessConfig
 from skyrl_agent.harness.gateway import Gateway
 from skyrl_agent.harness.grading import grade
 from skyrl_agent.harness.known import AGENTS, KnownAgent
@@ -35,8 +38,11 @@ from skyrl_agent.workspaces import (
 )
 from skyrl_gym.isolation.command import NOT_ISOLATED, PORT
 from skyrl_gym.runtime.text import describe_error
+from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.endpoint.agent_generator import AgentGenerator, AgentResult, NoReward
 from skyrl_train.errors import ConfigError
+from skyrl_train.generators.rollout import Rollout
+from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.types import PromptRow, StopReason
 from skyrl_train.types.tokens import Phase
 
@@ -67,7 +73,6 @@ class HarnessAgent:
             ConfigError: it does not exist, or this machine cannot isolate it.
         """
         self.cfg = cfg
-        self.failures: Counter[str] = Counter()  # by stop reason, since `take_failures`
         self._path: tuple[str, ...] = ()
         self._readable = cfg.workspace.readable
         self._known = AGENTS.get(cfg.harness) if isinstance(cfg.harness, str) else None
@@ -96,16 +101,6 @@ class HarnessAgent:
         self, *, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str
     ) -> AgentResult:
         """Play the task of a row. Raise NoReward, with the failure as the stop reason, if it cannot be graded."""
-        try:
-            return await self._play(base_url, api_key, model, row)
-        except WorkspaceError as error:
-            self.failures["workspace_error"] += 1
-            raise NoReward("workspace_error", str(error)) from error
-        except NoReward as error:
-            self.failures[error.stop_reason] += 1
-            raise
-
-    async def _play(self, base_url: str, api_key: str, model: str, row: PromptRow) -> AgentResult:
         task = HarnessTask.from_row(row, self.cfg)
         workspace = self._new_workspace(task)
         try:
@@ -123,10 +118,10 @@ class HarnessAgent:
                 if end.failure is not None and end.failure not in self.cfg.graded_failures:
                     raise NoReward(end.failure, f"the agent {end.reason}")
                 result = await in_thread(partial(grade, workspace, task, row))
+        except WorkspaceError as error:
+            raise NoReward("workspace_error", str(error)) from error
         except OSError as error:  # files, sockets and processes of the workspace
-            raise WorkspaceError(describe_error(error)) from error
-        if end.failure is not None:
-            self.failures[end.failure] += 1
+            raise NoReward("workspace_error", describe_error(error)) from error
         metrics: dict[str, float] = {
             "requests": gateway.n_turns,
             "output_bytes": end.n_bytes,
@@ -218,14 +213,39 @@ class HarnessAgent:
 
 
 class HarnessGenerator(AgentGenerator):
-    """An `AgentGenerator` whose metrics count the failures of a harness, including retried attempts."""
+    """An `AgentGenerator` whose metrics count failed attempts, including retried and graded ones."""
+
+    def __init__(
+        self,
+        agent: HarnessAgent,
+        generator_cfg: GeneratorConfig,
+        engine: InferenceEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        in_own_process: bool = True,
+    ) -> None:
+        """Prepare the server, with the limits of the harness file."""
+        super().__init__(
+            agent,
+            generator_cfg,
+            engine,
+            tokenizer,
+            max_concurrent_agents=agent.cfg.max_concurrent_agents,
+            in_own_process=in_own_process,
+            trains_side_requests=agent.cfg.trains_side_requests,
+        )
+        self._failures: dict[Phase, Counter[str]] = {"train": Counter(), "eval": Counter()}
 
     def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
         """Return `agent/*` and `agent/failures/*`."""
-        agent = self._agent
-        assert isinstance(agent, HarnessAgent)
-        failures, agent.failures = agent.failures, Counter()
+        failures = self._failures[phase]
+        self._failures[phase] = Counter()
         return super().take_metrics(phase) | {f"agent/failures/{name}": float(n) for name, n in failures.items()}
+
+    async def _play(self, sampling: SamplingParams, rollout: Rollout) -> None:
+        await super()._play(sampling, rollout)
+        graded = [name for name in get_args(Failure) if rollout.env_metrics.get(name)]
+        self._failures[rollout.request.id.phase].update([str(rollout.stop_reason)] if rollout.error else graded)
 
 
 async def run_program(
@@ -308,9 +328,9 @@ def _describe_exit(status: int | None, output: str) -> ProgramEnd:
         return ProgramEnd(None, f"ended with status 0; its last output: {output}")
     if status in (126, 127):
         raise WorkspaceError(f"the agent could not be started: {output}")
-    if status < 0 or status > 128:
-        name = signal.Signals(-status if status < 0 else status - 128).name if abs(status) < 193 else str(status)
-        return ProgramEnd("agent_killed", f"was killed by {name}; its last output: {output}")
+    number = -status if status < 0 else status - 128
+    if number in set(signal.Signals):
+        return ProgramEnd("agent_killed", f"was killed by {signal.Signals(number).name}; its last output: {output}")
     return ProgramEnd("agent_exit", f"ended with status {status}; its last output: {output}")
 
 

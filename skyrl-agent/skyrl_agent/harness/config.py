@@ -62,8 +62,8 @@ class HarnessConfig(Section):
     """Settings of a harness file."""
 
     harness: str | tuple[str, ...]
-    """The agent: the name of a known one (mini-swe-agent, pi, opencode, codex), a list of arguments, a shell command,
-    or a Python function as `module:function`."""
+    """The agent: the name of a known one (mini-swe-agent, pi, opencode, codex, claude-code), a list of arguments,
+    a shell command, or a Python function as `module:function`."""
 
     arguments: tuple[str, ...] = ()
     """More arguments, before the task."""

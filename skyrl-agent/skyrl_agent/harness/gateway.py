@@ -13,7 +13,11 @@ from urllib.parse import urlsplit
 
 MAX_HEAD_BYTES = 64 << 10
 CHUNK_BYTES = 64 << 10
-TURN = re.compile(rb"POST [^ ]*/(chat/completions|completions|responses|messages)(\?[^ ]*)? ")
+MAX_CONNECTIONS = 64  # each takes two file descriptors of the trainer
+REQUEST = re.compile(rb"[A-Z]+ (/v1(?:/[\w.:-]+)+)(?:\?[^ \r\n]*)? HTTP/1\.[01]\r\n")
+"""A request line with a path that has one spelling. `%6d`, `//` and `..` could hide a turn or another session."""
+BARE_NEWLINE = re.compile(rb"(?<!\r)\n|\r(?!\n)")  # the server may end a head there and read a second request
+TURN = re.compile(rb"/(chat/completions|completions|responses|messages)$")
 MAX_RETRIES = 5
 """Retries per turn that are not turns themselves. Clients of OpenAI and Anthropic send up to 2 by default."""
 RETRY = re.compile(rb"\r\nx-stainless-retry-count: *[1-9]", re.IGNORECASE)
@@ -64,6 +68,9 @@ class Gateway:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if len(self._open) >= MAX_CONNECTIONS:
+            writer.close()
+            return
         self._open.add(task)
         try:
             # A client that disconnects, or a server that is gone, ends its connection and nothing else.
@@ -79,11 +86,12 @@ class Gateway:
         except asyncio.LimitOverrunError:
             await _refuse(writer, b"431 Request Header Fields Too Large", b"the header is too long")
             return
-        method, _, rest = head.partition(b" ")
-        if not rest.startswith(b"/v1/"):
-            await _refuse(writer, b"404 Not Found", b"there is only /v1/")
+        request = REQUEST.match(head)
+        if request is None or b"/.." in request[1] or BARE_NEWLINE.search(head):
+            await _refuse(writer, b"404 Not Found", b"there are only plain paths below /v1/")
             return
-        is_turn = TURN.match(head) is not None
+        method, _, rest = head.partition(b" ")
+        is_turn = method == b"POST" and TURN.search(request[1]) is not None
         if is_turn and RETRY.search(head) and self._n_retries < MAX_RETRIES * self.n_turns:
             self._n_retries += 1  # an agent that marks every request as a retry runs out of them
         elif is_turn:

@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_agent.harness.config import is_function
 from skyrl_agent.harness.task import HarnessTask
 from skyrl_agent.loading import load_function
-from skyrl_agent.workspaces import Workspace, WorkspaceError
+from skyrl_agent.workspaces import Workspace, WorkspaceError, quote_path
 from skyrl_gym.runtime.text import describe_error
 from skyrl_train.endpoint.agent_generator import AgentResult, NoReward
 from skyrl_train.types import PromptRow
@@ -37,14 +37,17 @@ def grade(workspace: Workspace, task: HarnessTask, row: PromptRow) -> AgentResul
     """
     if is_function(task.verifier):
         return _call_verifier(workspace, task, row)
+    has_reward_files = workspace.socket is not None
+    # The agent may have left anything here: links to /dev/null or to rewards, in folders that cannot be changed.
+    replaced = " ".join(map(quote_path, [*task.verifier_files, "/tests"] if task.tests else task.verifier_files))
+    workspace.run(f"rm -rf -- {replaced}")
+    if has_reward_files:
+        workspace.run(f"mkdir -p /logs && chmod -R u+rwX /logs && rm -rf {REWARDS} && mkdir {REWARDS}")
     for path, text in task.verifier_files.items():
         workspace.write_bytes(path, text.encode())
     if task.tests is not None:
         workspace.upload(task.tests, "/tests")
-    has_reward_files = workspace.socket is not None
-    # The rewards and the home folder of the agent do not count. It may hold startup files.
-    setup = f"rm -rf {REWARDS}; mkdir -p {REWARDS}; " if has_reward_files else ""
-    setup += "export HOME=$(mktemp -d); "
+    setup = "export HOME=$(mktemp -d); "  # the agent's may hold startup files
     setup += "".join(f"export {name}={shlex.quote(value)}; " for name, value in task.verifier_env.items())
     result = workspace.execute(setup + task.verifier, task.verifier_timeout, MAX_REPORT_BYTES)
     report = result.output.strip()[-1000:]

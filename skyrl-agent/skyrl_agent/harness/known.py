@@ -78,4 +78,9 @@ AGENTS: Mapping[str, KnownAgent] = {
         {"{home}/.codex/config.toml": CODEX_CONFIG},
         install="npm install @openai/codex",
     ),
+    "claude-code": KnownAgent(
+        ("claude", "--bare", "-p", "--model", "{model}", "--dangerously-skip-permissions", "{task}"),
+        {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "IS_SANDBOX": "1"},
+        install="npm install @anthropic-ai/claude-code",
+    ),
 }

@@ -108,14 +108,7 @@ class HarnessExp(RLExperiment):
     def get_generator(
         self, cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase, inference_engine_client: InferenceEngine
     ) -> HarnessGenerator:
-        return HarnessGenerator(
-            self.agent,
-            cfg.generator,
-            inference_engine_client,
-            tokenizer,
-            max_concurrent_agents=self.agent.cfg.max_concurrent_agents,
-            trains_side_requests=self.agent.cfg.trains_side_requests,
-        )
+        return HarnessGenerator(self.agent, cfg.generator, inference_engine_client, tokenizer)
 
     def check_environments(self, datasets: Sequence[PromptDataset]) -> None:
         """Check every row, up front or when it is drawn. Build images."""

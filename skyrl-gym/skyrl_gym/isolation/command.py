@@ -38,9 +38,11 @@ class Isolation:
     files: Mapping[str, str] = field(default_factory=dict)  # texts by path
     socket: str | None = None  # a Unix socket, inside at 127.0.0.1:8000
     env: Mapping[str, str] = field(default_factory=dict)
-    n_processes: int = 1024
+    n_threads: int = 1024  # of all processes together
     memory_bytes: int = 8 << 30  # of all processes together
     file_bytes: int = 4 << 30  # of each file
+    total_bytes: int = 16 << 30  # of all files in `writable` together
+    n_files: int = 250_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from skyrl_gym.isolation.files import TOO_MANY_BYTES, file_bytes, unnamed_bytes
 from skyrl_gym.isolation.kernel import PR_SET_DUMPABLE, prctl, set_limit
-from skyrl_gym.isolation.namespaces import enter_namespaces, isolate_folders, run_as_init
-from skyrl_gym.isolation.processes import all_processes, memory_bytes
+from skyrl_gym.isolation.namespaces import enter_namespaces, isolate_folders, outermost, run_as_init
+from skyrl_gym.isolation.processes import all_processes, memory_bytes, n_threads
 from skyrl_gym.isolation.relay import start_relay
 
 PORT = 8000
@@ -26,6 +27,8 @@ NOT_ISOLATED = 254
 """Exit status if the command could not be isolated, so it never ran."""
 KILLED = 128 + signal.SIGKILL
 WATCH_SECONDS = 0.1
+SCAN_SECONDS = 1.0  # between scans of files, at least
+SCAN_SHARE = 0.05  # of the time, for scans of many files
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 Json = Mapping[str, Any]
@@ -88,18 +91,35 @@ def _exec(job: Json) -> NoReturn:
 
 
 def _watch(job: Json) -> NoReturn:
-    """End the namespace if its processes exceed a limit."""
+    """End the namespace if its processes or its files exceed a limit."""
+    next_scan = unnamed = 0.0
     while True:
         time.sleep(WATCH_SECONDS)
         processes = [pid for pid in all_processes() if pid != 1]
-        limit = ""
-        if len(processes) > job["n_processes"]:
-            limit = f"{job['n_processes']} processes"
-        elif sum(map(memory_bytes, processes)) > job["memory_bytes"]:
-            limit = f"{job['memory_bytes'] >> 20} MiB of memory"
-        if limit:
-            os.write(2, f"\nkilled: more than {limit}\n".encode())
-            os._exit(KILLED)
+        if (started := time.monotonic()) >= next_scan:
+            unnamed = unnamed_bytes(processes)
+            _check_files(job)
+            ended = time.monotonic()
+            next_scan = ended + max(SCAN_SECONDS, (ended - started) / SCAN_SHARE)
+        if sum(map(n_threads, processes)) > job["n_threads"]:
+            _kill(f"more than {job['n_threads']} processes and threads")
+        if sum(map(memory_bytes, processes)) + unnamed > job["memory_bytes"]:
+            _kill(f"more than {job['memory_bytes'] >> 20} MiB of memory")
+
+
+def _check_files(job: Json) -> None:
+    """End the namespace if its files exceed a limit, or cannot be counted."""
+    folders = list(outermost(path for path in job["writable"] if os.path.isdir(path)))
+    sizes = [file_bytes(folder, (), job["n_files"], job["readable"]) for folder in folders]
+    if max(sizes, default=0) == TOO_MANY_BYTES:
+        _kill(f"more than {job['n_files']:,} files, or a folder that cannot be listed")
+    if sum(sizes) > job["total_bytes"]:
+        _kill(f"more than {job['total_bytes'] >> 20:,} MiB of files")
+
+
+def _kill(reason: str) -> NoReturn:
+    os.write(2, f"\nkilled: {reason}\n".encode())
+    os._exit(KILLED)
 
 
 def _refuse(error: Exception) -> NoReturn:

@@ -3,7 +3,7 @@
 import itertools
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 BLOCK_BYTES = 512  # the unit of st_blocks
@@ -11,17 +11,19 @@ MAX_FILES = 4096  # per program
 TOO_MANY_BYTES = 1 << 62
 
 
-def file_bytes(folder: str, processes: Iterable[int], max_files: int = MAX_FILES) -> int:
+def file_bytes(folder: str, processes: Iterable[int], max_files: int = MAX_FILES, skipped: Collection[str] = ()) -> int:
     """Return the space taken by the files in `folder` and by unnamed files that a process has open.
 
-    Return infinity for more than `max_files` files, a folder that cannot be read, or a path that is too long.
+    Paths in `skipped` do not count. Return infinity for more than `max_files` files, a folder that cannot be read, or a path that is too long.
     """
     n_bytes = n_files = 0
     pending = [folder]
     while pending:
         try:
-            with suppress(FileNotFoundError), os.scandir(pending.pop()) as entries:
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(pending.pop()) as entries:
                 for entry in entries:
+                    if entry.path in skipped:
+                        continue
                     n_files += 1
                     if n_files > max_files or len(entry.path) > os.pathconf(folder, "PC_PATH_MAX") // 2:
                         return TOO_MANY_BYTES
@@ -29,9 +31,9 @@ def file_bytes(folder: str, processes: Iterable[int], max_files: int = MAX_FILES
                         pending.append(entry.path)
                     with suppress(FileNotFoundError):
                         n_bytes += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
-        except PermissionError:
+        except OSError:  # e.g. no permission
             return TOO_MANY_BYTES
-    return n_bytes + _unnamed_bytes(processes)
+    return n_bytes + unnamed_bytes(processes)
 
 
 def clear_folder(folder: str) -> None:
@@ -55,8 +57,8 @@ def clear_folder(folder: str) -> None:
             os.rmdir(entry.path)
 
 
-def _unnamed_bytes(processes: Iterable[int]) -> int:
-    """Return the space of deleted files that processes still have open."""
+def unnamed_bytes(processes: Iterable[int]) -> int:
+    """Return the space of deleted files that processes still have open. Files of `memfd_create` are memory."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in processes:
         with suppress(OSError):

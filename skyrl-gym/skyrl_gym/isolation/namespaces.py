@@ -17,6 +17,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 MNT_DETACH = 2
+MAX_SHARED_PAGES = 1 << 18  # of System V shared memory, 1 GiB
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
 SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 
@@ -44,6 +45,8 @@ def enter_namespaces() -> None:
     _write("/proc/self/gid_map", f"{group} {group} 1")
     with suppress(OSError):  # an old kernel has no such limit
         _write("/proc/sys/user/max_user_namespaces", "0")  # a nested namespace would restore capabilities
+    with suppress(OSError):  # only the owner of the namespace may, in recent kernels
+        _write("/proc/sys/kernel/shmall", str(MAX_SHARED_PAGES))  # this memory belongs to no process
 
 
 def run_as_init(function: Callable[[], None]) -> NoReturn:
@@ -100,7 +103,7 @@ def isolate_folders(
     for path, source in sorted(writable.items()):  # outer folders first
         target = _create_target(folder, path, is_folder=os.path.isdir(source))
         _mount(source, target, flags=MS_BIND)
-    for path in _outermost(readable):  # may be in a writable folder, e.g. a program below /tmp
+    for path in outermost(readable):  # may be in a writable folder, e.g. a program below /tmp
         _bind(path, folder)
     for path, text in files.items():
         _write(_create_target(folder, path, is_folder=False), text)
@@ -113,7 +116,7 @@ def _build_root(folder: str, readable: Iterable[str]) -> None:
     """Mount a file system in memory at `folder`, with `readable`, `/proc` and `/dev/stdin`."""
     _mount("none", "/", flags=MS_REC | MS_PRIVATE)
     _mount("none", folder, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for path in _outermost(readable):
+    for path in outermost(readable):
         _bind(path, folder)
     for name in ("/proc", "/dev"):
         os.makedirs(folder + name, exist_ok=True)
@@ -143,7 +146,7 @@ def _mount(source: str, target: str, kind: str = "", flags: int = 0, options: st
     check_result(f"mount {target}", result)
 
 
-def _outermost(paths: Iterable[str]) -> Iterator[str]:
+def outermost(paths: Iterable[str]) -> Iterator[str]:
     """Yield the existing paths that are not inside another of them."""
     last = ""
     for path in sorted(path for path in set(paths) if os.path.lexists(path)):

@@ -54,14 +54,7 @@ async def play(
     tokenizer = hermes_tokenizer()
     engine = engine or ScriptedEngine(tokenizer, script)
     settings = load_config({"trainer": {"max_prompt_length": 1}, "generator": {"n_rollout_retries": n_retries}})
-    generator = HarnessGenerator(
-        HarnessAgent(cfg),
-        settings.generator,
-        engine,
-        tokenizer,
-        in_own_process=False,
-        max_concurrent_agents=cfg.max_concurrent_agents,
-    )
+    generator = HarnessGenerator(HarnessAgent(cfg), settings.generator, engine, tokenizer, in_own_process=False)
     prompts = [
         PromptRow(str(i), [user(row.get("task", ""))], None, {k: v for k, v in row.items() if k != "task"})
         for i, row in enumerate(rows)
