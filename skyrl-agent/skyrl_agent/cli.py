@@ -33,7 +33,7 @@ TaskFile = Annotated[
     Path,
     typer.Argument(
         metavar="TASK",
-        help="A task file, a harness file, or a known agent: mini-swe-agent, pi, opencode or codex.",
+        help="A task file, a harness file, or a known agent: mini-swe-agent, pi, opencode, codex or claude-code.",
         show_default=False,
     ),
 ]

@@ -36,14 +36,36 @@ async def test_what_the_agent_leaves_running_or_writes_as_a_reward_does_not_coun
 
 
 @pytest.mark.parametrize(
+    "attack",
+    [
+        "mkdir -p /logs/verifier/a; echo 1 > /logs/verifier/reward.txt; chmod 111 /logs/verifier /logs",
+        "ln -s /workspace /logs/verifier; echo 1 > reward.txt; chmod 555 /logs",
+        "ln -s /dev/null check.py; chmod 555 .",
+        "mkfifo check.py; chmod 000 /tmp",
+    ],
+)
+async def test_an_agent_cannot_prevent_its_grading(attack: str) -> None:
+    row = {"task": f"run=[{attack}]", "verifier": "python3 check.py", "verifier_files": {"check.py": "assert 0"}}
+    (t,), _ = await play(fake_harness(), [row])
+    assert (t.error, t.total_reward) == (None, 0.0)
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize(
     ("row", "reason", "text"),
     [
         ({"task": "fault=crash."}, "agent_exit", "status 3"),
+        ({"task": "fault=status."}, "agent_exit", "status 160"),
         ({"task": "fault=silent."}, "agent_silent", "never called the model"),
         ({"task": "fault=killed."}, "agent_killed", "SIGKILL"),
         ({"task": "fault=hang."}, "agent_timeout", "did not finish within 2 s"),
         ({"task": "fault=flood."}, "agent_output", "printed more than 20,000,000 bytes"),
         ({"task": "run=[sleep 4001]"}, "agent_timeout", "did not finish within 2 s"),
+        (
+            {"task": "x", "verifier": "cat /dev/zero > /proc/$(cut -d' ' -f4 /proc/$PPID/stat)/fd/1"},
+            "workspace_error",
+            "64 MiB",
+        ),
         ({"task": "x", "verifier": "no-such-program"}, "verifier_error", "status 127"),
         ({"task": "x", "verifier": "sleep 4002"}, "verifier_timeout", "longer than 1 s"),
         ({"task": "x", "verifier": "echo NaN > /logs/verifier/reward.txt"}, "verifier_error", "write numbers"),
@@ -64,8 +86,9 @@ async def test_an_agent_at_its_turn_limit_is_graded() -> None:
     (t,), metrics = await play(fake_harness(max_turns=3), [{"task": "again"}])
     assert (t.total_reward, len(t.turns), t.env_metrics["turn_limit"]) == (1.0, 3, 1.0)
     assert metrics["agent/failures/turn_limit"] == 1.0
-    (t,), _ = await play(fake_harness(max_turns=3, graded_failures=()), [{"task": "again"}])
+    (t,), metrics = await play(fake_harness(max_turns=3, graded_failures=()), [{"task": "again"}], phase="eval")
     assert t.stop_reason == "turn_limit"
+    assert {name: n for name, n in metrics.items() if "failures" in name} == {"eval/agent/failures/turn_limit": 1.0}
 
 
 async def test_ten_megabytes_of_text_do_not_hurt() -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.nightly
 
 PROGRAMS = Path(os.environ.get("TEST_AGENTS", Path(__file__).parents[3] / ".venv-agents"))
 NODE = "node_modules/.bin"
-FOLDERS = {"mini-swe-agent": "bin", "pi": NODE, "opencode": NODE, "codex": NODE}
+FOLDERS = {"mini-swe-agent": "bin", "pi": NODE, "opencode": NODE, "codex": NODE, "claude-code": NODE}
 COMMANDS = ("sed -i 's/a - b/a + b/' add.py", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 
 
@@ -22,7 +22,8 @@ def write_script(name: str) -> list[str]:
     """Return the model's replies, with calls of the agent's shell."""
     if name == "codex":
         return [*(write_call("exec_command", cmd=command) for command in COMMANDS), "Done."]
-    return [*(write_call("bash", command=command, description="Run") for command in COMMANDS), "Done."]
+    tool = "Bash" if name == "claude-code" else "bash"
+    return [*(write_call(tool, command=command, description="Run") for command in COMMANDS), "Done."]
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -31,8 +31,8 @@ def main(task: str) -> None:
     fault = task.partition("fault=")[2].split(".")[0]
     if fault == "silent":
         return
-    if fault == "crash":
-        sys.exit(3)
+    if fault in ("crash", "status"):  # 128 + 32 is not a signal
+        sys.exit(3 if fault == "crash" else 160)
     messages = [{"role": "user", "content": task}]
     while True:
         reply = ask(messages)

@@ -20,6 +20,7 @@ from skyrl_train.config import load_config
 from skyrl_train.generators.base import BatchMetadata, rollout_requests
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
+from skyrl_train.types.tokens import Phase
 
 PREFIX = f"test{os.getpid()}-"
 """Start of the names of this process's workspaces, see `conftest.py`."""
@@ -49,8 +50,9 @@ async def play(
     script: Callable[[str], str] = reply,
     engine: Any = None,
     n_retries: int = 0,
+    phase: Phase = "train",
 ) -> tuple[list[Trajectory], dict[str, float]]:
-    """Play a trajectory for each row {task, …}. Return them with the metrics."""
+    """Play a trajectory for each row {task, …}. Return them with the metrics of both phases."""
     tokenizer = hermes_tokenizer()
     engine = engine or ScriptedEngine(tokenizer, script)
     settings = load_config({"trainer": {"max_prompt_length": 1}, "generator": {"n_rollout_retries": n_retries}})
@@ -61,11 +63,12 @@ async def play(
     ]
     try:
         trajectories = await generator.rollout(
-            rollout_requests([DrawnPrompt(i, row, i) for i, row in enumerate(prompts)], 1, "harness"),
+            rollout_requests([DrawnPrompt(i, row, i) for i, row in enumerate(prompts)], 1, "harness", phase),
             SamplingParams(max_new_tokens=1000),
-            BatchMetadata(1, "train"),
+            BatchMetadata(1, phase),
         )
-        return trajectories, generator.take_metrics()
+        evaluation = {f"eval/{name}": value for name, value in generator.take_metrics("eval").items()}
+        return trajectories, generator.take_metrics() | evaluation
     finally:
         await generator.close()
         await engine.close()
