@@ -75,7 +75,8 @@ class HarnessAgent:
         self.cfg = cfg
         self._path: tuple[str, ...] = ()
         self._readable = cfg.workspace.readable
-        self._known = AGENTS.get(cfg.harness) if isinstance(cfg.harness, str) else None
+        command = cfg.harness if isinstance(cfg.harness, tuple) else ("bash", "-c", cfg.harness)
+        self._agent = AGENTS.get(str(cfg.harness)) or KnownAgent(command)
         self._function = None
         if cfg.function is not None:
             try:
@@ -152,13 +153,13 @@ class HarnessAgent:
     async def _run(
         self, workspace: Workspace, task: HarnessTask, gateway: Gateway, values: Mapping[str, str], row: PromptRow
     ) -> ProgramEnd:
-        known = self._known or KnownAgent(self._command())
-        for path, text in {**known.files, **self.cfg.files}.items():
+        agent = self._agent
+        for path, text in {**agent.files, **self.cfg.files}.items():
             write = partial(workspace.write_bytes, fill(path, values), fill(text, values).encode())
             await in_thread(write)
         if self._function is not None:
             return await self._call(workspace, task, values, row)
-        *options, last = known.command
+        *options, last = agent.command
         argv = [fill(part, values) for part in (*options, *self.cfg.arguments, last)]
         env = {
             "OPENAI_BASE_URL": values["base_url"],
@@ -170,15 +171,11 @@ class HarnessAgent:
             "NO_COLOR": "1",
             "TERM": "dumb",
             **task.env,
-            **{name: fill(value, values) for name, value in {**known.env, **self.cfg.env}.items()},
+            **{name: fill(value, values) for name, value in {**agent.env, **self.cfg.env}.items()},
         }
         return await run_program(
             workspace, argv, env, gateway.turn_limit, task.agent_timeout, self.cfg.max_output_bytes
         )
-
-    def _command(self) -> tuple[str, ...]:
-        harness = self.cfg.harness
-        return harness if isinstance(harness, tuple) else ("bash", "-c", harness)
 
     async def _call(
         self, workspace: Workspace, task: HarnessTask, values: Mapping[str, str], row: PromptRow
@@ -198,11 +195,11 @@ class HarnessAgent:
 
     def _find_program(self) -> None:
         """Find the program and the folders that it needs."""
-        argv = self._known.command if self._known else self._command()
+        argv = self._agent.command
         folders = [*self.cfg.workspace.path, str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
         program = shutil.which(argv[0], path=":".join(folders))
         if program is None:
-            install = f"install it ({self._known.install})" if self._known and self._known.install else "install it"
+            install = f"install it ({self._agent.install})" if self._agent.install else "install it"
             raise ConfigError(
                 f"harness={self.cfg.harness}: there is no program {argv[0]}; {install}, or set workspace.path"
             )

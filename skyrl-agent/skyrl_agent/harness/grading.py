@@ -88,10 +88,8 @@ def _read_rewards(workspace: Workspace) -> dict[str, float] | None:
     values = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if len(values) == 1:
         values = {"reward": next(iter(values.values()))}
-    if "reward" not in values or not all(map(_is_finite, values.values())):
+    if "reward" not in values or not all(
+        isinstance(one, int | float) and math.isfinite(one) for one in values.values()
+    ):
         raise NoReward("verifier_error", f"{name} has {text[:200]!r}; write numbers, of which reward is the total")
     return {key: float(one) for key, one in values.items()}
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

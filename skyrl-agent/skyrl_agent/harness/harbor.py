@@ -164,13 +164,11 @@ class HarborTask:
 
     def resolve_env(self, env: Mapping[str, str], pass_env: Sequence[str]) -> dict[str, str]:
         """Return variables with `${NAME}` and `${NAME:-default}` replaced, from this process's variables `pass_env`."""
-        resolved = {}
+        resolved = dict(env)
         for key, value in env.items():
-            match = VARIABLE.fullmatch(value)
-            is_passed = match is not None and match[1] in pass_env
-            resolved[key] = (
-                value if match is None else os.environ.get(match[1], match[2] or "") if is_passed else match[2]
-            )
+            if match := VARIABLE.fullmatch(value):
+                passed = os.environ if match[1] in pass_env else {}
+                resolved[key] = passed.get(match[1], match[2] or "")
         return resolved
 
     def build_image(self, executable: str) -> None:
@@ -183,10 +181,6 @@ class HarborTask:
             result = _run(executable, "build", "--quiet", "--tag", self.image, str(self.folder / "environment"))
         if result.returncode != 0:
             raise DataError(f"{self.folder}: the image {self.image} cannot be had: {result.stderr.strip()[-300:]}")
-
-    def image_workdir(self, executable: str) -> str:
-        """Return the image's WORKDIR, or /app."""
-        return _image_workdir(executable, self.image)
 
 
 def harbor_rows(folder: Path) -> list[dict[str, Any]]:
@@ -216,7 +210,8 @@ def _find_unset(env: Mapping[str, str], pass_env: Sequence[str]) -> Iterator[str
 
 
 @cache
-def _image_workdir(executable: str, image: str) -> str:
+def image_workdir(executable: str, image: str) -> str:
+    """Return an image's WORKDIR, or /app."""
     result = _run(executable, "image", "inspect", "--format", "{{.Config.WorkingDir}}", image)
     return result.stdout.strip() or "/app"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_agent.harness.config import HarnessConfig
-from skyrl_agent.harness.harbor import HarborTask
+from skyrl_agent.harness.harbor import HarborTask, image_workdir
 from skyrl_train.errors import DataError
 from skyrl_train.types import PromptRow
 
@@ -76,7 +76,7 @@ class HarnessTask:
         return cls(
             check_instruction(task.instruction),
             "bash /tests/test.sh",
-            settings.environment.workdir or (task.image_workdir(workspace.kind) if has_image else "/app"),
+            settings.environment.workdir or (image_workdir(workspace.kind, task.image) if has_image else "/app"),
             settings.agent.timeout_sec or cfg.agent_timeout,
             settings.verifier.timeout_sec or cfg.verifier_timeout,
             image=task.image if has_image else None,

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +26,6 @@ from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.preflight import find_missing
 from skyrl_train.errors import DataError
 from skyrl_train.inference_engines.base import InferenceEngine
-from skyrl_train.types import PromptRow
 
 HARBOR = "harbor:"
 FROM_HARNESS_FILE = {"generator.max_turns": "max_turns", "generator.trajectory_timeout_seconds": "trajectory_timeout"}
@@ -124,23 +123,16 @@ class HarnessEvaluation(HarnessExp, EvaluationExperiment):
 
 def check_tasks(cfg: HarnessConfig, rows: Iterable[LocatedRow]) -> None:
     """Check that rows are tasks, and build or pull the images of Harbor tasks. DataError names the bad rows."""
-    problems = list(_find_bad_rows(cfg, rows))
-    if problems:
-        raise DataError(f"{len(problems)} rows are not tasks for this harness; the first: {'; '.join(problems[:3])}")
-
-
-def _find_bad_rows(cfg: HarnessConfig, rows: Iterable[LocatedRow]) -> Iterator[str]:
+    problems = []
     for location, row in rows:
         try:
-            _check_task(cfg, row)
+            folder = row.env_extras.get("harbor")
+            if folder is not None and cfg.workspace.kind in ("docker", "podman"):
+                task = HarborTask.read(Path(folder))
+                task.check(cfg.workspace, cfg.pass_env)
+                task.build_image(cfg.workspace.kind)
+            HarnessTask.from_row(row, cfg)
         except DataError as error:
-            yield f"{location}: {error}"
-
-
-def _check_task(cfg: HarnessConfig, row: PromptRow) -> None:
-    folder = row.env_extras.get("harbor")
-    if folder is not None and cfg.workspace.kind in ("docker", "podman"):
-        task = HarborTask.read(Path(folder))
-        task.check(cfg.workspace, cfg.pass_env)
-        task.build_image(cfg.workspace.kind)
-    HarnessTask.from_row(row, cfg)
+            problems.append(f"{location}: {error}")
+    if problems:
+        raise DataError(f"{len(problems)} rows are not tasks for this harness; the first: {'; '.join(problems[:3])}")

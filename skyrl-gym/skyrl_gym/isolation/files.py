@@ -14,7 +14,8 @@ TOO_MANY_BYTES = 1 << 62
 def file_bytes(folder: str, processes: Iterable[int], max_files: int = MAX_FILES, skipped: Collection[str] = ()) -> int:
     """Return the space taken by the files in `folder` and by unnamed files that a process has open.
 
-    Paths in `skipped` do not count. Return infinity for more than `max_files` files, a folder that cannot be read, or a path that is too long.
+    Paths in `skipped` do not count. Return infinity for more than `max_files` files, a folder that cannot be read, or a
+    path that is too long.
     """
     n_bytes = n_files = 0
     pending = [folder]
