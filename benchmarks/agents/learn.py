@@ -1,8 +1,8 @@
 """`make bench-agent`: mini-swe-agent, unmodified, learns to write a word to a file with SmolLM2-135M-Instruct.
 
-One step of supervised fine-tuning on eight traces shows the model the form of a command. Then `skyrl-agent train` runs
-mini-swe-agent in an isolated workspace for every rollout, and a shell command grades the file. The script writes the
-learning curve to `results.md` next to this file.
+One step of supervised fine-tuning on eight traces shows the model the form of a command. In a test without it, stopped
+early, none of 48 samples was right. Then `skyrl-agent train` runs mini-swe-agent in an isolated workspace for every
+rollout, and a shell command grades the file. The script writes the learning curve to `results.md` next to this file.
 """
 
 import argparse
@@ -97,12 +97,13 @@ PAGE = """# mini-swe-agent learns a task
 
 `make bench-agent`, {setup}.
 
-mini-swe-agent 2.4.6 runs unmodified, in an isolated workspace for each rollout, with SmolLM2-135M-Instruct and a short
-prompt (`mini.yaml`). The task is "Write juice to note.txt.". A shell command grades the file. Before, one step of
-supervised fine-tuning on eight traces shows the model the form of a command. Without it, none of the first 48 rollouts
-was right, so there was nothing to reinforce. After three steps on 24 traces, all of 32 samples are right, and nothing
-is left to learn. A step has two prompts with six samples. No prompt occurs twice. This is one run with one seed,
-without an evaluation on other prompts.
+mini-swe-agent 2.4.6 runs unmodified, in an isolated workspace for each rollout, with SmolLM2-135M-Instruct and a
+short prompt (`mini.yaml`). The task is "Write juice to note.txt.". A shell command grades the file. One step of
+supervised fine-tuning on eight traces first shows the model the form of a command. GRPO starts from that warm start.
+In a test without the warm start, none of 48 samples was right. That test was stopped early, so a longer run might
+have found a reward. After three steps of fine-tuning on 24 traces, all of 32 samples were right, so nothing was left
+to learn. Each step has two prompts with six samples each, and no prompt occurs twice. This is one run with one seed,
+without an evaluation on held-out prompts.
 
 | steps | rollouts | invalid | reward, first three steps | reward, last three steps | seconds per step | minutes |
 |--:|--:|--:|--:|--:|--:|--:|

@@ -1,7 +1,7 @@
-"""Leases of workspaces: what a killed process leaves behind is removed when the next one starts.
+"""Leases of workspaces. The next process to start removes the workspaces of killed processes.
 
-A lease is a locked file. The kernel releases the lock when its process dies, however it dies, so an unlocked file is a
-lease whose owner is dead. The file records what else must be cleaned up: a container, or marked processes.
+A lease is a locked file. The kernel releases the lock when its process dies, so an unlocked file means that the
+owner is dead. The file records the command that removes the container, if any.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ def lease_folder() -> Path:
 
 
 class Lease:
-    """A temporary folder that is removed with everything that belongs to it, at the latest by another process."""
+    """A temporary folder with its processes and container. Another process removes them if this one dies."""
 
     def __init__(self, name: str, close: Sequence[str] = ()) -> None:
         """Create the lease `name`. `close` is a command that removes what is outside the folder, e.g. `docker rm`.

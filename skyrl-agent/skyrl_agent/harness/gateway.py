@@ -1,4 +1,4 @@
-"""The only address that an agent can reach: its own session of the endpoint, for a limited number of turns."""
+"""A proxy to one session of the endpoint, with a limited number of turns. Isolated agents reach no other address."""
 
 from __future__ import annotations
 

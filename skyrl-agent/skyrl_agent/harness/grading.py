@@ -28,8 +28,8 @@ CANNOT_RUN = 126  # exit statuses from here on: the program cannot be run, or a 
 def grade(workspace: Workspace, task: HarnessTask, row: PromptRow) -> AgentResult:
     """Run the verifier in the workspace and return the reward.
 
-    It gives the reward in /logs/verifier/reward.json, a number or named numbers of which `reward` is the total, or in
-    reward.txt. A command of a row may instead end with status 0 for 1, and any other for 0.
+    The verifier writes a number to /logs/verifier/reward.txt, or a number or named numbers to reward.json, with the
+    total as `reward`. Without a file, a row's command gives 1 for status 0, and 0 otherwise.
 
     Raises:
         NoReward: the verifier crashed, took too long, or gave no reward.

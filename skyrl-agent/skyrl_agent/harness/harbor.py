@@ -32,7 +32,7 @@ BUILD_TIMEOUT_S = 3600.0
 
 
 class _Table(BaseModel):
-    """A table of task.toml. Keys that we do not know are kept in `model_extra`."""
+    """A table of task.toml. Unknown keys are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -56,7 +56,7 @@ class EnvironmentTable(_Table):
 
 
 class HarborSettings(_Table):
-    """The keys of task.toml that matter here."""
+    """The keys of task.toml that are used."""
 
     agent: AgentTable = AgentTable()
     verifier: VerifierTable = VerifierTable()
@@ -128,7 +128,7 @@ class HarborTask:
         return hashed.hexdigest()
 
     def check(self, workspace: WorkspaceConfig, pass_env: Sequence[str]) -> None:
-        """Raise DataError if this task needs what the workspace or this package does not have."""
+        """Raise DataError if this task needs something that the workspace or this package lacks."""
         problems = list(self._find_unsupported())
         if workspace.kind == "unisolated":
             problems.append("its tests run only in isolation; set workspace.kind=isolated, docker or podman")
@@ -180,7 +180,9 @@ class HarborTask:
         else:
             result = _run(executable, "build", "--quiet", "--tag", self.image, str(self.folder / "environment"))
         if result.returncode != 0:
-            raise DataError(f"{self.folder}: the image {self.image} cannot be had: {result.stderr.strip()[-300:]}")
+            raise DataError(
+                f"{self.folder}: the image {self.image} cannot be built or pulled: {result.stderr.strip()[-300:]}"
+            )
 
 
 def harbor_rows(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Known agents: how each one is started, and what it must find. A row is data; a task file can define the same.
+"""Known agents: commands, environment variables and files. A harness file can define the same for other agents.
 
 Placeholders: {task}, {model}, {base_url} (with /v1), {origin} (without), {api_key}, {home}, {cwd}.
 """

@@ -1,4 +1,4 @@
-"""The task of a row: what the agent is asked, which files it finds, and how the result is graded."""
+"""Tasks of rows: instruction, files and grader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = ("files", "verifier", "verifier_files", "image", "harbor")
 
 @dataclass(frozen=True, slots=True)
 class HarnessTask:
-    """A task. Its texts and files are on this machine; nothing of it is in the workspace yet."""
+    """A task whose files have not been copied to a workspace yet."""
 
     instruction: str
     verifier: str  # a shell command or module:function
@@ -40,7 +40,7 @@ class HarnessTask:
         """Read a row: `prompt` is one user message, and `COLUMNS` are optional.
 
         Raises:
-            DataError: the row is not a task, or needs what the workspace cannot give.
+            DataError: the row is not a task, or needs something that the workspace lacks.
         """
         extras = row.env_extras
         if (folder := extras.get("harbor")) is not None:
@@ -69,7 +69,7 @@ class HarnessTask:
 
     @classmethod
     def from_harbor(cls, task: HarborTask, cfg: HarnessConfig) -> HarnessTask:
-        """Read a Harbor task. Raises DataError if the workspace cannot give what it needs."""
+        """Read a Harbor task. Raises DataError if it needs something that the workspace lacks."""
         workspace, settings = cfg.workspace, task.settings
         task.check(workspace, cfg.pass_env)
         has_image = workspace.kind in ("docker", "podman")
@@ -99,12 +99,12 @@ def check_instruction(text: str) -> str:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message. Raises DataError if it has anything else, such as an image."""
+    """Return the text of a message. Raises DataError if it has other content, such as an image."""
     if isinstance(content, str):
         return content
     parts = [part.get("text") for part in content]
     if None in parts:
-        raise DataError("prompt has an image, and the agent is started with text alone; write the image to a file")
+        raise DataError("prompt has an image, but agents start with text only; write the image to a file")
     return "\n".join(parts)
 
 

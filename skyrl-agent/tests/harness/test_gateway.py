@@ -36,7 +36,8 @@ async def test_an_agent_cannot_pass_all_its_turns_off_as_retries() -> None:
     [
         POST.replace(b"completions", b"complet%69ons"),
         POST.replace(b"/v1/", b"/v1/../../b/v1/"),
-        b"GET /v1/models HTTP/1.1\n\n" + POST.replace(b"/v1/", b"/session/b/v1/"),  # two requests to some servers
+        b"GET /v1/models HTTP/1.1\r\nHost: a\n\n"
+        + POST.replace(b"/v1/", b"/session/b/v1/"),  # two requests to some servers
     ],
 )
 async def test_a_request_cannot_hide_a_turn_or_another_session(head: bytes) -> None:
