@@ -3,11 +3,12 @@
 import json
 import sqlite3
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gym_kit.servers import MCP_SERVER
+from gym_kit.servers import MCP_SERVER, run_model_server
 from train_kit.datasets import prompt_row
 from train_kit.runs import read_lines, small_run, train
 from transformers import PreTrainedTokenizerBase
@@ -49,6 +50,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"reward_spec": {"ground_truth": "42"}},
     "gsm8k_multi_turn": {"reward_spec": {"ground_truth": "42"}},
     "gymnasium": {},
+    "judge": {"reward_spec": {"ground_truth": "42"}},
     "lcb": {"reward_spec": {"ground_truth": json.dumps([{"input": "", "output": "1", "testtype": "stdin"}])}},
     "mcp": {"reward_spec": {"ground_truth": "milk"}},
     "multiply": {"reward_spec": {"ground_truth": "42"}},
@@ -64,7 +66,16 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def overrides(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> list[str]:
+def judge_file(tmp_path: Path) -> Iterator[Path]:
+    """A file with one judge, who accepts every reply."""
+    with run_model_server() as server:
+        server.answer = lambda messages: "correct: yes"
+        (tmp_path / "judge.yaml").write_text(json.dumps({"judges": [{"model": "judge", "base_url": server.url}]}))
+        yield tmp_path / "judge.yaml"
+
+
+@pytest.fixture
+def overrides(tiny_tokenizer: PreTrainedTokenizerBase, judge_file: Path, tmp_path: Path) -> list[str]:
     """Overrides for an evaluation of a randomly initialized model on all environments."""
     model, data = tmp_path / "model", tmp_path / "rows.jsonl"
     tiny_tokenizer.save_pretrained(model)
@@ -86,6 +97,7 @@ def overrides(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> list[s
         f"environment.skyrl_gym.reward_function.path='{__file__}'",
         "environment.skyrl_gym.reward_function.name=score_length",
         f"environment.skyrl_gym.text2sql.db_path='{tmp_path}'",
+        f"environment.skyrl_gym.judge.path='{judge_file}'",
         "environment.skyrl_gym.gymnasium.id=FrozenLake-v1",
         "environment.skyrl_gym.textarena.env_id=TicTacToe-v0",
         "environment.skyrl_gym.textarena.num_players=2",
@@ -104,4 +116,5 @@ def test_an_untrained_model_plays_every_environment(overrides: list[str]) -> Non
     failed = {name: row["error"] for name in played for row in read_lines(folder / f"{name}.jsonl") if row["error"]}
     assert failed == {}
     assert metrics["eval/generate/n_invalid"] == 0
+    assert metrics["eval/judge/avg_score"] == 1
     assert all(-1 <= metrics[f"eval/{name}/avg_score"] <= 1 for name in played)
