@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_agent.harness.config import START_TIMEOUT_S, Failure, HarnessConfig
 from skyrl_agent.harness.gateway import Gateway
 from skyrl_agent.harness.grading import grade
+from skyrl_agent.harness.harbor import HarborTask
 from skyrl_agent.harness.known import AGENTS, KnownAgent
 from skyrl_agent.harness.task import HarnessTask
 from skyrl_agent.loading import load_function
@@ -63,7 +65,26 @@ class ProgramEnd:
     seconds: float = 0.0
 
 
-class HarnessAgent:
+class TaskAgent(ABC):
+    """An agent for `AgentGenerator` with the settings of a harness file."""
+
+    cfg: HarnessConfig
+
+    @abstractmethod
+    def check_row(self, row: PromptRow) -> None:
+        """Check that a row is a task, and build its image. Raise DataError if it is not."""
+
+    @abstractmethod
+    async def __call__(
+        self, *, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str
+    ) -> AgentResult:
+        """Play the task of a row. Raise NoReward, with the failure as the stop reason, if it cannot be graded."""
+
+    async def close(self) -> None:  # noqa: B027, optional
+        """Release what the agent shares between tasks."""
+
+
+class HarnessAgent(TaskAgent):
     """An agent for `AgentGenerator`: each call works in a new workspace and gives the reward of its verifier."""
 
     def __init__(self, cfg: HarnessConfig) -> None:
@@ -97,6 +118,15 @@ class HarnessAgent:
                     f"workspace.kind=isolated, but this machine cannot isolate programs: {error}. Let users create "
                     "namespaces, set workspace.kind=docker, or, for models that you trust, workspace.kind=unisolated"
                 ) from error
+
+    def check_row(self, row: PromptRow) -> None:
+        """Check that a row is a task, and build or pull the image of a Harbor task. Raise DataError if it is not."""
+        folder = row.env_extras.get("harbor")
+        if folder is not None and self.cfg.workspace.kind in ("docker", "podman"):
+            task = HarborTask.read(Path(folder))
+            task.check(self.cfg.workspace, self.cfg.pass_env)
+            task.build_image(self.cfg.workspace.kind)
+        HarnessTask.from_row(row, self.cfg)
 
     async def __call__(
         self, *, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str
@@ -214,7 +244,7 @@ class HarnessGenerator(AgentGenerator):
 
     def __init__(
         self,
-        agent: HarnessAgent,
+        agent: TaskAgent,
         generator_cfg: GeneratorConfig,
         engine: InferenceEngine,
         tokenizer: PreTrainedTokenizerBase,
@@ -231,6 +261,7 @@ class HarnessGenerator(AgentGenerator):
             in_own_process=in_own_process,
             trains_side_requests=agent.cfg.trains_side_requests,
         )
+        self._task_agent = agent
         self._failures: dict[Phase, Counter[str]] = {"train": Counter(), "eval": Counter()}
 
     def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
@@ -238,6 +269,11 @@ class HarnessGenerator(AgentGenerator):
         failures = self._failures[phase]
         self._failures[phase] = Counter()
         return super().take_metrics(phase) | {f"agent/failures/{name}": float(n) for name, n in failures.items()}
+
+    async def close(self) -> None:
+        """Close the server, end all threads, and close the agent."""
+        await super().close()
+        await self._task_agent.close()
 
     async def _play(self, sampling: SamplingParams, rollout: Rollout) -> None:
         await super()._play(sampling, rollout)

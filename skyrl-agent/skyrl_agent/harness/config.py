@@ -14,6 +14,10 @@ from skyrl_train.config.base import Count, Section
 from skyrl_train.errors import ConfigError
 
 START_TIMEOUT_S, MARGIN_S = 600.0, 60.0
+VERIFIERS = "verifiers"
+"""The harness that leaves programs, runtimes and graders to verifiers environments."""
+
+OF_VERIFIERS = {"harness", "max_turns", "agent_timeout", "max_concurrent_agents", "trains_side_requests"}
 Failure = Literal["turn_limit", "agent_timeout", "agent_exit", "agent_killed", "agent_output"]
 
 
@@ -63,7 +67,7 @@ class HarnessConfig(Section):
 
     harness: str | tuple[str, ...]
     """The agent: the name of a known one (mini-swe-agent, pi, opencode, codex, claude-code), a list of arguments,
-    a shell command, or a Python function as `module:function`."""
+    a shell command, a Python function as `module:function`, or verifiers for the agents of verifiers environments."""
 
     arguments: tuple[str, ...] = ()
     """More arguments, before the task."""
@@ -112,6 +116,11 @@ class HarnessConfig(Section):
             raise ValueError(f"harness is empty; name one of {', '.join(AGENTS)}, or a command")
         if self.arguments and not isinstance(self.harness, tuple) and self.harness not in AGENTS:
             raise ValueError(f"arguments apply to known agents and lists; append them to harness={self.harness!r}")
+        if self.harness == VERIFIERS and (unused := sorted(self.model_fields_set - OF_VERIFIERS)):
+            raise ValueError(
+                f"{', '.join(unused)}: environments of verifiers have their own programs, runtimes and graders; set "
+                "environment.skyrl_gym.verifiers.env instead"
+            )
         return self
 
     @property
@@ -131,10 +140,10 @@ class HarnessConfig(Section):
         Raises:
             ConfigError: it is neither, or the file is invalid. The error lists every problem.
         """
-        if str(source) in AGENTS:
+        if str(source) in (*AGENTS, VERIFIERS):
             return cls(harness=str(source))
         if not Path(source).is_file():
-            raise ConfigError(f"{source} is neither a file nor a known agent ({', '.join(AGENTS)})")
+            raise ConfigError(f"{source} is neither a file nor a known agent ({', '.join((*AGENTS, VERIFIERS))})")
         return load_section(cls, Path(source))
 
 

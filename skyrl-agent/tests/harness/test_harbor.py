@@ -56,7 +56,7 @@ def test_a_task_that_cannot_be_run_is_refused_before_the_run(
     write_harbor_task(tmp_path / "a", "x", settings, dockerfile)
     (row,) = harbor_rows(tmp_path / "a")
     with pytest.raises(DataError, match=message):
-        check_tasks(fake_harness(workspace=workspace), [("row 0", to_prompt(row))])
+        check_tasks(HarnessAgent(fake_harness(workspace=workspace)), [("row 0", to_prompt(row))])
 
 
 DOCKER = """#!/bin/bash
@@ -81,7 +81,7 @@ def test_docker_is_called_with_the_task_s_image_limits_and_socket(
     write_harbor_task(tmp_path / "a", "x", limits, "FROM ubuntu")
     (row,) = harbor_rows(tmp_path / "a")
     cfg = fake_harness(workspace={"kind": "docker", "readable": ()})
-    check_tasks(cfg, [("row 0", to_prompt(row))])
+    check_tasks(HarnessAgent(cfg), [("row 0", to_prompt(row))])
     task = HarnessTask.from_row(to_prompt(row), cfg)
     assert f"build --quiet --tag {task.image} {tmp_path}/a/environment" in log.read_text()
     workspace = HarnessAgent(cfg)._new_workspace(task)

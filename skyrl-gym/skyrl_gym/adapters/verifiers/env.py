@@ -37,12 +37,14 @@ class VerifiersSettings:
     id: the environment's name in verifiers: the package `my_env` is ``my-env``, ``my_env`` or ``owner/my-env``.
     args: the arguments of `load_environment`, or the fields of the taskset's config. They override the row's.
     env: the other fields of a v1 environment's config, ``--env.<field>`` on verifiers' command line.
+    trained: the agent to train, if a v1 environment has several. Only for `skyrl-agent train verifiers`.
     describe_tools: True to list the tools in the system prompt.
     """
 
     id: str = ""
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, Any] = field(default_factory=dict)
+    trained: str = ""
     describe_tools: bool = True
 
 
@@ -53,18 +55,19 @@ def rows(
     *,
     env: Mapping[str, Any] | None = None,
     n_rows: int | None = None,
+    is_chat: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """Yield an environment's dataset as rows with `prompt`, `env_class`, `data_source`, `reward_spec`, `extra_info`.
 
     `split` is ``train`` or ``eval``. A taskset has only ``train``, and its arguments select the tasks. `n_rows` limits
-    the number of rows.
+    the number of rows. `is_chat=False` also accepts environments that only `skyrl-agent train verifiers` can play.
 
     Raises:
         ImportError: verifiers or the package is not installed, or their generations differ.
         ValueError: the package contains no environment, the environment rejects its arguments, the split is unknown, or
             the taskset is infinite and `n_rows` is None.
     """
-    package = load_package(env_id, dict(args or {}), dict(env or {}))
+    package = load_package(env_id, dict(args or {}), dict(env or {}), is_chat=is_chat)
     if package.is_infinite and n_rows is None:
         raise ValueError(f"{env_id} generates tasks forever; set n_rows")
     origin = {"id": env_id, "args": dict(args or {}), "env": dict(env or {})}
@@ -98,21 +101,15 @@ class VerifiersEnv(AsyncEnv):
 
     def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         super().__init__()
-        record = _record(extras)
-        section = to_python(env_config or {})
-        if section.get("id") and module_name(section["id"]) != module_name(record["id"]):
+        self.settings, row_input = resolve_row(env_config, extras)
+        if self.settings.trained:
             raise ValueError(
-                f"environment.skyrl_gym.verifiers.id={section['id']!r}, but the row is of {record['id']!r}; "
-                "remove the id, or write the dataset again"
+                f"environment.skyrl_gym.verifiers.trained={self.settings.trained}: a chat has one agent; remove it, or "
+                "use skyrl-agent train verifiers"
             )
-        for name in ("args", "env"):
-            if isinstance(arguments := section.get(name) or {}, dict):  # otherwise the settings raise
-                section[name] = {**record[name], **arguments}
-        section["id"] = record["id"]
-        self.settings = read_settings(VerifiersSettings, "verifiers", section, extras)
         self.max_turns = read_max_turns(extras, NO_LIMIT)
         package = load_package(self.settings.id, self.settings.args, self.settings.env)
-        self._episode = package.episode(record["input"], self.max_turns)
+        self._episode = package.episode(row_input, self.max_turns)
         self._turn: ChatTurn | None = None
         self._result: EpisodeResult | None = None
         self._n_invalid = 0
@@ -185,8 +182,15 @@ class VerifiersEnv(AsyncEnv):
         self._has_started, self._turn = True, None
 
 
-def _record(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record that `rows` wrote into the row."""
+def resolve_row(
+    env_config: Mapping[str, Any] | None, extras: Mapping[str, Any]
+) -> tuple[VerifiersSettings, Mapping[str, Any]]:
+    """Return a row's settings, overridden by the configuration, and the input of its episode.
+
+    Raises:
+        ValueError: `rows` did not write the row, or the configuration is of another environment.
+        InvalidSettings: the configuration is invalid.
+    """
     text = read_extra_info(extras).get(COLUMN)
     try:
         record: dict[str, Any] = json.loads(text or "{}")
@@ -198,4 +202,14 @@ def _record(extras: Mapping[str, Any]) -> dict[str, Any]:
             f"the row has {found}; write the dataset with skyrl_gym.adapters.verifiers.rows, which stores the "
             "environment's arguments there"
         )
-    return record
+    section = to_python(env_config or {})
+    if section.get("id") and module_name(section["id"]) != module_name(record["id"]):
+        raise ValueError(
+            f"environment.skyrl_gym.verifiers.id={section['id']!r}, but the row is of {record['id']!r}; "
+            "remove the id, or write the dataset again"
+        )
+    for name in ("args", "env"):
+        if isinstance(arguments := section.get(name) or {}, dict):  # otherwise the settings raise
+            section[name] = {**record[name], **arguments}
+    section["id"] = record["id"]
+    return read_settings(VerifiersSettings, "verifiers", section, extras), record["input"]

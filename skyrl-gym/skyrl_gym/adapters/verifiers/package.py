@@ -45,22 +45,24 @@ class Package(Protocol):
         """Create a rollout of the row with this `input`."""
 
 
-def load_package(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Package:
+def load_package(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any], *, is_chat: bool = True) -> Package:
     """Load the environment `env_id`, once for the same arguments. This blocks on disk access only.
+
+    With `is_chat=False`, a taskset may need a program or a container, and has no `episode`.
 
     Raises:
         ImportError: verifiers or the package is not installed, or their generations differ.
         ValueError: the package contains no environment, or the environment rejects its arguments.
     """
     require("verifiers", "verifiers", "environments of verifiers")
-    key = json.dumps([env_id, args, env], sort_keys=True, default=repr)
+    key = json.dumps([env_id, args, env, is_chat], sort_keys=True, default=repr)
     with _lock:  # imports and datasets are slow, and many rollouts come at once
         if key not in _loaded:
-            _loaded[key] = _load(env_id, args, env)
+            _loaded[key] = _load(env_id, args, env, is_chat)
         return _loaded[key]
 
 
-def _load(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Package:
+def _load(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any], is_chat: bool) -> Any:
     name = module_name(env_id)
     verifiers = importlib.import_module("verifiers")
     no_v0 = partial(NO_V0.format, env_id=env_id, version=getattr(verifiers, "__version__", ""))
@@ -84,10 +86,10 @@ def _load(env_id: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Packa
             "nor a Taskset among the names in __all__"
         )
     try:
-        from skyrl_gym.adapters.verifiers.v1 import TasksetPackage
+        from skyrl_gym.adapters.verifiers.v1 import Tasks, TasksetPackage
     except ImportError as problem:
         raise ImportError(f"{name} is a taskset, which needs verifiers>=0.4") from problem
-    return TasksetPackage(name, args, env)
+    return (TasksetPackage if is_chat else Tasks)(name, args, env)
 
 
 def module_name(env_id: str) -> str:

@@ -1,7 +1,7 @@
 """Second-generation verifiers environments: tasksets, tasks with rewards, and environments with one agent.
 
 An episode calls the hooks of `Env` as verifiers does, in an asyncio task that waits while the trainer samples.
-Environments that need a container are rejected.
+Environments that need a container or a program are rejected: `skyrl_agent.harness.verifiers` trains them.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -9,6 +9,7 @@ Environments that need a container are rejected.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -35,34 +36,38 @@ from skyrl_gym.envs.base_text_env import ConversationType
 NO_CLIENT = vf.EvalClientConfig(base_url="http://trainer.invalid", api_key_var="NO_API_KEY")
 """An unreachable endpoint. verifiers requires an endpoint, but the trainer has none."""
 
+TRAIN_PROGRAM = "train it with its program and runtime: skyrl-agent train verifiers"
 
-class TasksetPackage:
-    """A `Package` with a second-generation taskset."""
+
+class Tasks:
+    """The rows of a taskset, and the configuration of the environment that plays them."""
 
     def __init__(self, name: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> None:
-        self._name = name
+        """Load the taskset. Raise ValueError if a dataset row cannot store its tasks."""
+        self.name = name
         kind = vf.env_config_type(name, env.get("id", ""))
-        self._config = kind.model_validate({**env, "taskset": {**args, "id": name}})
-        self._role = _only_role(self._config)
-        self._env = vf.load_environment(_with_trainer(self._config, self._role, NO_LIMIT))
-        self._task_type = type(self._env.taskset).task_type()
-        _check(self._task_type)
+        self.config: vf.EnvConfig = kind.model_validate({**env, "taskset": {**args, "id": name}})
+        self._taskset = vf.load_taskset(self.config.taskset)
+        self.task_type = type(self._taskset).task_type()
+        data_type = self.task_type.data_type()
+        if excluded := [name for name, kept in data_type.model_fields.items() if kept.exclude]:
+            raise ValueError(
+                f"{data_type.__name__} excludes {', '.join(excluded)} from its JSON, so rows cannot store them"
+            )
 
     @property
     def is_infinite(self) -> bool:
-        return not self._env.taskset.bounded
+        return not self._taskset.bounded
 
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
         """Yield the taskset's rows. Raises ValueError for any split except ``train``."""
         if split != "train":
-            raise ValueError(f"split={split!r} is unknown: tasksets have no splits; use the arguments of {self._name}")
-        return map(self._row, self._env.taskset)
+            raise ValueError(f"split={split!r} is unknown: tasksets have no splits; use the arguments of {self.name}")
+        return map(self._row, self._taskset)
 
-    def episode(self, row_input: Mapping[str, Any], max_turns: int) -> TasksetEpisode:
-        """Create a rollout in a new environment of the same configuration."""
-        data = self._task_type.data_type().model_validate(row_input)
-        env = vf.load_environment(_with_trainer(self._config, self._role, max_turns))
-        return TasksetEpisode(env, self._task_type(data, self._config.taskset.task))
+    def task(self, row_input: Mapping[str, Any]) -> vf.Task:
+        """Create the task of a row. Raises pydantic's ValidationError if the row does not fit."""
+        return self.task_type(self.task_type.data_type().model_validate(row_input), self.config.taskset.task)
 
     def _row(self, task: vf.Task) -> dict[str, Any]:
         data = task.data
@@ -75,6 +80,29 @@ class TasksetPackage:
             "answer": str(getattr(data, "answer", "")),
             "route": [],
         }
+
+
+class TasksetPackage(Tasks):
+    """A `Package` with a second-generation taskset, played as a chat in this process."""
+
+    def __init__(self, name: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> None:
+        super().__init__(name, args, env)
+        self._role = _only_role(self.config)
+        if self.task_type.NEEDS_CONTAINER:
+            raise ValueError(f"{self.task_type.__name__} needs a container (NEEDS_CONTAINER); {TRAIN_PROGRAM}")
+
+    def episode(self, row_input: Mapping[str, Any], max_turns: int) -> TasksetEpisode:
+        """Create a rollout in a new environment of the same configuration."""
+        task = self.task(row_input)
+        spec = agent_config_fields(self.config)[self._role]
+        graders = [hook.__name__ for hook in task.hooks("reward") if "runtime" in inspect.signature(hook).parameters]
+        if graders and spec.harness is None:
+            raise ValueError(
+                f"{self.name}: the reward {graders[0]} looks at the agent's files, but a chat has no shell; "
+                f"{TRAIN_PROGRAM}. If the tools of the task change them, set "
+                f"environment.skyrl_gym.verifiers.env.{self._role}.harness.id=null"
+            )
+        return TasksetEpisode(vf.load_environment(_with_trainer(self.config, self._role, max_turns)), task)
 
 
 class TasksetEpisode:
@@ -162,21 +190,26 @@ class TasksetEpisode:
         if not trace.ok:
             error = trace.last_error
             raise VerifiersError(f"{self._name}: {f'{error.type}: {error.message}' if error else 'not completed'}")
-        unscored = [key for key, reward in trace.rewards.items() if reward is None]
-        if unscored or not trace.rewards:
-            missing = ", ".join(unscored) or "no reward"
-            raise VerifiersError(f"{self._name} was not scored: {missing} ({trace.stop_condition})")
-        rewards = {key: reward for key, reward in trace.rewards.items() if reward is not None}
-        if not math.isfinite(trace.reward):
-            raise VerifiersError(f"the reward of {self._name} is {trace.reward}, the sum of {rewards}")
-        scores = {key: reward.score for key, reward in rewards.items()}
-        metrics = {key: metric for key, metric in trace.metrics.items() if metric is not None}
-        components = {key: reward.value for key, reward in rewards.items()}
-        return EpisodeResult(trace.reward, components, {**metrics, **scores}, trace.stop_condition)
+        return read_result(trace, self._name)
 
     @property
     def _name(self) -> str:
         return f"{self._env.config.env_id} ({type(self._task).__name__})"
+
+
+def read_result(trace: vf.Trace, name: str) -> EpisodeResult:
+    """Return the reward of a completed trace, and its metrics. Raise VerifiersError if it was not scored."""
+    unscored = [key for key, reward in trace.rewards.items() if reward is None]
+    if unscored or not trace.rewards:
+        missing = ", ".join(unscored) or "no reward"
+        raise VerifiersError(f"{name} was not scored: {missing} ({trace.stop_condition})")
+    rewards = {key: reward for key, reward in trace.rewards.items() if reward is not None}
+    if not math.isfinite(trace.reward):
+        raise VerifiersError(f"the reward of {name} is {trace.reward}, the sum of {rewards}")
+    scores = {key: reward.score for key, reward in rewards.items()}
+    metrics = {key: metric for key, metric in trace.metrics.items() if metric is not None}
+    components = {key: reward.value for key, reward in rewards.items()}
+    return EpisodeResult(trace.reward, components, {**metrics, **scores}, trace.stop_condition)
 
 
 def _only_role(config: vf.EnvConfig) -> str:
@@ -188,19 +221,18 @@ def _only_role(config: vf.EnvConfig) -> str:
     kind = vf.environment_class(config.taskset.id, config.id).__name__
     roles = agent_config_fields(config)
     if len(roles) != 1:
-        names = ", ".join(roles) or "none"
-        raise ValueError(f"{kind} has the agents {names}; only environments with one agent are supported")
+        raise ValueError(f"{kind} has the agents {', '.join(roles) or 'none'}, and a chat has one; {TRAIN_PROGRAM}")
     [(role, spec)] = roles.items()
     harness = config.agent_harnesses()[role]
     is_chat = harness.id == "null" or (spec.harness is None and harness.id == "bash")  # bash is the default
     if not is_chat:
         raise ValueError(
-            f"{kind} plays {role} with {type(harness).__name__} ({harness.id}), a separate program; only a chat with "
-            "the tools of the task is supported. If that is sufficient, set "
+            f"{kind} plays {role} with {type(harness).__name__} ({harness.id}), a separate program; "
+            f"{TRAIN_PROGRAM}. If a chat with the tools of the task is sufficient, set "
             f"environment.skyrl_gym.verifiers.env.{role}.harness.id=null"
         )
     if "runtime" in spec.model_fields_set and not isinstance(spec.runtime, vf.SubprocessConfig):
-        raise ValueError(f"{kind} runs {role} in {type(spec.runtime).__name__}; only subprocess is supported")
+        raise ValueError(f"{kind} runs {role} in {type(spec.runtime).__name__}, and a chat in none; {TRAIN_PROGRAM}")
     return role
 
 
@@ -221,18 +253,6 @@ def _with_trainer(config: vf.EnvConfig, role: str, max_turns: int) -> vf.EnvConf
         }
     )
     return config.model_copy(update={role: trained_spec})
-
-
-def _check(task_type: type[vf.Task]) -> None:
-    """Raise ValueError for tasks that need a container, or that a dataset row cannot store."""
-    if task_type.NEEDS_CONTAINER:
-        raise ValueError(f"{task_type.__name__} needs a container (NEEDS_CONTAINER), which is not supported")
-    data_type = task_type.data_type()
-    excluded = [name for name, kept in data_type.model_fields.items() if kept.exclude]
-    if excluded:
-        raise ValueError(
-            f"{data_type.__name__} excludes {', '.join(excluded)} from its JSON, so rows cannot store them"
-        )
 
 
 def _dict(message: Any) -> dict[str, Any]:

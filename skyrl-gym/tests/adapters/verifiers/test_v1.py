@@ -230,7 +230,7 @@ class TestRefusals:
         [
             ("boxed", {"body": "NEEDS_CONTAINER = True"}, r"OnlyTask needs a container \(NEEDS_CONTAINER\)"),
             ("pictures", {"task": f"prompt={PICTURE}"}, "a part of type 'image_url'; the model reads only text"),
-            ("duet", {"more": DUET, "exported": ', "DuetEnv"'}, "DuetEnv has the agents proposer, solver; only env"),
+            ("duet", {"more": DUET, "exported": ', "DuetEnv"'}, "DuetEnv has the agents proposer, solver, and a chat"),
             ("own", {"more": OWN, "exported": ', "OwnHarness"'}, r"OwnConfig \(own_v1\).*agent\.harness\.id="),
         ],
     )
@@ -258,7 +258,7 @@ class TestRefusals:
         assert len(list(rows(env_id, env={"agent": {"harness": {"id": "null"}}}))) == 1
         with pytest.raises(ValueError, match="SingleAgentEnv plays agent with BashHarnessConfig"):
             rows("arithmetic-v1", env={"agent": {"harness": {"id": "bash"}}})
-        with pytest.raises(ValueError, match="runs agent in DockerConfig; only subprocess"):
+        with pytest.raises(ValueError, match="runs agent in DockerConfig, and a chat in none"):
             rows("arithmetic-v1", env={"agent": {"runtime": {"type": "docker"}}})
 
 
