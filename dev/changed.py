@@ -29,7 +29,7 @@ PACKAGES = {
     "skyrl_train": "skyrl-train",
     "tx": "skyrl-tx",
 }
-LOOSE_FOLDERS = ("skyrl-train/examples", "skyrl-train/integrations", "veritas-rl")
+LOOSE_FOLDERS = ("skyrl-agent/examples", "skyrl-train/examples", "skyrl-train/integrations", "veritas-rl")
 """Folders of modules that no package contains."""
 
 TEST_FOLDERS = ("skyrl-agent/tests", "skyrl-gym/tests", "skyrl-train/tests/cpu", "skyrl-tx/tests", "veritas-rl/tests")
@@ -56,6 +56,8 @@ def module_of(path: str) -> str | None:
     parts = list(Path(path).with_suffix("").parts)
     if "kit" in parts[:3]:
         parts = parts[parts.index("kit") + 1 :]
+    elif parts[:2] == ["skyrl-agent", "examples"]:
+        parts = parts[2:]
     elif "tests" in parts:
         return None
     else:
@@ -65,7 +67,7 @@ def module_of(path: str) -> str | None:
 
 def mirror_of(path: str) -> str:
     """Return the end of the path of a module's own test file, e.g. `/tracking/test_jsonl.py`."""
-    inner = Path(*Path(path).parts[2:])
+    inner = Path(*Path(path).parts[2:] or [Path(path).name])
     return f"/{inner.with_name(f'test_{inner.name}').as_posix()}"
 
 

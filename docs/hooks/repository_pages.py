@@ -31,10 +31,10 @@ def site_pages() -> dict[str, str]:
         "skyrl-train/examples/from_scratch.py": "examples/from_scratch.md",
         "veritas-rl/README.md": "veritas/index.md",
     }
-    examples = ROOT / "skyrl-train/examples"
-    for readme in [*examples.glob("*/README.md"), *examples.glob("*/*/README.md")]:
-        folder = readme.parent.relative_to(examples).as_posix().replace("+", "plus")
-        pages.setdefault(readme.relative_to(ROOT).as_posix(), f"examples/{folder}.md")
+    for readme in [*ROOT.glob("skyrl-*/examples/*/README.md"), *ROOT.glob("skyrl-train/examples/*/*/README.md")]:
+        source = readme.relative_to(ROOT).as_posix()
+        folder = source.partition("/")[2].removesuffix("/README.md").replace("+", "plus")
+        pages.setdefault(source, f"{folder}.md")
     for path in ROOT.glob("veritas-rl/docs/*.md"):
         pages[path.relative_to(ROOT).as_posix()] = f"veritas/{path.name}"
     for path in [*ROOT.glob("benchmarks/*/*.md"), *ROOT.glob("benchmarks/*/*.png")]:

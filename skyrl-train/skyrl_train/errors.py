@@ -6,8 +6,7 @@
     │   └── SkippedRow          datasets that check rows as they are drawn: a row is too long
     │       └── InvalidRow      the same datasets: a row is invalid
     ├── EnvError                generators and entry points: an environment or reward function fails, or every rollout
-    │   ├── UnknownReward       `generators.gym_generator`: an environment returns None as reward
-    │   └── NoReward            `endpoint.agent_generator`: an agent fails, or returns no valid reward
+    │   └── UnknownReward       `generators.gym_generator`: an environment returns None as reward
     ├── EngineError             inference engines and their clients
     │   ├── SamplingError       engines with `scheduled.SamplingLimits`: a request's sampling has no log-probs
     │   └── EngineLostError     clients of an engine in another process, once that process is gone
@@ -18,8 +17,8 @@
     ├── WorkerError             `workers` and `launch`, when a rank fails or its process ends
     └── SyncError               `weight_sync`, and both ends of a weight sync
 
-`skyrl_agent.chat` adds EngineAborted under EngineError. Errors of environments themselves derive from
-`skyrl_gym.error.Error`, and reach the trainer only as invalid trajectories.
+`skyrl_agent` adds EngineAborted under EngineError (`chat`) and NoReward under EnvError (`agent_generator`). Errors of
+environments themselves derive from `skyrl_gym.error.Error`, and reach the trainer only as invalid trajectories.
 """
 
 import pickle

@@ -21,6 +21,7 @@ from typing import get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_agent.agent_generator import AgentGenerator, AgentResult, NoReward
 from skyrl_agent.harness.config import START_TIMEOUT_S, Failure, HarnessConfig
 from skyrl_agent.harness.gateway import Gateway
 from skyrl_agent.harness.grading import grade
@@ -41,7 +42,6 @@ from skyrl_agent.workspaces import (
 from skyrl_gym.isolation.command import NOT_ISOLATED, PORT
 from skyrl_gym.runtime.text import describe_error
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.endpoint.agent_generator import AgentGenerator, AgentResult, NoReward
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.rollout import Rollout
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams

@@ -9,12 +9,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_agent.agent_generator import AgentResult, NoReward
 from skyrl_agent.harness.config import is_function
 from skyrl_agent.harness.task import HarnessTask
 from skyrl_agent.loading import load_function
 from skyrl_agent.workspaces import Workspace, WorkspaceError, quote_path
 from skyrl_gym.runtime.text import describe_error
-from skyrl_train.endpoint.agent_generator import AgentResult, NoReward
 from skyrl_train.types import PromptRow
 
 REWARDS = "/logs/verifier"

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
+from skyrl_agent.agent_generator import AgentResult, NoReward
 from skyrl_agent.harness.agent import TaskAgent
 from skyrl_agent.harness.config import HarnessConfig
 from skyrl_gym.adapters.background_loop import BackgroundLoop
@@ -26,7 +27,6 @@ from skyrl_gym.adapters.verifiers.package import load_package
 from skyrl_gym.adapters.verifiers.turn import VerifiersError
 from skyrl_gym.error import InvalidSettings
 from skyrl_gym.optional import require
-from skyrl_train.endpoint.agent_generator import AgentResult, NoReward
 from skyrl_train.errors import DataError
 from skyrl_train.types import PromptRow, StopReason
 

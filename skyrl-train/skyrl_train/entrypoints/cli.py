@@ -16,7 +16,6 @@ from skyrl_train.entrypoints.command import as_command, importing_torch
 from skyrl_train.entrypoints.merge import merge
 from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.start import COMMANDS, RUN_SETTINGS, DryRun, Fit, PrintConfig, Program, start
-from skyrl_train.errors import SkyRLError
 
 if TYPE_CHECKING:
     from skyrl_train.config.problems import Fields
@@ -155,26 +154,15 @@ def plan(
 
 @app.command(context_settings=RUN_SETTINGS)
 @as_command
-def doctor(
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    task: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also check a SkyPilot task: workdir.ref and variables.")
-    ] = None,
-) -> None:
+def doctor(overrides: Overrides = None, config: ConfigFile = None) -> None:
     """Check what a training run needs, and say how to fix what is missing.
 
     Versions, configuration, data, model, disk, memory, remote storage, keys and ports. The exit status is 1 if a
     check fails.
     """
-    from skyrl_train.entrypoints.doctor import examine
+    from skyrl_train.entrypoints.doctor import examine, print_checks
 
-    results = []
-    for result in examine(overrides or [], config, task):
-        typer.echo(result)
-        results.append(result)
-    if failed := [result.name for result in results if result.status == "failed"]:
-        raise SkyRLError(f"{len(failed)} of {len(results)} checks failed: {', '.join(dict.fromkeys(failed))}")
+    print_checks(examine(overrides or [], config))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)

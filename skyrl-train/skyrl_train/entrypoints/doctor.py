@@ -1,33 +1,27 @@
 """`skyrl doctor`: check what a run needs before you pay for a machine. Each failed check says how to fix it."""
 
 import os
-import shutil
 import socket
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import yaml
+import typer
 from packaging.requirements import InvalidRequirement, Requirement
 
 from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, find_credentials_fault
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.entrypoints import providers
 from skyrl_train.entrypoints.command import parse_cli
 from skyrl_train.entrypoints.memory_plan import check_memory, find_hardware, plan_run
 from skyrl_train.entrypoints.preflight import check_data, find_missing
-from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.errors import ConfigError, DataError, SkyRLError
 from skyrl_train.plan import TrainingPlan
 from skyrl_train.plan.forecast import format_bytes, free_bytes
 from skyrl_train.plan.memory import forecast_memory
 
 RAY_PORT = 6379
-TIMEOUT_S = 30.0
 PROBE = ".skyrl-doctor"
-FLAGS = '--git-url "$(git remote get-url origin)" --git-ref "$(git rev-parse HEAD)"'
-
 
 Status = Literal["ok", "warning", "failed"]
 
@@ -44,8 +38,18 @@ class CheckResult(NamedTuple):
         return f"{self.status:<8} {self.name:<13} {self.text}" + (f"\n{'':<23}{self.fix}" if self.fix else "")
 
 
-def examine(overrides: Sequence[str], file: Path | None = None, task: Path | None = None) -> Iterator[CheckResult]:
-    """Check a training run, and the SkyPilot `task` that starts it. Yield the result of each check."""
+def print_checks(checks: Iterable[CheckResult]) -> None:
+    """Print each result, and raise SkyRLError if a check fails."""
+    results = []
+    for result in checks:
+        typer.echo(result)
+        results.append(result)
+    if failed := [result.name for result in results if result.status == "failed"]:
+        raise SkyRLError(f"{len(failed)} of {len(results)} checks failed: {', '.join(dict.fromkeys(failed))}")
+
+
+def examine(overrides: Sequence[str], file: Path | None = None) -> Iterator[CheckResult]:
+    """Check a training run. Yield the result of each check."""
     yield _check_versions()
     try:
         cfg = parse_cli(overrides, file)
@@ -63,9 +67,6 @@ def examine(overrides: Sequence[str], file: Path | None = None, task: Path | Non
         yield _check_token()
         if cfg.trainer.placement.uses_ray and not os.environ.get("RAY_ADDRESS"):
             yield _check_port()
-    if task is not None:
-        yield from _check_task(task)
-    yield from _check_wallets(_read_clouds(task))
 
 
 def _check_versions() -> CheckResult:
@@ -194,89 +195,3 @@ def _check_port() -> CheckResult:
         return CheckResult("ports", "ok", f"{RAY_PORT} is free for Ray")
     text = f"port {RAY_PORT} is in use: the run joins the Ray cluster there, or fails if another program uses it"
     return CheckResult("ports", "warning", text, "run `ray status`; `ray stop` ends a cluster of yours")
-
-
-def _check_wallets(clouds: Sequence[str]) -> Iterator[CheckResult]:
-    """Check the balance at the clouds of a task, or else at all clouds with a key in the environment."""
-    statuses = []
-    for provider in providers.PROVIDERS:
-        if provider.name in clouds or (not clouds and os.environ.get(provider.key_name)):
-            status, text = provider.ask(os.environ)
-            statuses.append(status)
-            fix = {
-                "empty": "add funds; until then, SkyPilot has to find a machine in another cloud",
-                "refused": f"export a valid {provider.key_name}",
-                "unknown": "look at its console; `sky check` tests the login",
-            }
-            result: Status = "ok" if status == "ok" else "failed" if status == "refused" else "warning"
-            yield CheckResult("wallet", result, f"{provider.name}: {text}", fix.get(status, ""))
-    if statuses and set(statuses) <= {"empty", "refused"}:
-        yield CheckResult("wallet", "failed", "no cloud would start a machine", "add funds to one of them")
-
-
-def _read_clouds(task: Path | None) -> list[str]:
-    """Return the clouds in a task, or [] if it has none or cannot be read."""
-    if task is None:
-        return []
-    try:
-        resources = yaml.safe_load(task.read_text(encoding="utf-8"))["resources"]
-        choices = resources.get("any_of") or resources.get("ordered") or [resources]
-        names = [choice.get("infra") or choice.get("cloud") for choice in choices]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError):
-        return []
-    return [str(name).partition("/")[0].lower() for name in names if name]
-
-
-def _check_task(path: Path) -> Iterator[CheckResult]:
-    """Check that a SkyPilot task's required variables are set and that its `workdir.ref` is the pushed branch."""
-    try:
-        task = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        yield CheckResult("task", "failed", f"{path} cannot be read: {error}")
-        return
-    if not isinstance(task, dict):
-        yield CheckResult("task", "failed", f"{path} is not a mapping", "pass a SkyPilot task, e.g. tasks/my-task.yaml")
-        return
-    # A variable must be set if it is null in the file. An empty string counts as a value of an optional variable.
-    sections = [task[name] for name in ("envs", "secrets") if isinstance(task.get(name), dict)]
-    names = [name for variables in sections for name, value in variables.items() if value is None]
-    unset = [name for name in names if not os.environ.get(name)]
-    if unset:
-        fix = "; ".join(f"--env {name}=${name}" for name in unset)
-        yield CheckResult("task", "failed", f"{path}: {', '.join(unset)} must have a value", f"export and pass: {fix}")
-    workdir = task.get("workdir")
-    if not isinstance(workdir, dict) or "ref" not in workdir:
-        yield CheckResult("workdir.ref", "ok", f"{path} uploads local files, or uses the default branch")
-        return
-    yield _check_workdir(path, str(workdir["ref"]), str(workdir.get("url") or "origin"))
-
-
-def _check_workdir(path: Path, ref: str, url: str) -> CheckResult:
-    """Check that the task will run the local commit."""
-    folder = path.absolute().parent
-    branch, commit = _git(folder, "rev-parse", "--abbrev-ref", "HEAD"), _git(folder, "rev-parse", "HEAD")
-    listed = _git(folder, "ls-remote", url, ref)
-    name, setting = "workdir.ref", f"set workdir.ref: {branch} in {path}, or launch with {FLAGS}"
-    if branch is None or commit is None:
-        return CheckResult(name, "warning", f"{folder} is no git repository: {ref} cannot be compared")
-    if listed is None:
-        return CheckResult(name, "warning", f"{url} cannot be reached: {ref} cannot be compared with {branch}")
-    if not listed and not commit.startswith(ref):
-        return CheckResult(name, "failed", f"{url} has no branch or tag {ref}", f"push it, or {setting}")
-    if listed and listed.split()[0] != commit:
-        text = f"the task would run {ref} at {listed[:8]}, not the local {branch} at {commit[:8]}"
-        return CheckResult(name, "failed", text, f"git push {url} {branch}, and {setting}")
-    return CheckResult(name, "ok", f"{ref} is the local commit {commit[:8]}")
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Return the output of git, or None if it fails or takes too long."""
-    if (git := shutil.which("git")) is None:
-        return None
-    environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
-    try:
-        command = [git, "-C", str(folder), *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_kit.endpoints import MODEL, ask_once, new_client
+from train_kit.endpoints import MODEL, new_client
 from train_kit.engines import LIMITS
 from train_kit.messages import assistant, user
 from train_kit.models import load_on_cpu
@@ -15,18 +15,16 @@ from train_kit.vision_models import draw
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_gym.images import read_image
-from skyrl_train.config import load_config
 from skyrl_train.dataset.batch import pad_right, pad_tokens
-from skyrl_train.endpoint import AgentGenerator, Endpoint, ModelService
+from skyrl_train.endpoint import Endpoint, ModelService
 from skyrl_train.endpoint.recorder import Prompt, Recording
 from skyrl_train.endpoint.replies import Reply
 from skyrl_train.endpoint.session import AgentSession
-from skyrl_train.generators.base import BatchMetadata, rollout_requests
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import EngineResult, SamplingParams
 from skyrl_train.inference_engines.hf.general import GeneralEngine
 from skyrl_train.models.logprobs import response_logprobs
-from skyrl_train.types import DrawnPrompt, PromptRow, Segment, StopReason
+from skyrl_train.types import Segment, StopReason
 
 RED, GREEN, BLUE = (read_image(draw(color)) for color in ("red", "green", "blue"))
 WHERE = {"type": "text", "text": "Where?"}
@@ -113,24 +111,6 @@ async def test_images_of_requests_without_a_session_are_read(
         row = Segment.start(token_ids, chat.find_spans(token_ids, prompt))
         row.append_sampled(choice.token_ids, [entry.logprob for entry in choice.logprobs.content], None)
         assert row.logprobs == pytest.approx(trainer_logprobs(model, row), abs=1e-4)
-
-
-@pytest.mark.parametrize("in_own_process", [False, True])
-async def test_an_agent_sends_the_images_of_its_row(
-    in_own_process: bool, engine: GeneralEngine, vision_tokenizer: PreTrainedTokenizerBase, forked_processes: None
-) -> None:
-    """The prompt of its row is in the form of OpenAI's client."""
-    cfg = load_config({"generator": {"n_rollout_retries": 0}}).generator
-    generator = AgentGenerator(ask_once, cfg, engine, vision_tokenizer, in_own_process=in_own_process)
-    row = PromptRow("0", [user([image(RED), WHERE])], None, {})
-    (trajectory,) = await generator.rollout(
-        rollout_requests([DrawnPrompt(0, row, 0)], 1, "agent"), SAMPLING, BatchMetadata(1, "train")
-    )
-    await generator.close()
-    assert trajectory.error is None
-    (segment,) = trajectory.segments
-    assert [span.image for span in segment.images] == [RED]
-    assert segment.prompt_ids == ChatEncoder(vision_tokenizer).prompt_ids(row.prompt)
 
 
 def answer(recording: Recording, prompt: Prompt, text: str) -> None:

@@ -1,24 +1,20 @@
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from skyrl_train.entrypoints import doctor
 from skyrl_train.entrypoints.cli import main
-from skyrl_train.entrypoints.providers import PROVIDERS
 
 
 @pytest.fixture(autouse=True)
-def without_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log out of the Hub, and unset the keys of GPU clouds. test_providers covers them."""
+def without_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log out of the Hub."""
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    for provider in PROVIDERS:
-        monkeypatch.delenv(provider.key_name or "NONE", raising=False)
 
 
-def examine(*overrides: str, task: Path | None = None) -> dict[str, doctor.CheckResult]:
-    return {result.name: result for result in doctor.examine(overrides, task=task)}
+def examine(*overrides: str) -> dict[str, doctor.CheckResult]:
+    return {result.name: result for result in doctor.examine(overrides)}
 
 
 def test_a_run_that_can_start_passes_every_check(catch_run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,44 +69,6 @@ def test_a_port_in_use_is_a_warning(catch_run: list[str], monkeypatch: pytest.Mo
         monkeypatch.setattr(doctor, "RAY_PORT", taken.getsockname()[1])
         ports = examine(*catch_run, "trainer.placement.launcher=ray")["ports"]
     assert (ports.status, "ray stop" in ports.fix) == ("warning", True)
-
-
-def test_the_ref_of_a_task_must_be_the_pushed_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEET_API_KEY", "key")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    remote, local = tmp_path / "remote.git", tmp_path / "local"
-
-    def git(*arguments: str, cwd: Path = local) -> None:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *identity, *arguments], cwd=cwd, check=True, capture_output=True)
-
-    git("init", "--bare", str(remote), cwd=tmp_path)
-    git("init", "-b", "main", str(local), cwd=tmp_path)
-    task = local / "task.yaml"
-    variables = "envs:\n  FLEET_API_KEY:\n  WANDB_API_KEY: null\n  ENV_KEYS: ''\n  MODALITY: tool_use\n"
-    task.write_text(f"workdir:\n  url: {remote}\n  ref: main\n{variables}")
-    git("add", ".")
-    git("commit", "-m", "one")
-    assert examine(task=task)["workdir.ref"].text == f"{remote} has no branch or tag main"
-    git("push", str(remote), "main")
-    assert examine(task=task)["workdir.ref"].status == "ok"
-    git("commit", "--allow-empty", "-m", "two")
-    stale = examine(task=task)["workdir.ref"]
-    assert (stale.status, f"git push {remote} main" in stale.fix, "--git-url" in stale.fix) == ("failed", True, True)
-    assert examine(task=task)["task"].text == f"{task}: WANDB_API_KEY must have a value"
-    monkeypatch.setenv("WANDB_API_KEY", "key")
-    assert "task" not in examine(task=task)
-
-
-TRAIN = Path(__file__).parents[3]
-TASK_FILES = [*sorted(TRAIN.glob("tasks/*.yaml")), TRAIN / "examples/cluster/skypilot.yaml"]
-
-
-@pytest.mark.parametrize("path", TASK_FILES, ids=lambda path: path.stem)
-def test_a_task_file_of_this_repository_needs_nothing_but_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FLEET_API_KEY", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
-        monkeypatch.setenv(name, "key")
-    assert [result for result in doctor._check_task(path) if result.name == "task"] == []
 
 
 def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

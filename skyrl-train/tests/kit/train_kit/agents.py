@@ -4,12 +4,13 @@ import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk
-from skyrl_train.types import StopReason, WeightSpan
+from skyrl_train.types import Segment, StopReason, WeightSpan
 from train_kit.templates import train_tokenizer
 
 HERMES = """\
@@ -95,3 +96,10 @@ class ScriptedEngine:
         result = EngineResult(kept, logprobs, reason, (WeightSpan(0, len(kept)),))
         self.exchanges.append((replace(request, prompt_ids=list(request.prompt_ids)), result))
         return result
+
+
+def trained_texts(tokenizer: PreTrainedTokenizerBase, row: Segment) -> list[str]:
+    """Return the text of each trained stretch of a row."""
+    ids = [id if is_trained else None for id, is_trained in zip(row.response_ids, row.loss_mask, strict=True)]
+    stretches = [list(group) for is_trained, group in groupby(ids, lambda id: id is not None) if is_trained]
+    return [str(tokenizer.decode(stretch)) for stretch in stretches]

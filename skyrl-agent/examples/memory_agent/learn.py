@@ -1,6 +1,6 @@
 """A tiny model learns to remember what it will need.
 
-    python -m examples.memory_agent.learn --seed 42
+    PYTHONPATH=../skyrl-agent/examples python -m memory_agent.learn --seed 42
 
 Three documents name the contents of three boxes. The agent sees one document at a time, and forgets everything except
 the summary that it writes for itself. At the start, the model often acts at random: it writes down the digit that it
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from examples.learning import Recipe, main
-from examples.memory_agent.task import BoxesTask
+from memory_agent.task import BoxesTask
 from skyrl_agent.config import AgentConfig
 from skyrl_agent.integrations.skyrl_train import AgentExp, to_overrides
 from skyrl_agent.tasks.memagent import Reader

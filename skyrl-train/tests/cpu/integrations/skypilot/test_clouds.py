@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from train_kit.http import Request, serving
 
-from skyrl_train.entrypoints import doctor, providers
-from skyrl_train.entrypoints.providers import PROVIDERS, Wallet
+from integrations.skypilot import clouds as module
+from integrations.skypilot.__main__ import examine
+from integrations.skypilot.clouds import PROVIDERS, Wallet, check_wallets
+from integrations.skypilot.task import read_clouds
+from skyrl_train.entrypoints.doctor import CheckResult
 
 KEYS = ("LAMBDA_API_KEY", "RUNPOD_API_KEY", "VAST_API_KEY", "PRIME_INTELLECT_API_KEY")
 KEY = "a-secret-key"
@@ -42,14 +45,14 @@ def clouds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clouds]:
     clouds = Clouds({"lambda": LAMBDA, "runpod": RUNPOD, "vast": VAST, "primeintellect": PRIME})
     with serving(clouds.answer) as (address, clouds.requests):
         local = [replace(p, url=f"{address}/{p.name}?limit=1") if p.url else p for p in PROVIDERS]
-        monkeypatch.setattr(providers, "PROVIDERS", local)
+        monkeypatch.setattr(module, "PROVIDERS", local)
         for name in KEYS:
             monkeypatch.setenv(name, KEY)
         yield clouds
 
 
-def wallets(task: Path | None = None) -> list[doctor.CheckResult]:
-    return list(doctor._check_wallets(doctor._read_clouds(task)))
+def wallets(task: Path) -> list[CheckResult]:
+    return list(check_wallets(read_clouds(task)))
 
 
 def write_task(folder: Path, *clouds: str) -> Path:
@@ -81,7 +84,7 @@ def test_each_cloud_of_a_task_is_requested_as_documented(clouds: Clouds, tmp_pat
 def test_without_a_task_all_clouds_with_a_key_are_requested(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KEYS[:3]:
         monkeypatch.delenv(name)
-    assert [result.text for result in wallets()] == ["primeintellect: $12.25"]
+    assert [result.text for result in examine(None)] == ["primeintellect: $12.25"]
 
 
 def test_empty_wallets_and_refused_keys_fail_if_no_cloud_is_left(clouds: Clouds, tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from train_kit.endpoints import SAMPLING, AgentStage, ask_once, assert_equal_trajectories, catch_requests, new_client
+from agent_kit.agents import SAMPLING, AgentStage, ask_once, assert_equal_trajectories, catch_requests
+from endpoint_catch.agent import play_catch
+from train_kit.endpoints import new_client
 from train_kit.processes import find_descendants
 
-from examples.endpoint.agent import play_catch
 from skyrl_train.endpoint.process import EndpointProcess
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata

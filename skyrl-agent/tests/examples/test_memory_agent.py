@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from agent_kit.engines import TOKENIZER, ScriptedEngine, tool_call
+from memory_agent.learn import AGENT, NOTHING, RECIPE, MemoryExp, attempt, row, write_data
 
-from examples.learning import main
-from examples.memory_agent.learn import AGENT, NOTHING, RECIPE, MemoryExp, attempt, row, write_data
+from examples import learning, tiny_model
 from skyrl_agent import AutoAgentRunner
 from skyrl_train.dataset.files import read_rows
 
@@ -39,10 +39,12 @@ def test_no_text_of_training_is_in_validation(tmp_path: Path) -> None:
     assert all(f"{one['prompt'][0]['content'].split()[-2]} box has {one['answer']}." in one["context"] for one in train)
 
 
-def test_a_short_run_trains_the_agent(short_start: None, tmp_path: Path) -> None:
+def test_a_short_run_trains_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "N_CONVERSATIONS", 64)
+    monkeypatch.setattr(tiny_model, "BATCH_SIZE", 8)
     tiny = dataclasses.replace(RECIPE, n_start_steps=2, n_steps=1)
     argv = ["--output_dir", str(tmp_path), "--seed", "3", "trainer.train_batch_size=4"]
     with pytest.raises(SystemExit) as status:
-        main(tiny, "A test.", argv, experiment=MemoryExp)
+        learning.main(tiny, "A test.", argv, experiment=MemoryExp)
     assert status.value.code == 1
     assert (tmp_path / "memory_agent/seed3/report.html").stat().st_size > 0

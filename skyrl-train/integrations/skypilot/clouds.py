@@ -1,11 +1,14 @@
 """Balances and capacity at clouds that SkyPilot rents GPUs from, as far as their HTTP APIs report them."""
 
 import json
+import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+from skyrl_train.entrypoints.doctor import CheckResult, Status
 
 TIMEOUT_S = 10.0
 
@@ -99,3 +102,21 @@ PROVIDERS = (
     ),
     Provider("nebius", "", "", _dollars("")),
 )
+
+
+def check_wallets(clouds: Sequence[str]) -> Iterator[CheckResult]:
+    """Check the balance at the clouds of a task, or else at all clouds with a key in the environment."""
+    statuses = []
+    for provider in PROVIDERS:
+        if provider.name in clouds or (not clouds and os.environ.get(provider.key_name)):
+            status, text = provider.ask(os.environ)
+            statuses.append(status)
+            fix = {
+                "empty": "add funds; until then, SkyPilot has to find a machine in another cloud",
+                "refused": f"export a valid {provider.key_name}",
+                "unknown": "look at its console; `sky check` tests the login",
+            }
+            result: Status = "ok" if status == "ok" else "failed" if status == "refused" else "warning"
+            yield CheckResult("wallet", result, f"{provider.name}: {text}", fix.get(status, ""))
+    if statuses and set(statuses) <= {"empty", "refused"}:
+        yield CheckResult("wallet", "failed", "no cloud would start a machine", "add funds to one of them")

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from endpoint_catch.learn import EndpointExp
 from train_kit.agents import HERMES
 from train_kit.endpoints import new_client
 from train_kit.messages import user
 from train_kit.runs import run_of
 
-from examples.endpoint.main_endpoint_catch import EndpointExp
+from skyrl_agent.agent_generator import AgentGenerator
 from skyrl_train.config import SkyRLConfig, parse_cli
-from skyrl_train.endpoint import AgentGenerator
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.types import PromptRow
 
@@ -95,5 +95,5 @@ def test_an_agent_with_tools_and_side_requests_trains(arguments: list[str], tmp_
         assert step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-5
         assert math.isfinite(step["policy/policy_loss"])
         assert (step["agent/no_tool_calls"], step["agent/side_requests"]) == (1.0, 40), "two of each of 20 rollouts"
-    metrics = (Path(__file__).parents[4] / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    metrics = (Path(__file__).parents[3] / "docs/reference/metrics.md").read_text(encoding="utf-8")
     assert [name for name in steps[0] if name.startswith("agent/") and f"`{name}`" not in metrics] == []

@@ -1,15 +1,17 @@
 """Agents that use only OpenAI's interface produce the same trajectories as any other generator."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from train_kit.endpoints import (
+from agent_kit.agents import (
     SAMPLING,
     AgentStage,
     ask_once,
@@ -17,24 +19,24 @@ from train_kit.endpoints import (
     assert_equal_trajectories,
     catch_requests,
     litellm_player,
-    new_client,
 )
+from endpoint_catch.agent import play_catch
+from train_kit.endpoints import HELLO, new_client
 from train_kit.engines import RecordedEngine
 from train_kit.messages import user
 from train_kit.processes import no_leaks
 from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from examples.endpoint.agent import play_catch
+from skyrl_agent.agent_generator import AgentResult
 from skyrl_train.config import load_config
 from skyrl_train.dataset.batch import build_training_batch
-from skyrl_train.endpoint import AgentResult
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.base import BatchMetadata
+from skyrl_train.generators.base import BatchMetadata, rollout_requests
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_function
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.types import PromptRow, Trajectory
+from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
 
 
 def assert_matches_engine(t: Trajectory, engine: RecordedEngine) -> None:
@@ -325,3 +327,21 @@ async def test_close_releases_threads_files_and_tasks(
         await agent_stage.play(ask_once, catch_requests(3))
         await agent_stage.play(ask_once_blocking, catch_requests(3))
         await agent_stage.close()
+
+
+@pytest.mark.usefixtures("forked_processes")
+async def test_the_agent_of_the_page_plays(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    page = (Path(__file__).parents[3] / "docs/guides/endpoint.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
+    cfg = load_config({"generator": {"n_rollout_retries": 0}})
+    engine = RecordedEngine(talker, tiny_tokenizer)
+    experiment = object.__new__(names["Experiment"])
+    generator = experiment.get_generator(cfg, tiny_tokenizer, engine)
+    row = PromptRow("0", HELLO, None, {"reward_spec": {"ground_truth": ""}})
+    requests = rollout_requests([DrawnPrompt(0, row, 0)], 2, "maths")
+    trajectories = await generator.rollout(requests, SamplingParams(max_new_tokens=4), BatchMetadata(1, "train"))
+    assert [(t.is_valid, t.total_reward) for t in trajectories] == [(True, 1.0)] * 2
+    assert [[len(segment.turns) for segment in t.segments] for t in trajectories] == [[2]] * 2
+    await generator.close()
+    await engine.close()

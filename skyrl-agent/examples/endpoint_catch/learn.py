@@ -1,6 +1,6 @@
 """Train a tiny model on Catch through an agent that only uses OpenAI's client.
 
-    python -m examples.endpoint.main_endpoint_catch --seed 42
+    PYTHONPATH=../skyrl-agent/examples python -m endpoint_catch.learn --seed 42
 
 Prepares the data and model of the Catch example, trains through the endpoint, and prints how much better the model
 plays. Exit status 1 means that it did not learn.
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from endpoint_catch.agent import play_catch
 from examples.catch.learn import parser
 from examples.catch.main_catch import register_catch
 from examples.catch.recipe import CatchRun
-from examples.endpoint.agent import play_catch
+from skyrl_agent.agent_generator import AgentGenerator
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.endpoint import AgentGenerator
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import run_command
 from skyrl_train.generators.base import RolloutGenerator

@@ -8,7 +8,7 @@ from typing import Any
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from examples.catch.env import CatchEnv
-from skyrl_train.endpoint import AgentResult
+from skyrl_agent.agent_generator import AgentResult
 from skyrl_train.types import PromptRow
 
 
