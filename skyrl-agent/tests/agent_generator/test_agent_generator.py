@@ -198,8 +198,9 @@ async def test_an_agent_that_fails_makes_its_own_rollout_invalid(
         return (agent if options["row"].uid == bad.row.uid else ask_once_blocking)(**options)
 
     RELEASED.clear()
+    limit = 2 if stop_reason == "agent_timeout" else 60
     either = blocking_agent if agent is endless_in_a_thread else async_agent
-    first, second = await agent_stage.play(either, [good, bad], trajectory_timeout_seconds=2)
+    first, second = await agent_stage.play(either, [good, bad], trajectory_timeout_seconds=limit)
     RELEASED.set()
     assert (first.is_valid, first.total_reward) == (True, 1.0)
     assert (second.is_valid, second.stop_reason, second.rewards) == (False, stop_reason, None)
