@@ -1,4 +1,4 @@
-"""Check, play and list environments, and measure judges, without a trainer: `skyrl-gym …`, or `skyrl env …`."""
+"""The command `skyrl-gym`, or `skyrl env`: environments, judges and benchmarks without a trainer."""
 
 import argparse
 import json
@@ -9,6 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_gym.benchmarks.play import play_benchmarks
+from skyrl_gym.benchmarks.scores import format_scores, score_benchmarks
+from skyrl_gym.benchmarks.suite import BENCHMARKS, benchmark_rows
+from skyrl_gym.chat_endpoint import EndpointConfig
 from skyrl_gym.checkup.play import play
 from skyrl_gym.checkup.resources import child_processes, exit_soon
 from skyrl_gym.checkup.rows import read_row
@@ -67,6 +71,16 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     judge.add_argument("judges", type=Path, help="a YAML file of judges")
     judge.add_argument("samples", type=Path, help="a .jsonl file of labelled samples")
     judge.add_argument("--min-agreement", type=float, default=0.0, help="exit with status 1 below this accuracy")
+    evaluate = commands.add_parser("eval", help="evaluate a model behind an OpenAI-compatible API on benchmarks")
+    evaluate.add_argument("benchmarks", nargs="+", help=f"{', '.join(BENCHMARKS)}; NAME=FILE, or NAME=sample")
+    evaluate.add_argument("--base-url", required=True, help="the URL before /chat/completions")
+    evaluate.add_argument("--model", required=True, help="the model's name at the API")
+    evaluate.add_argument("--api-key-env", default="", help="the environment variable with the key")
+    evaluate.add_argument("--samples", type=int, default=1, help="samples per problem (default: 1)")
+    evaluate.add_argument("--limit", type=int, help="evaluate only the first problems of each benchmark")
+    evaluate.add_argument("--concurrency", type=int, default=16, help="open requests (default: 16)")
+    evaluate.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="e.g. temperature=0.6")
+    evaluate.add_argument("--output", type=Path, default=Path("eval.jsonl"), help="file of samples, also to continue")
     commands.add_parser("list", help="list the environments that come with skyrl-gym")
     return parser
 
@@ -118,6 +132,17 @@ def _judge(options: argparse.Namespace) -> int:
     return int(agreement.accuracy < options.min_agreement)
 
 
+def _evaluate(options: argparse.Namespace) -> int:
+    rows = [row for name in options.benchmarks for row in benchmark_rows(name, options.limit)]
+    config = EndpointConfig(options.base_url, options.model, options.api_key_env, _settings(options))
+    samples = list(play_benchmarks(rows, config, options.samples, options.concurrency, options.output))
+    sys.stdout.write(f"{format_scores(score_benchmarks(samples))}\nThe samples are in {options.output}\n")
+    failed = [sample["error"] for sample in samples if sample["error"] is not None]
+    if failed:
+        sys.stderr.write(f"{len(failed)} of {len(samples)} samples failed; the first: {failed[0]}\n")
+    return int(len(failed) == len(samples))
+
+
 def run() -> None:
     """Run the `skyrl-gym` script."""
     sys.exit(main())
@@ -127,6 +152,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "check": _check,
     "play": _play,
     "judge": _judge,
+    "eval": _evaluate,
     "list": _list,
 }
 

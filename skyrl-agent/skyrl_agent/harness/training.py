@@ -5,10 +5,6 @@ The agents of verifiers environments are a harness, too: `skyrl-agent train veri
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +18,7 @@ from skyrl_gym.adapters.verifiers import rows as verifiers_rows
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.problems import raise_problems, show
+from skyrl_train.dataset.files import write_temporary
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.dataset.rows import LocatedRow
 from skyrl_train.entrypoints.command import parse_cli
@@ -103,14 +100,7 @@ def _to_file(source: str, harness: HarnessConfig, settings: Mapping[str, Any] | 
             raise DataError(f"{source}: {error}") from error
     else:
         return source
-    content = "".join(json.dumps(row) + "\n" for row in rows)
-    folder = Path(tempfile.gettempdir()) / f"skyrl-tasks-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{hashlib.blake2b(content.encode(), digest_size=12).hexdigest()}.jsonl"
-    with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as new:
-        new.write(content)
-    os.replace(new.name, path)
-    return str(path)
+    return write_temporary(rows)
 
 
 def _harbor_rows(source: str, folder: Path, harness: HarnessConfig) -> list[dict[str, Any]]:

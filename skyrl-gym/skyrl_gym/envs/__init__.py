@@ -9,6 +9,7 @@ __all__ = ["BUILT_IN", "EnvSpec", "deregister", "make", "pprint_registry", "regi
 
 BUILT_IN = {
     "aime": "skyrl_gym.envs.aime.env:AIMEEnv",
+    "answer": "skyrl_gym.envs.answer.env:AnswerEnv",
     "browser": "skyrl_gym.envs.browser.env:BrowserEnv",
     "gsm8k": "skyrl_gym.envs.gsm8k.env:GSM8kEnv",
     "gsm8k_multi_turn": "skyrl_gym.envs.gsm8k.multi_turn_env:GSM8kMultiTurnEnv",

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -166,6 +167,18 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
     partial.replace(path)
+
+
+def write_temporary(rows: Iterable[Row]) -> str:
+    """Write rows to a JSONL file in the user's temporary folder, named by their hash. Return its path."""
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    folder = Path(tempfile.gettempdir()) / f"skyrl-rows-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{hashlib.blake2b(content.encode(), digest_size=12).hexdigest()}.jsonl"
+    with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as new:
+        new.write(content)
+    os.replace(new.name, path)
+    return str(path)
 
 
 def _load_from_hub(source: str) -> pa.Table:

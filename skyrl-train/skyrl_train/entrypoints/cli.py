@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyrl_gym.envs.entry_point import load_attribute
+from skyrl_gym.error import Error
 from skyrl_train.entrypoints.command import as_command, importing_torch
 from skyrl_train.entrypoints.merge import merge
 from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.start import COMMANDS, RUN_SETTINGS, DryRun, Fit, PrintConfig, Program, start
+from skyrl_train.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from skyrl_train.config.problems import Fields
@@ -32,6 +34,7 @@ app = typer.Typer(
   skyrl sft data.train_data=chats.jsonl trainer.policy.model.path=Qwen/Qwen2.5-0.5B
   skyrl dpo data.train_data=pairs.jsonl trainer.policy.model.path=Qwen/Qwen2.5-0.5B-Instruct
   skyrl verl main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct
+  skyrl eval gsm8k aime25 --samples 4 trainer.policy.model.path=Qwen/Qwen2.5-0.5B-Instruct
   skyrl env check my_env:MyEnv --data train.jsonl
 """,
     no_args_is_help=True,
@@ -118,6 +121,44 @@ def generate(
         _print_help(context, overrides)
     else:
         start("generate", overrides or [], config, print_config)
+
+
+@app.command("eval", context_settings=RUN_SETTINGS)
+@as_command
+def evaluate_benchmarks(
+    benchmarks: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="BENCHMARK...",
+            help="gsm8k, math500, aime24, aime25, gpqa or mmlu-pro, from the Hub; NAME=FILE, or NAME=sample for a few "
+            "problems of this project. Settings KEY=VALUE follow.",
+            show_default=False,
+        ),
+    ],
+    samples: Annotated[int, typer.Option(min=1, help="Samples per problem.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate only the first problems of each.")] = None,
+    config: ConfigFile = None,
+    print_config: PrintConfig = False,
+) -> None:
+    """Evaluate a model on benchmarks, with confidence intervals."""
+    from skyrl_gym.benchmarks.suite import benchmark_rows
+    from skyrl_train.dataset.files import reading_rows, write_temporary
+
+    names = [argument for argument in benchmarks if "." not in argument.partition("=")[0]]
+    if not names:
+        raise ConfigError("there is no benchmark; write skyrl eval gsm8k KEY=VALUE …")
+    try:
+        with reading_rows():
+            rows = [row for name in names for row in benchmark_rows(name, limit)]
+    except (Error, ImportError, ValueError) as error:
+        raise DataError(str(error)) from error
+    settings = [
+        f"data.val_data=['{write_temporary(rows)}']",
+        f"generator.eval_n_samples_per_prompt={samples}",
+        "trainer.max_prompt_length=4096",
+        *(argument for argument in benchmarks if argument not in names),
+    ]
+    start("eval", settings, config, print_config)
 
 
 @app.command(context_settings=RUN_SETTINGS)

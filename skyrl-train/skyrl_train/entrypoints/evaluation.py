@@ -5,20 +5,25 @@ It plays the validation prompts like an evaluation during training, with `genera
 """
 
 import asyncio
+import json
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 
+from skyrl_gym.benchmarks.scores import format_scores, score_benchmarks
 from skyrl_train.checkpoint import STORAGE_ERRORS
 from skyrl_train.config import changed_settings, to_yaml
+from skyrl_train.dataset.files import open_source
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.engine import sync_options
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.prompts import open_eval_prompts
-from skyrl_train.errors import ConfigError, EnvError
+from skyrl_train.errors import ConfigError, DataError, EnvError
 from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.remote_storage import open_evaluations, upload_evaluation
 from skyrl_train.report import report_own_run
+from skyrl_train.tracking.run_folder import AGGREGATED
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +54,12 @@ class EvaluationExperiment(RLExperiment):
             folder.config_yaml.write_text(to_yaml(self.cfg), encoding="utf-8")
             metrics = asyncio.run(self.evaluate())
             report_own_run(folder)
-            for name, value in sorted(metrics.items()):
-                print(f"{name:<50} {value:.6g}")
+            self.print_results(metrics)
+
+    def print_results(self, metrics: Mapping[str, float]) -> None:
+        """Print the metrics."""
+        for name, value in sorted(metrics.items()):
+            print(f"{name:<50} {value:.6g}")
 
     def get_eval_dataset(self) -> PromptDataset:
         """Load the prompts to evaluate on."""
@@ -85,3 +94,25 @@ class EvaluationExperiment(RLExperiment):
         if failed:
             raise EnvError(f"all {len(trajectories)} rollouts failed; the first: {trajectories[0].error}")
         return metrics
+
+
+class BenchmarkEvaluation(EvaluationExperiment):
+    """An evaluation on named benchmarks, which plays every problem and prints scores with confidence intervals."""
+
+    def get_eval_dataset(self) -> PromptDataset:
+        """Load the problems. Raise DataError if one is too long."""
+        dataset, (file,) = super().get_eval_dataset(), self.cfg.data.val_data
+        if n_dropped := len(open_source(file)) - len(dataset):
+            raise DataError(
+                f"{n_dropped} problems are longer than trainer.max_prompt_length={self.cfg.trainer.max_prompt_length}, "
+                "and a score without them would mean nothing; raise it"
+            )
+        return dataset
+
+    def print_results(self, metrics: Mapping[str, float]) -> None:
+        """Print a table of scores."""
+        folder = self.run_folder.evals(None)
+        files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != AGGREGATED]
+        samples = (json.loads(line) for path in files for line in path.read_text("utf-8").splitlines())
+        print(format_scores(score_benchmarks(samples)))
+        print(f"The samples are in {folder}")

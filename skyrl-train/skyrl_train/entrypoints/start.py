@@ -47,11 +47,14 @@ class Program:
 COMMANDS = {
     "train": ("skyrl_train.config.loading:RL", "skyrl_train.entrypoints.experiment:RLExperiment"),
     "generate": ("skyrl_train.config.loading:RL", "skyrl_train.entrypoints.evaluation:EvaluationExperiment"),
+    "eval": ("skyrl_train.config.loading:RL", "skyrl_train.entrypoints.evaluation:BenchmarkEvaluation"),
     "sft": ("skyrl_train.config.supervised:SFT", "skyrl_train.entrypoints.sft:SFTExp"),
     "dpo": ("skyrl_train.config.supervised:DPO", "skyrl_train.entrypoints.preferences:DPOExp"),
     "reward": ("skyrl_train.config.supervised:REWARD", "skyrl_train.entrypoints.preferences:RewardExp"),
 }
 """Commands that start a run: their schema and their experiment."""
+
+EVALUATIONS = ("generate", "eval")
 
 
 def start(
@@ -74,8 +77,8 @@ def start(
     from skyrl_train.config.cli import parse
     from skyrl_train.entrypoints.preflight import check_answers, check_data, find_missing, find_missing_for_supervised
 
-    (schema, experiment_name), trains, options = COMMANDS[command], command != "generate", dict[str, Any]()
-    is_custom, is_supervised = program.experiment is not None, command not in ("train", "generate")
+    (schema, experiment_name), trains, options = COMMANDS[command], command not in EVALUATIONS, dict[str, Any]()
+    is_custom, is_supervised = program.experiment is not None, command not in ("train", *EVALUATIONS)
     cfg: Any
     if is_supervised:
         cfg = parse(overrides, load_attribute(schema), () if is_checked else (find_missing_for_supervised,), config)
@@ -118,8 +121,8 @@ def parse_for_plan(command: str, overrides: Sequence[str], config: Path | None) 
     from skyrl_train.algorithms.rules import ALGORITHM_RULES
     from skyrl_train.config.cli import parse
 
-    if command not in COMMANDS or command == "generate":
-        names = ", ".join(name for name in COMMANDS if name != "generate")
+    if command not in COMMANDS or command in EVALUATIONS:
+        names = ", ".join(name for name in COMMANDS if name not in EVALUATIONS)
         raise ConfigError(f"--command {command} is not a kind of run; use one of {names}")
     rules = (import_modules, *ALGORITHM_RULES) if command == "train" else ()
     return parse(overrides, replace(load_attribute(COMMANDS[command][0]), machine_rules=()), rules, config)

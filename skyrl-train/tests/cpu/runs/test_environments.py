@@ -47,6 +47,7 @@ def score_length(solution_str: str, **_: Any) -> float:
 
 ROWS: dict[str, dict[str, Any]] = {
     "aime": {"reward_model": {"ground_truth": "42"}},
+    "answer": {"reward_spec": {"method": "math", "ground_truth": "42"}},
     "gsm8k": {"reward_spec": {"ground_truth": "42"}},
     "gsm8k_multi_turn": {"reward_spec": {"ground_truth": "42"}},
     "gymnasium": {},
