@@ -11,6 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from skyrl_gym.envs.entry_point import load_attribute
+from skyrl_report.page import report_own_run
+from skyrl_report.run_folder import RunFolder
+from skyrl_report.signal import N_STEPS, find_missing_signal
 from skyrl_train.checkpoint import step_of
 from skyrl_train.config import SkyRLConfig, to_yaml
 from skyrl_train.dataset.files import write_jsonl
@@ -20,10 +23,8 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.evaluate import dump_images, evaluate, trajectory_row
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.report import report_own_run
 from skyrl_train.run import Callback, Run, StepReport
-from skyrl_train.tracking import Progress, RunFolder, Tracking, find_missing_signal
-from skyrl_train.tracking.signal import N_STEPS
+from skyrl_train.tracking import Progress, Tracking
 
 logger = logging.getLogger(__name__)
 

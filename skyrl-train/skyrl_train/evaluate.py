@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from skyrl_report.run_folder import AGGREGATED, IMAGE_FOLDER, format_marker
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
@@ -20,8 +21,7 @@ from skyrl_train.generators.metrics import (
     with_prefix,
 )
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.media.files import IMAGE_FOLDER, format_marker, write_images
-from skyrl_train.tracking.run_folder import AGGREGATED
+from skyrl_train.media.files import write_images
 from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 
 

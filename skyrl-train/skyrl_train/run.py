@@ -19,12 +19,11 @@ import psutil
 import torch
 import yaml
 
+from skyrl_report.remote import STORAGE_ERRORS, RemoteFolder
 from skyrl_train.checkpoint import (
-    STORAGE_ERRORS,
     CheckpointStore,
     CheckpointWriter,
     RemoteCheckpoints,
-    RemoteFolder,
     Snapshot,
     make_folder,
     open_folder,

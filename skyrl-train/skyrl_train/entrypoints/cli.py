@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyrl_gym.envs.entry_point import load_attribute
+from skyrl_report.cli import report
 from skyrl_train.entrypoints.command import as_command, importing_torch
 from skyrl_train.entrypoints.merge import merge
-from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.start import COMMANDS, RUN_SETTINGS, DryRun, Fit, PrintConfig, Program, start
 from skyrl_train.errors import SkyRLError
 

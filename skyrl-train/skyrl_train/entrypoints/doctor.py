@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 import yaml
 from packaging.requirements import InvalidRequirement, Requirement
 
-from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, find_credentials_fault
+from skyrl_report.remote import STORAGE_ERRORS, RemoteFolder
+from skyrl_train.checkpoint import find_credentials_fault
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints import providers
 from skyrl_train.entrypoints.command import parse_cli

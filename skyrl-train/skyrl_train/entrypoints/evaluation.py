@@ -8,7 +8,8 @@ import asyncio
 import logging
 from contextlib import nullcontext
 
-from skyrl_train.checkpoint import STORAGE_ERRORS
+from skyrl_report.page import report_own_run
+from skyrl_report.remote import STORAGE_ERRORS
 from skyrl_train.config import changed_settings, to_yaml
 from skyrl_train.dataset.prompts import PromptDataset
 from skyrl_train.entrypoints.engine import sync_options
@@ -18,7 +19,6 @@ from skyrl_train.errors import ConfigError, EnvError
 from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.remote_storage import open_evaluations, upload_evaluation
-from skyrl_train.report import report_own_run
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class EvaluationExperiment(RLExperiment):
                 _, before = folder.read_config()
                 if changes := changed_settings(before, settings):
                     raise ConfigError(f"{folder.path} has an evaluation with other settings ({changes[0]}); {choose}")
-            folder.evals(None)  # marks the folder as an evaluation's
+            folder.evals(None).mkdir(parents=True, exist_ok=True)  # marks the folder as an evaluation's
             folder.config_yaml.write_text(to_yaml(self.cfg), encoding="utf-8")
             metrics = asyncio.run(self.evaluate())
             report_own_run(folder)

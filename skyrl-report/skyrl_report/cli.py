@@ -1,13 +1,35 @@
-"""The commands `skyrl report`: report of a run, comparison of runs, comparison of a run's trajectories at two steps."""
+"""Look at runs without a trainer: `skyrl-report …`, or `skyrl report …`."""
 
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
 import typer
 from typer.core import TyperGroup
 
-from skyrl_train.entrypoints.command import as_command
-from skyrl_train.errors import DataError
+from skyrl_gym.runtime.console import guard_console
+from skyrl_report.errors import DataError, SkyRLError
+
+Parameters = ParamSpec("Parameters")
+
+
+def _as_command(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """Decorate a function to print a SkyRLError as one message, and to exit with its status."""
+
+    @wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        guard_console()
+        try:
+            function(*args, **kwargs)
+        except SkyRLError as error:
+            typer.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_status)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    return run
 
 
 class _ReportGroup(TyperGroup):
@@ -23,11 +45,11 @@ report = typer.Typer(
 
 
 @report.command("run")
-@as_command
+@_as_command
 def report_run(folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="e.g. outputs/skyrl/my-run")]) -> None:
     """Write the report of a run, finished or not. Short form: `skyrl report RUN_FOLDER`."""
-    from skyrl_train.report import report_run
-    from skyrl_train.tracking import RunFolder
+    from skyrl_report.page import report_run
+    from skyrl_report.run_folder import RunFolder
 
     page = report_run(RunFolder(folder))
     if page is None:
@@ -36,19 +58,19 @@ def report_run(folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help
 
 
 @report.command("compare")
-@as_command
+@_as_command
 def report_compare(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN_FOLDER...", help="e.g. outputs/skyrl/lr-1e-5 …")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("comparison.html"),
 ) -> None:
     """Write a page with the results and curves of several runs, and the settings that differ."""
-    from skyrl_train.report.comparison import compare_runs
+    from skyrl_report.comparison import compare_runs
 
     typer.echo(compare_runs(folders, output))
 
 
 @report.command("trajectories")
-@as_command
+@_as_command
 def report_trajectories(
     source: Annotated[str, typer.Argument(metavar="FOLDER_OR_URL", help="A run folder, or s3://bucket/evals/my-run.")],
     first: Annotated[
@@ -61,6 +83,20 @@ def report_trajectories(
 
     Turns, tool calls, success and pass@n of each data source, and the failures by category.
     """
-    from skyrl_train.report.trajectories import compare_evaluations
+    from skyrl_report.trajectories import compare_evaluations
 
     typer.echo(compare_evaluations(source, first, last, samples), nl=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `skyrl-report` and return the exit status. `argv` defaults to the arguments of the process."""
+    try:
+        report(argv, prog_name="skyrl-report")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    return 0
+
+
+def run() -> None:
+    """Run the console script `skyrl-report`."""
+    sys.exit(main())

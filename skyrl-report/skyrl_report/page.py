@@ -14,21 +14,15 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from skyrl_train.media.files import IMAGE_FOLDER
-from skyrl_train.report.charts import Chart, Line, sparkline
-from skyrl_train.report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
-from skyrl_train.report.learning_curve import plot_learning_curve
-from skyrl_train.report.series import MetricRows, distinct, format_name, format_value, metric_names, read_series
-from skyrl_train.report.summary import (
-    find_method,
-    format_duration,
-    headline_evals,
-    headlines,
-    select_settings,
-    time_split,
-)
-from skyrl_train.report.text import show_text
-from skyrl_train.tracking import RunFolder, find_missing_signal, read_metrics
+from skyrl_report.charts import Chart, Line, sparkline
+from skyrl_report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
+from skyrl_report.learning_curve import plot_learning_curve
+from skyrl_report.metrics_file import read_metrics
+from skyrl_report.run_folder import IMAGE_FOLDER, RunFolder
+from skyrl_report.series import MetricRows, distinct, format_name, format_value, metric_names, read_series
+from skyrl_report.signal import find_missing_signal
+from skyrl_report.summary import find_method, format_duration, headline_evals, headlines, select_settings, time_split
+from skyrl_report.text import show_text
 
 # The learning curve shows the first that was measured.
 _CURVES = ("eval/all/avg_score", "reward/avg_raw_reward", "val/loss", "train/loss")
@@ -239,7 +233,7 @@ def _all_metrics(rows: MetricRows) -> list[dict[str, Any]]:
 def render(template: str, **values: Any) -> str:
     """Render a template of this package."""
     environment = Environment(
-        loader=PackageLoader("skyrl_train", "report"),
+        loader=PackageLoader("skyrl_report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

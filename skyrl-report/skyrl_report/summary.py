@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from skyrl_train.config.base import value_at
-from skyrl_train.report.series import MetricRows, Series, distinct, format_name, format_value, metric_names, read_series
+from skyrl_report.series import MetricRows, Series, distinct, format_name, format_value, metric_names, read_series
+from skyrl_report.settings import leaves
 
 _OUTSIDE_STEP = {"eval"}  # timers that run between steps
 _TIMER_NAMES = {
@@ -72,7 +72,7 @@ class TimeShare:
 def headlines(rows: MetricRows, config: Mapping[str, Any]) -> list[Headline]:
     """Return scores and rewards before and after training, time and speed. Metrics that were not logged are skipped."""
     found = [_before_and_after(series) for series in headline_evals(rows)]
-    success_reward = value_at(config, "generator.success_reward", None)
+    success_reward = (config.get("generator") or {}).get("success_reward")
     rule = "reward > 0" if success_reward is None else f"reward ≥ {success_reward:g}"
     found = [replace(h, label=f"{h.label} ({rule})") if h.label.startswith("pass at") else h for h in found]
     if (failed := read_series(rows, "eval/generate/n_invalid")) and failed.last:
@@ -123,7 +123,7 @@ def time_split(rows: MetricRows) -> list[TimeShare]:
 
 def find_method(config: Mapping[str, Any]) -> Method | None:
     """Return the training method of a configuration, or None if the configuration is empty."""
-    trainer, data = value_at(config, "trainer", None) or {}, value_at(config, "data", None) or {}
+    trainer, data = config.get("trainer") or {}, config.get("data") or {}
     if "dpo" in trainer:
         return Method("Direct preference optimization", "pairs")
     if "algorithm" in trainer:
@@ -135,7 +135,8 @@ def find_method(config: Mapping[str, Any]) -> Method | None:
 
 def select_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return {label: value} of the most important settings in a configuration."""
-    values = {label: value_at(config, path, None) for label, path in _SETTINGS.items()}
+    found = dict(leaf for section, settings in config.items() for leaf in leaves(settings, section))
+    values = {label: found.get(path) for label, path in _SETTINGS.items()}
     if values["LoRA rank"] == 0:
         values["LoRA rank"] = None
     if (method := find_method(config)) is not None:

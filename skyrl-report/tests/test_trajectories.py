@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 from train_kit import golden
 
-from skyrl_train.checkpoint import RemoteFolder
-from skyrl_train.entrypoints.cli import main
-from skyrl_train.report.trajectories import classify, read_episodes
+from skyrl_report.cli import main
+from skyrl_report.remote import RemoteFolder
+from skyrl_report.trajectories import classify, read_episodes
 
+GOLDEN = Path(__file__).parent / "golden"
 CALL = '<tool_call>{"name": "get", "arguments": {"id": 3}}</tool_call>'
 
 
@@ -49,12 +50,12 @@ def evals(tmp_path: Path) -> Any:
 def test_failures_are_classified_by_what_tools_and_model_said(evals: Any, pytestconfig: pytest.Config) -> None:
     """A case has replies and results of tools in turn, with a tool call as CALL, and other fields of a row."""
     printed = {}
-    for step, case in enumerate(golden.read("report/failures")):
+    for step, case in enumerate(golden.read("failures", GOLDEN)):
         fields = json.loads(case.replace("CALL", json.dumps(CALL)[1:-1]))
         response = chat(*fields.pop("said"))
         (episode,) = read_episodes(evals(step, [row(response, **{"score": [0.0]} | fields)]), step)
         printed[case] = sorted(classify(episode))
-    golden.compare("report/failures", printed, pytestconfig)
+    golden.compare("failures", printed, pytestconfig, GOLDEN)
 
 
 def test_turns_and_tool_calls_are_counted_in_both_formats(evals: Any) -> None:
@@ -75,14 +76,14 @@ def test_the_page_compares_two_steps(evals: Any, tmp_path: Path, capsys: pytest.
     evals(0, [row(failing, [0.0]), row(failing, [0.0]), row(passing, [1.0])])
     evals(20, [row(passing, None, stop_reason="env_error", error="crashed")])
     evals(40, [row(passing, [1.0]), row(passing, [0.5, 0.5]), row(failing, [0.0], env_extras={"task_key": "task_2"})])
-    assert main(["report", "trajectories", str(tmp_path / "run")]) == 0
+    assert main(["trajectories", str(tmp_path / "run")]) == 0
     page = capsys.readouterr().out
     assert "| data source | step | episodes | invalid | turns | tool calls | tool errors | success | pass@3 |" in page
     assert "| booking | 0 | 3 | 0 | 2.0 | 1.0 | 0.7 | 33.3% | 100.0% |" in page
     assert "| booking | 40 | 3 | 0 | 2.0 | 1.0 | 0.3 | 66.7% | 50.0% |" in page
     assert "| resource not found | 2 | 1 |" in page
     assert '- **resource not found**, step 0, booking, task `task_1`: "Error: 404 not found"' in page
-    assert main(["report", "trajectories", f"file://{tmp_path}/run/evals", "--to", "20", "--samples", "0"]) == 0
+    assert main(["trajectories", f"file://{tmp_path}/run/evals", "--to", "20", "--samples", "0"]) == 0
     page = capsys.readouterr().out
     assert "| booking | 20 | 1 | 1 | – | – | – | – | – |" in page
     assert "| invalid: env_error | 0 | 1 | no reward: left out of all rates |" in page
@@ -95,7 +96,7 @@ def test_evaluations_after_the_last_step_are_left_out(
     for step in (0, 2, 4):
         evals(step, [row("a", [1.0])])
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 0}\n{"step": 2}\n')
-    assert main(["report", "trajectories", str(tmp_path / "run")]) == 0
+    assert main(["trajectories", str(tmp_path / "run")]) == 0
     assert "Evaluations at steps 0 and 2." in capsys.readouterr().out
 
 
@@ -114,5 +115,5 @@ def test_unreadable_evaluations_are_named(
     evals(0, [row("a", [1.0])])
     (tmp_path / "torn/global_step_0").mkdir(parents=True)
     (tmp_path / "torn/global_step_0/booking.jsonl").write_text("{torn")
-    assert main(["report", "trajectories", *(argument.format(tmp_path) for argument in arguments)]) == 1
+    assert main(["trajectories", *(argument.format(tmp_path) for argument in arguments)]) == 1
     assert message in capsys.readouterr().err

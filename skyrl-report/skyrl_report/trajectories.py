@@ -12,12 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from skyrl_gym.stop_reasons import StopReason
 from skyrl_gym.tools.calls import ToolCallError, parse_tool_calls, strip_thoughts
-from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, parse_steps
-from skyrl_train.errors import DataError
-from skyrl_train.report.evaluations import EvaluatedTrajectory, parse_trajectory, read_rows
-from skyrl_train.tracking import RunFolder, read_metrics
-from skyrl_train.types.stop_reasons import StopReason
+from skyrl_report.errors import DataError
+from skyrl_report.evaluations import EvaluatedTrajectory, parse_trajectory, read_rows
+from skyrl_report.metrics_file import read_metrics
+from skyrl_report.remote import STORAGE_ERRORS, RemoteFolder
+from skyrl_report.run_folder import RunFolder, parse_steps
 
 EXCERPT_CHARACTERS = 200
 ROLE = re.compile(r"<\|im_start\|>(\w+)\n|<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*")

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from skyrl_gym.error import InvalidAnswer
 from skyrl_gym.images import EncodedImage, read_image
-from skyrl_train.media.files import format_marker
+from skyrl_report.run_folder import format_marker
 
 MAX_THUMBNAILS = 16
 """Maximum number of thumbnails in one text. Later images are links in words, which keeps the page small."""

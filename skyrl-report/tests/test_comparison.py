@@ -3,13 +3,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_kit.pages import Page
+from report_kit.pages import Page
+from report_kit.runs import write_metrics
 from typer.testing import CliRunner
 
-from skyrl_train.entrypoints.cli import app
-from skyrl_train.errors import DataError
-from skyrl_train.report.comparison import MAX_RUNS, compare_runs
-from skyrl_train.tracking import MetricsFile, RunFolder
+from skyrl_report.cli import report
+from skyrl_report.comparison import MAX_RUNS, compare_runs
+from skyrl_report.errors import DataError
+from skyrl_report.run_folder import RunFolder
 
 
 def write_run(folder: Path, config: str, **metrics: list[float]) -> Path:
@@ -17,11 +18,10 @@ def write_run(folder: Path, config: str, **metrics: list[float]) -> Path:
     run = RunFolder(folder)
     folder.mkdir(parents=True)
     run.config_yaml.write_text(config)
-    file = MetricsFile(run.metrics)
-    for step, values in enumerate(zip(*metrics.values(), strict=True)):
-        names = (name.replace("__", "/") for name in metrics)
-        file.log(dict(zip(names, values, strict=True)), step)
-    file.close()
+    names = [name.replace("__", "/") for name in metrics]
+    write_metrics(
+        run.metrics, [dict(zip(names, values, strict=True)) for values in zip(*metrics.values(), strict=True)]
+    )
     return folder
 
 
@@ -95,9 +95,9 @@ def test_folders_that_cannot_be_compared(runs: list[Path], tmp_path: Path, make:
 
 def test_the_command(runs: list[Path], tmp_path: Path) -> None:
     output = tmp_path / "out.html"
-    command = ["report", "compare", *map(str, runs), "--output"]
-    result = CliRunner().invoke(app, [*command, str(output)])
+    command = ["compare", *map(str, runs), "--output"]
+    result = CliRunner().invoke(report, [*command, str(output)])
     assert (result.exit_code, result.stdout.strip()) == (0, str(output))
     assert output.exists()
-    result = CliRunner().invoke(app, [*command, str(tmp_path)])
+    result = CliRunner().invoke(report, [*command, str(tmp_path)])
     assert ": Is a directory; choose a file with --output" in result.stderr

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from skyrl_train.errors import DataError
-from skyrl_train.report.series import MetricRows, Series, format_name, format_value, is_share, read_series
+from skyrl_report.errors import DataError
+from skyrl_report.series import MetricRows, Series, format_name, format_value, is_share, read_series
 
 _COLORS = ("#2f6fde", "#e0742c", "#2a9d6f", "#9a55c8", "#c83e5d", "#7a7a7a")
 _INK, _QUIET, _GRID = "#1d2430", "#6a7383", "#e6e9ee"

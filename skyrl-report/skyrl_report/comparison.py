@@ -10,13 +10,14 @@ from typing import Any
 
 import yaml
 
-from skyrl_train.config.problems import leaves
-from skyrl_train.errors import DataError
-from skyrl_train.report.charts import Chart, Line
-from skyrl_train.report.page import PANELS, render
-from skyrl_train.report.series import MetricRows, format_name, format_value, read_series
-from skyrl_train.report.summary import Headline, find_method, headline_evals, headlines
-from skyrl_train.tracking import RunFolder, read_metrics
+from skyrl_report.charts import Chart, Line
+from skyrl_report.errors import DataError
+from skyrl_report.metrics_file import read_metrics
+from skyrl_report.page import PANELS, render
+from skyrl_report.run_folder import RunFolder
+from skyrl_report.series import MetricRows, format_name, format_value, read_series
+from skyrl_report.settings import leaves
+from skyrl_report.summary import Headline, find_method, headline_evals, headlines
 
 MAX_RUNS = 7
 """Number of colors in the stylesheet."""

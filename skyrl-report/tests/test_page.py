@@ -1,5 +1,4 @@
 import html
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +9,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from PIL import Image
-from train_kit.pages import Page
-from train_kit.vision_models import picture
+from report_kit.pages import Page
+from report_kit.runs import picture, write_images, write_metrics, write_rows
 
 from skyrl_gym.images import EncodedImage, read_image
-from skyrl_train.media.files import format_marker, write_images
-from skyrl_train.report import write_report
-from skyrl_train.report.text import MAX_THUMBNAILS
-from skyrl_train.tracking import MetricsFile, RunFolder
+from skyrl_report.page import write_report
+from skyrl_report.run_folder import RunFolder, format_marker
+from skyrl_report.text import MAX_THUMBNAILS
 
 METRICS = {
     "reward/avg_raw_reward": 0.5,
@@ -39,14 +37,9 @@ METRICS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    return RunFolder.create(tmp_path, "catch", "shaped")
-
-
-def _log(folder: RunFolder, rows: list[dict[str, Any]]) -> None:
-    file = MetricsFile(folder.metrics)
-    for step, row in enumerate(rows):
-        file.log(row, step)
-    file.close()
+    path = tmp_path / "catch/shaped"
+    path.mkdir(parents=True)
+    return RunFolder(path)
 
 
 def _write(folder: RunFolder, **kwargs: Any) -> tuple[Page, str]:
@@ -61,11 +54,11 @@ def test_an_empty_run_has_a_page(folder: RunFolder) -> None:
 
 
 def test_a_complete_run_has_every_section_and_loads_no_urls(folder: RunFolder) -> None:
-    _log(folder, [METRICS] * 3)
+    write_metrics(folder.metrics, [METRICS] * 3)
     folder.config_yaml.write_text("trainer: {seed: 7, policy: {model: {path: tiny}}}\n")
     for step in (0, 2):
         row = {"input_prompt": "Catch!", "output_response": "L", "score": [1.0], "env_class": "catch"}
-        (folder.evals(step) / "synthetic_catch.jsonl").write_text(json.dumps(row) + "\n")
+        write_rows(folder.evals(step) / "synthetic_catch.jsonl", [row])
     page, text = _write(
         folder, command="make catch SEED=7", baselines={"eval/environment/catch_rate": {"random play": 0.2}}
     )
@@ -100,14 +93,14 @@ def test_a_complete_run_has_every_section_and_loads_no_urls(folder: RunFolder) -
 )
 def test_any_metrics_and_values_give_a_valid_page(tmp_path_factory: Any, rows: list[dict[str, float]]) -> None:
     folder = RunFolder(tmp_path_factory.mktemp("run"))
-    _log(folder, rows)
+    write_metrics(folder.metrics, rows)
     _write(folder)
 
 
 def test_a_rewritten_page_keeps_the_command(folder: RunFolder) -> None:
     command = "python train.py 'a=<b> & \"c\"'"
     _write(folder, command=command)
-    _log(folder, [METRICS])
+    write_metrics(folder.metrics, [METRICS])
     _, text = _write(folder)
     assert command in html.unescape(text)
     assert _write(folder)[1] == text
@@ -123,7 +116,7 @@ def test_responses_are_escaped(folder: RunFolder) -> None:
         "data_source": "<s>",
     }
     scored = row | {"score": 1.0}
-    (folder.evals(0) / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, scored)))
+    write_rows(folder.evals(0) / "a.jsonl", (row, scored))
     _, text = _write(folder)
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert not re.search("<(script|b|i|u)>", text)
@@ -134,7 +127,7 @@ def test_responses_are_escaped(folder: RunFolder) -> None:
 def _write_episode(folder: RunFolder, images: Sequence[EncodedImage], text: str, n_files: int | None = None) -> None:
     """Write an evaluation at step 0 with one episode, and the files of its first `n_files` images (default: all)."""
     row = {"input_prompt": "Look!", "output_response": text, "score": 1.0, "images": [i.file_name for i in images]}
-    (folder.evals(0) / "a.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(folder.evals(0) / "a.jsonl", [row])
     write_images(folder.path / "evals/images", images[:n_files])
 
 
@@ -177,16 +170,16 @@ def test_an_image_without_a_file_stays_a_marker(folder: RunFolder) -> None:
     _write_episode(folder, [image], format_marker(image.file_name), n_files=0)
     marker = f'<pre><span class="token">&lt;|image:{image.digest[:8]}|&gt;</span></pre>'
     assert marker in _write(folder)[1]
-    (folder.path / "evals/images").mkdir()
+    (folder.path / "evals/images").mkdir(exist_ok=True)
     (folder.path / "evals/images" / image.file_name).write_bytes(image.content[:100])
     assert marker in _write(folder)[1]
     row = {"output_response": "<|image:../../..|>", "score": 1.0, "images": ["../../../secret.png", 7]}
-    (folder.evals(0) / "a.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(folder.evals(0) / "a.jsonl", [row])
     assert "secret.png" not in _write(folder)[1]
 
 
 def test_without_an_evaluation_the_rate_of_the_environment_is_shown(folder: RunFolder) -> None:
-    _log(folder, [{"environment/catch_rate": 0.25}])
+    write_metrics(folder.metrics, [{"environment/catch_rate": 0.25}])
     page, text = _write(folder)
     assert page.headings == ["shaped", "Training metrics", "All metrics"]
     assert "<h3>Catch rate</h3>" in text

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from markupsafe import Markup, escape
 
-from skyrl_train.report.series import Series, format_value, is_share
+from skyrl_report.series import Series, format_value, is_share
 
 _MAX_HOVER_POINTS = 300
 

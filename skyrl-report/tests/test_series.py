@@ -1,6 +1,6 @@
 import pytest
 
-from skyrl_train.report.series import Series, distinct, format_value, read_series
+from skyrl_report.series import Series, distinct, format_value, read_series
 
 
 def test_a_repeated_step_has_its_newest_value() -> None:

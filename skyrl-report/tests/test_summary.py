@@ -2,16 +2,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.loading import RL, Schema
-from skyrl_train.config.supervised import DPO, REWARD, SFT
-from skyrl_train.report.summary import (
-    find_method,
-    format_duration,
-    headline_evals,
-    headlines,
-    select_settings,
-    time_split,
-)
+from skyrl_report.summary import format_duration, headline_evals, headlines, select_settings, time_split
 
 
 def test_headlines_compare_with_the_values_before_training() -> None:
@@ -69,20 +60,6 @@ def test_settings_of_the_configuration_are_listed_under_the_names_of_the_method(
     assert select_settings({"data": data, "trainer": {"train_batch_size": 16}}) == {"rows per step": "16"}
     config = {"trainer": {"train_batch_size": 16, "dpo": {"beta": 0.1}, "policy": {"model": {"lora": {"rank": 8}}}}}
     assert select_settings(config) == {"LoRA rank": "8", "DPO beta": "0.1", "pairs per step": "16"}
-
-
-@pytest.mark.parametrize(
-    ("schema", "title"),
-    [
-        (RL, "Reinforcement learning"),
-        (SFT, "Supervised fine-tuning"),
-        (DPO, "Direct preference optimization"),
-        (REWARD, "Reward modeling"),
-    ],
-)
-def test_the_method_follows_from_the_configuration(schema: Schema[Any], title: str) -> None:
-    method = find_method(schema.root().model_dump(mode="json"))
-    assert method.title == title
 
 
 @pytest.mark.parametrize(

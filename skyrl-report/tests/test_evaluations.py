@@ -1,16 +1,11 @@
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from report_kit.runs import write_rows
 
-from skyrl_train.errors import DataError
-from skyrl_train.report.evaluations import pick_examples, read_evaluation
-from skyrl_train.tracking import RunFolder
-
-
-def _write(folder: RunFolder, step: int, rows: list[dict[str, Any]], name: str = "catch.jsonl") -> None:
-    (folder.evals(step) / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+from skyrl_report.errors import DataError
+from skyrl_report.evaluations import pick_examples, read_evaluation
+from skyrl_report.run_folder import RunFolder
 
 
 def test_rows_of_this_project_and_of_skyrl_are_read(tmp_path: Path) -> None:
@@ -24,8 +19,8 @@ def test_rows_of_this_project_and_of_skyrl_are_read(tmp_path: Path) -> None:
         {"score": [0.0, 0.5], "total_reward": 2.0},
         {"score": None, "total_reward": None},
     ]
-    _write(folder, 3, rows)
-    _write(folder, 3, [{"eval/all/avg_score": 1.0}], name="aggregated_results.jsonl")
+    write_rows(folder.evals(3) / "catch.jsonl", rows)
+    write_rows(folder.evals(3) / "aggregated_results.jsonl", [{"eval/all/avg_score": 1.0}])
     trajectories = read_evaluation(folder, 3)
     assert [trajectory.score for trajectory in trajectories] == [1.0, 0.75, None, 0.0, 2.0, None]
     assert [trajectory.prompt for trajectory in trajectories] == ["user: Hi", "Hi", "", "", "", ""]
@@ -34,18 +29,25 @@ def test_rows_of_this_project_and_of_skyrl_are_read(tmp_path: Path) -> None:
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
+    folder.evals(0).mkdir(parents=True)
     (folder.evals(0) / "a.jsonl").write_text('{"score": 1}\n\n{"score"\n')
     with pytest.raises(DataError, match=r"a\.jsonl:3 is not JSON"):
         read_evaluation(folder, 0)
-    (folder.evals(1) / "a.jsonl").write_text("[1]\n")
+    write_rows(folder.evals(1) / "a.jsonl", [[1]])
     with pytest.raises(DataError, match=r"a\.jsonl:1 is list"):
         read_evaluation(folder, 1)
 
 
 def test_best_median_and_worst_are_shown_with_their_earlier_response(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    _write(folder, 0, [{"input_prompt": f"p{i}", "score": 0.0, "output_response": "old"} for i in (1, 4)])
-    _write(folder, 9, [{"input_prompt": f"p{i}", "score": float(i)} for i in range(5)] + [{"score": None}])
+    write_rows(
+        folder.evals(0) / "catch.jsonl",
+        [{"input_prompt": f"p{i}", "score": 0.0, "output_response": "old"} for i in (1, 4)],
+    )
+    write_rows(
+        folder.evals(9) / "catch.jsonl",
+        [{"input_prompt": f"p{i}", "score": float(i)} for i in range(5)] + [{"score": None}],
+    )
     examples = pick_examples(read_evaluation(folder, 9), read_evaluation(folder, 0))
     assert [(example.role, example.trajectory.prompt) for example in examples] == [
         ("best", "p4"),

@@ -2,8 +2,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from skyrl_train.report.charts import Chart, Line, sparkline
-from skyrl_train.report.series import Series
+from skyrl_report.charts import Chart, Line, sparkline
+from skyrl_report.series import Series
 
 
 def _elements(chart: Chart, tag: str, css_class: str) -> list[ElementTree.Element]:

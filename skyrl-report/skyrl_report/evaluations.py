@@ -5,11 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.checkpoint import RemoteFolder
-from skyrl_train.errors import DataError
-from skyrl_train.media.files import FILE_NAME
-from skyrl_train.tracking import RunFolder
-from skyrl_train.tracking.run_folder import AGGREGATED
+from skyrl_report.errors import DataError
+from skyrl_report.remote import RemoteFolder
+from skyrl_report.run_folder import AGGREGATED, IMAGE_NAME, RunFolder
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def parse_trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
         data_source=str(row.get("data_source") or "unknown"),
         extras=json.dumps(row["env_extras"], indent=2, ensure_ascii=False) if row.get("env_extras") else "",
         error=str(row.get("error") or ""),
-        images=tuple(name for name in row.get("images") or () if FILE_NAME.fullmatch(str(name))),
+        images=tuple(name for name in row.get("images") or () if IMAGE_NAME.fullmatch(str(name))),
     )
 
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.tracking import find_missing_signal
+from skyrl_report.signal import find_missing_signal
 
 ADVANTAGES, NORM = "loss/avg_raw_advantages_abs", "policy/grad_norm"
 

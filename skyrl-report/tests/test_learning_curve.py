@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from skyrl_train.errors import DataError
-from skyrl_train.report import compare_curves, plot_learning_curve
+from skyrl_report.errors import DataError
+from skyrl_report.learning_curve import compare_curves, plot_learning_curve
 
 RATE = "eval/environment/catch_rate"
 
