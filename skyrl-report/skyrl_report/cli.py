@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
+from threading import Event
 from typing import Annotated, Any, ParamSpec
 
 import typer
@@ -86,6 +87,32 @@ def report_trajectories(
     from skyrl_report.trajectories import compare_evaluations
 
     typer.echo(compare_evaluations(source, first, last, samples), nl=False)
+
+
+@report.command("watch")
+@_as_command
+def watch(
+    source: Annotated[str, typer.Argument(metavar="RUN_FOLDER_OR_URL", help="e.g. outputs/skyrl/my-run")],
+    terminal: Annotated[bool, typer.Option("--terminal", "-t", help="Show the run here, until it ends.")] = False,
+    host: Annotated[str, typer.Option(help="Interface to serve on. If not loopback, with a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on, 0 for any free one.")] = 8300,
+) -> None:
+    """Follow a run while it lives, in a browser or with --terminal in this terminal. Reads only."""
+    from rich.console import Console
+
+    from skyrl_report.watch.mirror import open_run
+
+    with open_run(source) as (folder, mirror):
+        if terminal:
+            from skyrl_report.watch.terminal import watch_terminal
+
+            watch_terminal(folder, mirror, Console())
+        else:
+            from skyrl_report.watch.server import Site, serving
+
+            with serving(Site(folder, mirror), host, port) as server:
+                typer.echo(f"{server.address} shows {source}. Stop with Ctrl-C")
+                Event().wait()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from skyrl_report.metrics_file import read_metrics
 from skyrl_report.run_folder import IMAGE_FOLDER, RunFolder
 from skyrl_report.series import MetricRows, distinct, format_name, format_value, metric_names, read_series
 from skyrl_report.signal import find_missing_signal
+from skyrl_report.status import read_status
 from skyrl_report.summary import find_method, format_duration, headline_evals, headlines, select_settings, time_split
 from skyrl_report.text import show_text
 
@@ -87,9 +89,9 @@ def report_run(run_folder: RunFolder, *, command: str | None = None) -> Path | N
     return write_report(run_folder, command=command)
 
 
-def report_own_run(run_folder: RunFolder) -> None:
-    """Write the report of the run in this process, including its command. Raises as `report_run` does."""
-    report_run(run_folder, command=shlex.join(["python", *sys.orig_argv[1:]]))
+def own_command() -> str:
+    """Return the command of this process."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
 
 
 def write_report(
@@ -104,6 +106,21 @@ def write_report(
     Raises:
         DataError: the metrics or an evaluation file cannot be read.
     """
+    page = render_report(run_folder, command=command, baselines=baselines)
+    partial_page = run_folder.report.with_name(".report.html.partial")
+    partial_page.write_text(page, encoding="utf-8")
+    partial_page.replace(run_folder.report)  # a browser never loads half a page
+    return run_folder.report
+
+
+def render_report(
+    run_folder: RunFolder,
+    *,
+    command: str | None = None,
+    baselines: Mapping[str, Mapping[str, float]] | None = None,
+    is_live: bool = False,
+) -> str:
+    """Return the text of `report.html`. A live page asks its server for news."""
     if command is None and run_folder.report.exists():
         found = _COMMAND.search(run_folder.report.read_text(encoding="utf-8"))
         command = found and Markup(found[1]).unescape()
@@ -111,8 +128,11 @@ def write_report(
     config_text, config = run_folder.read_config()
     last_step = max((row["step"] for row in rows), default=None)
     evaluations = _Evaluations.read(run_folder, last_step)
-    page = render(
+    return render(
         "report.html.j2",
+        is_live=is_live,
+        now=time.strftime("%Y-%m-%d %H:%M:%S"),
+        status=read_status(run_folder, rows) if run_folder.session.exists() else None,
         project=run_folder.path.resolve().parent.name,
         run=run_folder.path.resolve().name,
         last_step=last_step,
@@ -132,8 +152,6 @@ def write_report(
         config_text=config_text,
         all_metrics=_all_metrics(rows),
     )
-    run_folder.report.write_text(page, encoding="utf-8")
-    return run_folder.report
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """The files of a run, in `outputs/<project>/<run_name>/`."""
 
 import json
+import os
 import re
+import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,34 @@ IMAGE_FOLDER = "images"
 """Folder of the images of trajectories, beside the files or folders of the steps."""
 
 IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.[a-z0-9]+")
+
+
+@dataclass(frozen=True)
+class Session:
+    """A process of a run, as recorded in `session.json`. Times are in seconds since 1970."""
+
+    total_steps: int
+    first_step: int
+    """Last finished step when the process started: 0, or the step of the checkpoint that it resumed from."""
+    started_at: float
+    host: str
+    pid: int
+    ended_at: float | None = None
+    error: str | None = None
+    """Why it ended before its last step, or None."""
+
+    @property
+    def is_alive(self) -> bool:
+        """True until the process ends. A process on another host that was killed counts as alive."""
+        if self.ended_at is not None or self.host != socket.gethostname():
+            return self.ended_at is None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # it belongs to another user
+            return True
+        return True
 
 
 @dataclass
@@ -30,6 +60,7 @@ class RunFolder:
         self.train_log = self.path / "train.log"
         self.learning_curve = self.path / "learning_curve.png"
         self.report = self.path / "report.html"
+        self.session = self.path / "session.json"
         self.evaluation_results = self.path / "evals" / EVAL_ONLY / AGGREGATED
         """The metrics file of a run that only evaluates. Written at its end, if there are valid rollouts."""
 
@@ -37,6 +68,14 @@ class RunFolder:
         """Return the text and the content of `config.yaml`, both empty if there is none."""
         text = self.config_yaml.read_text(encoding="utf-8") if self.config_yaml.exists() else ""
         return text, yaml.safe_load(text) or {}
+
+    def read_session(self) -> Session | None:
+        """Return the process that writes into the folder, or wrote last. None for a run of an earlier version."""
+        try:
+            content = json.loads(self.session.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return Session(**{field.name: content[field.name] for field in fields(Session) if field.name in content})
 
     def read_changes(self) -> list[dict[str, Any]]:
         """Return changed settings by ascending step: `{"after_step": 10, "settings": ["trainer.seed: 1 -> 2"]}`."""

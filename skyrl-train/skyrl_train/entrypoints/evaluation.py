@@ -8,7 +8,7 @@ import asyncio
 import logging
 from contextlib import nullcontext
 
-from skyrl_report.page import report_own_run
+from skyrl_report.page import own_command, report_run
 from skyrl_report.remote import STORAGE_ERRORS
 from skyrl_train.config import changed_settings, to_yaml
 from skyrl_train.dataset.prompts import PromptDataset
@@ -48,7 +48,7 @@ class EvaluationExperiment(RLExperiment):
             folder.evals(None).mkdir(parents=True, exist_ok=True)  # marks the folder as an evaluation's
             folder.config_yaml.write_text(to_yaml(self.cfg), encoding="utf-8")
             metrics = asyncio.run(self.evaluate())
-            report_own_run(folder)
+            report_run(folder, command=own_command())
             for name, value in sorted(metrics.items()):
                 print(f"{name:<50} {value:.6g}")
 
