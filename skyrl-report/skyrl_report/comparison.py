@@ -13,11 +13,12 @@ import yaml
 from skyrl_report.charts import Chart, Line
 from skyrl_report.errors import DataError
 from skyrl_report.metrics_file import read_metrics
-from skyrl_report.page import PANELS, render
+from skyrl_report.page import PANELS
 from skyrl_report.run_folder import RunFolder
 from skyrl_report.series import MetricRows, format_name, format_value, read_series
 from skyrl_report.settings import leaves
 from skyrl_report.summary import Headline, find_method, headline_evals, headlines
+from skyrl_report.templating import render
 
 MAX_RUNS = 7
 """Number of colors in the stylesheet."""

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from skyrl_report.browser import write_browser
 from skyrl_report.charts import Chart, Line, sparkline
 from skyrl_report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
 from skyrl_report.learning_curve import plot_learning_curve
@@ -23,7 +23,8 @@ from skyrl_report.run_folder import IMAGE_FOLDER, RunFolder
 from skyrl_report.series import MetricRows, distinct, format_name, format_value, metric_names, read_series
 from skyrl_report.signal import find_missing_signal
 from skyrl_report.status import read_status
-from skyrl_report.summary import find_method, format_duration, headline_evals, headlines, select_settings, time_split
+from skyrl_report.summary import find_method, headline_evals, headlines, select_settings, time_split
+from skyrl_report.templating import render
 from skyrl_report.text import show_text
 
 # The learning curve shows the first that was measured.
@@ -77,7 +78,7 @@ PANELS = {
 
 
 def report_run(run_folder: RunFolder, *, command: str | None = None) -> Path | None:
-    """Write a run's `learning_curve.png` and `report.html`. Return the page's path, or None without any metrics.
+    """Write all pages and pictures of a run. Return the path of `report.html`, or None without any metrics.
 
     Works for unfinished runs. Raise DataError if the metrics or an evaluation file cannot be read.
     """
@@ -86,6 +87,7 @@ def report_run(run_folder: RunFolder, *, command: str | None = None) -> Path | N
     if measured := [name for name in _CURVES if any(name in row for row in rows)]:
         title = f"{run_folder.path.parent.name}: {run_folder.path.name}"
         plot_learning_curve(rows, run_folder.learning_curve, metric=measured[0], title=title)
+    write_browser(run_folder)
     return write_report(run_folder, command=command)
 
 
@@ -131,6 +133,7 @@ def render_report(
     return render(
         "report.html.j2",
         is_live=is_live,
+        has_browser=run_folder.browser.exists() or is_live,
         now=time.strftime("%Y-%m-%d %H:%M:%S"),
         status=read_status(run_folder, rows) if run_folder.session.exists() else None,
         project=run_folder.path.resolve().parent.name,
@@ -246,16 +249,3 @@ def _all_metrics(rows: MetricRows) -> list[dict[str, Any]]:
             n_gaps = series.n_not_finite
             table.append({"name": name, "spark": sparkline(series), "numbers": numbers, "n_not_finite": n_gaps})
     return table
-
-
-def render(template: str, **values: Any) -> str:
-    """Render a template of this package."""
-    environment = Environment(
-        loader=PackageLoader("skyrl_report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["duration"] = format_duration
-    return environment.get_template(template).render(values)

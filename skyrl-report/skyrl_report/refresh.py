@@ -59,11 +59,14 @@ class Refresher:
 
 def main() -> None:
     """Write the report of the run in the first argument. The second is the run's command."""
+    from skyrl_report.browser import write_browser
     from skyrl_report.page import write_report
 
     os.nice(19)
-    folder, command = sys.argv[1:]
-    write_report(RunFolder(Path(folder)), command=command)
+    path, command = sys.argv[1:]
+    folder = RunFolder(Path(path))
+    write_browser(folder)
+    write_report(folder, command=command)
     sys.stdout.write(str(time.process_time()))
 
 

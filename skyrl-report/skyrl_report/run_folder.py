@@ -60,6 +60,7 @@ class RunFolder:
         self.train_log = self.path / "train.log"
         self.learning_curve = self.path / "learning_curve.png"
         self.report = self.path / "report.html"
+        self.browser = self.path / "trajectories.html"
         self.session = self.path / "session.json"
         self.evaluation_results = self.path / "evals" / EVAL_ONLY / AGGREGATED
         """The metrics file of a run that only evaluates. Written at its end, if there are valid rollouts."""
@@ -104,6 +105,10 @@ class RunFolder:
     def eval_steps(self) -> list[int]:
         """Return the steps that have an evaluation folder, ascending."""
         return parse_steps(folder.name for folder in self.path.glob("evals/*/"))
+
+    def trajectory_steps(self) -> list[int]:
+        """Return the training steps whose trajectories are written, ascending."""
+        return parse_steps(path.stem for path in self.path.glob("trajectories/*.jsonl"))
 
     def trajectories(self, step: int) -> Path:
         """Return the trajectory file of one training step."""

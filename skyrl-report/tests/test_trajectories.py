@@ -6,8 +6,8 @@ import pytest
 from train_kit import golden
 
 from skyrl_report.cli import main
+from skyrl_report.episodes import classify, read_episodes
 from skyrl_report.remote import RemoteFolder
-from skyrl_report.trajectories import classify, read_episodes
 
 GOLDEN = Path(__file__).parent / "golden"
 CALL = '<tool_call>{"name": "get", "arguments": {"id": 3}}</tool_call>'

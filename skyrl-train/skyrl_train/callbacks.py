@@ -174,7 +174,10 @@ class TrajectoryDump(Callback):
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         if report.trajectories:
-            rows = [trajectory_row(t, self._chat, run.cfg.generator.success_reward) for t in report.trajectories]
+            success_reward, advantages = run.cfg.generator.success_reward, report.advantages()
+            rows = [
+                trajectory_row(t, self._chat, success_reward, advantages.get(t.id, ())) for t in report.trajectories
+            ]
             path = self._run_folder.trajectories(report.global_step)
             await dump_images(path.parent, report.trajectories)
             write_jsonl(path, rows)

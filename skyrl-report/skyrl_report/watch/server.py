@@ -24,6 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from skyrl_report.browser import FOLDER, INDEX, encode_chunk, encode_index, last_step, read_index, render_browser
 from skyrl_report.errors import DataError
 from skyrl_report.metrics_file import read_metrics
 from skyrl_report.page import render_report
@@ -36,12 +37,17 @@ logger = logging.getLogger(__name__)
 MIRROR_S = 10.0
 """Seconds between two looks at remote storage."""
 
+INDEX_S = 1.0
+"""Seconds in which an answer extends the index. The page asks again until the index is complete."""
+
 COOKIE = "skyrl_token"
 POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
 )
 POLICY += "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 IMAGE_PATH = re.compile(rf"/(evals|trajectories)/{IMAGE_FOLDER}/({IMAGE_NAME.pattern})")
+CHUNK_PATH = re.compile(rf"/{FOLDER}/([0-9a-f]{{12}})-([0-9]{{1,9}})\.js")
+SCRIPT = "text/javascript; charset=utf-8"
 IMAGE_TYPES = {"png": "image/png", "jpg": "image/jpeg", "gif": "image/gif", "webp": "image/webp"}
 
 
@@ -61,13 +67,23 @@ class Site:
         self._mirror = mirror
         self._mirrored_at = time.monotonic()
         self._lock = threading.Lock()
+        self._index_lock = threading.Lock()
+        self._index = read_index(folder)
         self._pages: dict[str, tuple[str, Answer]] = {}  # address → version, page
 
     def find(self, address: str) -> Answer | None:
         """Return the content of an address, or None if there is none."""
         if match := IMAGE_PATH.fullmatch(address):
             return self._image(self._folder.path / match[1] / IMAGE_FOLDER / match[2])
-        pages: dict[str, Callable[[], Answer]] = {"/report.html": self._report, "/state.json": self._state}
+        if address == f"/{FOLDER}/{INDEX}":
+            return self._index_script()
+        if match := CHUNK_PATH.fullmatch(address):
+            return self._chunk_script(match[1], int(match[2]))
+        pages: dict[str, Callable[[], Answer]] = {
+            "/report.html": self._report,
+            "/trajectories.html": self._browser,
+            "/state.json": self._state,
+        }
         if address not in pages:
             return None
         with self._lock:  # concurrent requests for a changed page render it once
@@ -99,6 +115,21 @@ class Site:
         status = read_status(self._folder, read_metrics(self._folder.metrics))
         state = {"version": self.version(), "progress": status.progress}
         return Answer(json.dumps(state).encode(), "application/json")
+
+    def _browser(self) -> Answer:
+        return Answer(render_browser(self._folder, is_live=True).encode())
+
+    def _index_script(self) -> Answer:
+        with self._index_lock:
+            is_complete = self._index.update(self._folder, last_step(self._folder), INDEX_S)
+            return Answer(encode_index(self._index, None, is_complete=is_complete), SCRIPT)
+
+    def _chunk_script(self, name: str, chunk: int) -> Answer | None:
+        with self._index_lock:
+            file = next((file for file in self._index.files if file.name == name), None)
+        if file is None or chunk >= len(file.chunks):
+            return None
+        return Answer(encode_chunk(self._folder, file, chunk), SCRIPT)
 
     def _image(self, path: Path) -> Answer | None:
         try:
