@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from skyrl_gym.stop_reasons import StopReason
 from skyrl_gym.tools.calls import THOUGHT_TAGS, ToolCallError, parse_tool_calls, split_calls, strip_thoughts
 from skyrl_report.evaluations import EvaluatedTrajectory, parse_trajectory, read_rows
 from skyrl_report.remote import RemoteFolder
+from skyrl_report.run_folder import RunFolder
 
 EXCERPT_CHARACTERS = 200
 MAX_ACTION_TOKENS = 8
@@ -193,6 +194,12 @@ def classify(episode: EvaluatedEpisode) -> dict[str, str]:
         "turn limit": turns if trajectory.stop_reason == StopReason.MAX_TURNS else None,
     }
     return {name: text for name, text in evidence.items() if text is not None} or {"other": reply}
+
+
+def read_evaluation(run_folder: RunFolder, step: int | None) -> list[EvaluatedTrajectory]:
+    """Read an evaluation's trajectories. `step` is None for a run that only evaluates. DataError for a bad line."""
+    episodes = map(parse_episode, read_rows(RemoteFolder(str(run_folder.evals(step)))))
+    return [replace(e.trajectory, reason=next(iter(classify(e)), "")) for e in episodes]
 
 
 def read_episodes(folder: RemoteFolder, step: int) -> list[EvaluatedEpisode]:

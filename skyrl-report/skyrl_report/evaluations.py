@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl_report.errors import DataError
 from skyrl_report.remote import RemoteFolder
-from skyrl_report.run_folder import AGGREGATED, IMAGE_NAME, RunFolder
+from skyrl_report.run_folder import AGGREGATED, IMAGE_NAME
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class EvaluatedTrajectory:
     extras: str
     error: str
     images: tuple[str, ...] = ()  # names of files in evals/images/
+    reason: str = ""  # category of a failed episode, see `episodes.classify`
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,6 @@ class Example:
     role: str
     trajectory: EvaluatedTrajectory
     before: EvaluatedTrajectory | None
-
-
-def read_evaluation(run_folder: RunFolder, step: int | None) -> list[EvaluatedTrajectory]:
-    """Read an evaluation's trajectories. `step` is None for a run that only evaluates. DataError for a bad line."""
-    return [parse_trajectory(row) for row in read_rows(RemoteFolder(str(run_folder.evals(step))))]
 
 
 def pick_examples(newest: list[EvaluatedTrajectory], first: list[EvaluatedTrajectory]) -> list[Example]:

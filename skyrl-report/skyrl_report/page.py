@@ -16,7 +16,8 @@ from markupsafe import Markup
 
 from skyrl_report.browser import write_browser
 from skyrl_report.charts import Chart, Line, sparkline
-from skyrl_report.evaluations import EvaluatedTrajectory, pick_examples, read_evaluation
+from skyrl_report.episodes import read_evaluation
+from skyrl_report.evaluations import EvaluatedTrajectory, pick_examples
 from skyrl_report.learning_curve import plot_learning_curve
 from skyrl_report.metrics_file import read_metrics
 from skyrl_report.run_folder import IMAGE_FOLDER, RunFolder

@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 from report_kit.runs import write_rows
 
+from skyrl_report.episodes import read_evaluation
 from skyrl_report.errors import DataError
-from skyrl_report.evaluations import pick_examples, read_evaluation
+from skyrl_report.evaluations import pick_examples
 from skyrl_report.run_folder import RunFolder
 
 

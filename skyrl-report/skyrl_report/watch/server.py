@@ -164,6 +164,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/":
             cookie = {"Set-Cookie": f"{COOKIE}={token}; HttpOnly; SameSite=Strict; Path=/"} if token else {}
             self._send(HTTPStatus.SEE_OTHER, Answer(b""), {"Location": "/report.html"} | cookie)
+        elif url.path == "/favicon.ico":
+            self._send(HTTPStatus.NO_CONTENT, Answer(b""))
         else:
             self._send_page(url.path)
 
