@@ -17,8 +17,8 @@ VENVS ?= .
 INSTALL_FLAGS ?=
 # Install into an environment: $(call install,.venv).
 install = $(PYTHON) dev/install.py $(1) $(INSTALL_FLAGS)
-PACKAGES := -e skyrl-agent -e skyrl-gym -e skyrl-train
-MANIFESTS := skyrl-agent/pyproject.toml skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml constraints.txt
+PACKAGES := -e skyrl-agent -e skyrl-gym -e skyrl-report -e skyrl-train
+MANIFESTS := $(foreach package,agent gym report train tx,skyrl-$(package)/pyproject.toml) constraints.txt
 AGENTS := $(VENVS)/.venv-agents
 AGENTS_REQUIREMENTS := skyrl-train/tests/agents/requirements.txt
 DIFFERENTIAL := $(VENVS)/.venv-differential
@@ -292,8 +292,8 @@ docs: .venv/.dev ## build the documentation into site/
 # pin them.
 COMPILE = echo torch==2.13.0 | $(BIN)/uv pip compile --quiet --constraint - --extra all --extra dev \
 	--python-version 3.11 --python-platform x86_64-unknown-linux-gnu --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
-	--no-emit-package skyrl-agent --no-emit-package skyrl-gym --no-emit-package skyrl-train --no-emit-package skyrl-tx \
-	skyrl-agent/pyproject.toml skyrl-gym/pyproject.toml skyrl-train/pyproject.toml skyrl-tx/pyproject.toml
+	$(foreach package,agent gym report train tx,--no-emit-package skyrl-$(package)) \
+	$(filter %.toml,$(MANIFESTS))
 define WRITE_LOCK
 	{ echo "# The lock: every version, for Linux and Python 3.11. Written by make lock; do not edit."; \
 	  grep -vE '^(cuda-|nvidia-[^m]|triton=|#)' .venv/lock.txt | sed -E 's/\+[a-z0-9.]+$$//'; } > $(1)
@@ -319,7 +319,7 @@ lock-check: .venv/.dev ## fail if constraints.txt is out of date with the pyproj
 .PHONY: wheels
 wheels: .venv/.dev ## build wheels into dist/, install them into a new environment, and train with them
 	@rm -rf dist $(WHEELS)
-	@for package in skyrl-agent skyrl-gym skyrl-train skyrl-tx; do $(BIN)/uv build --quiet --wheel --out-dir dist $$package; done
+	@for package in skyrl-agent skyrl-gym skyrl-report skyrl-train skyrl-tx; do $(BIN)/uv build --quiet --wheel --out-dir dist $$package; done
 	@$(PYTHON) -m venv $(WHEELS)
 	@$(call install,$(WHEELS)) -c constraints.txt dist/*.whl
 	@TEST_BIN=$(CURDIR)/$(WHEELS)/bin $(BIN)/python -m pytest -q skyrl-train/tests/cpu/test_docs_blocks.py $(ARGS)
@@ -337,14 +337,14 @@ ENVIRONMENTS := $(OURS) $(AGENTS) $(VISION) $(FLEET) $(OPENENV) $(S3) $(SGLANG) 
 	@$(PYTHON) -m venv $(@:/bin/python=)
 
 .venv/.runtime: $(MANIFESTS) | .venv/bin/python
-	@echo "setup: installing skyrl-agent, skyrl-gym and skyrl-train into .venv (the first time takes a minute or more)"
+	@echo "setup: installing skyrl-agent, skyrl-gym, skyrl-report and skyrl-train into .venv (the first time takes a minute or more)"
 	@$(call install,.venv) -c constraints.txt $(PACKAGES)
 	@touch $@
 
 .venv/.dev: .venv/.runtime
 	@echo "setup: installing the development tools into .venv"
 	@$(call install,.venv) -c constraints.txt \
-	  -e 'skyrl-agent[dev]' -e 'skyrl-gym[dev]' -e 'skyrl-train[dev]' -e 'skyrl-tx[dev]'
+	  -e 'skyrl-agent[dev]' -e 'skyrl-gym[dev]' -e 'skyrl-report[dev]' -e 'skyrl-train[dev]' -e 'skyrl-tx[dev]'
 	@touch $@
 
 $(DIFFERENTIAL)/.ready: REQUIREMENTS := $(DIFFERENTIAL_REQUIREMENTS)
@@ -358,7 +358,7 @@ $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
 # Install the locked packages first. The others must not choose versions, because each requires its own torch.
 $(DIFFERENTIAL)/.ready $(VISION)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes a minute or more)"
-	@$(call install,$*) -c constraints.txt -e skyrl-agent -e skyrl-gym -e 'skyrl-train[endpoint,ray,wandb]' \
+	@$(call install,$*) -c constraints.txt -e skyrl-agent -e skyrl-gym -e skyrl-report -e 'skyrl-train[endpoint,ray,wandb]' \
 	  hypothesis pytest pytest-asyncio pytest-timeout requests $(PACKAGES)
 	@$(call install,$*) --no-deps -r $(REQUIREMENTS)
 	@touch $@

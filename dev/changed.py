@@ -26,13 +26,17 @@ PACKAGES = {
     "skyrl": "skyrl-train",
     "skyrl_agent": "skyrl-agent",
     "skyrl_gym": "skyrl-gym",
+    "skyrl_report": "skyrl-report",
     "skyrl_train": "skyrl-train",
     "tx": "skyrl-tx",
 }
 LOOSE_FOLDERS = ("skyrl-agent/examples", "skyrl-train/examples", "skyrl-train/integrations", "veritas-rl")
 """Folders of modules that no package contains."""
 
-TEST_FOLDERS = ("skyrl-agent/tests", "skyrl-gym/tests", "skyrl-train/tests/cpu", "skyrl-tx/tests", "veritas-rl/tests")
+TEST_FOLDERS = (
+    *("skyrl-agent/tests", "skyrl-gym/tests", "skyrl-report/tests"),
+    *("skyrl-train/tests/cpu", "skyrl-tx/tests", "veritas-rl/tests"),
+)
 SEPARATE = {"openenv_server", "recipes", "sdk", "verifiers_v0", "vllm_server"}
 """Folders of tests that need other environments."""
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("skyrl-train", "skyrl-gym", "skyrl-agent", "skyrl-tx", "veritas-rl", "benchmarks", "docs")
+PARTS = ("skyrl-train", "skyrl-gym", "skyrl-report", "skyrl-agent", "skyrl-tx", "veritas-rl", "benchmarks", "docs")
 
 MAX_PER_1000_WORDS = {"that of": 0.1, ", which": 0.9, "another one": 0.05}
 MAX_SEMICOLONS = 6.0  # in 100 sentences

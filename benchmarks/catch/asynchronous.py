@@ -13,8 +13,8 @@ from slow_catch import RARE_S, RARE_SHARE, USUAL_S
 
 from examples.catch.recipe import METRIC, CatchRun
 from skyrl_gym.envs import deregister, register
+from skyrl_report.learning_curve import compare_curves
 from skyrl_train.entrypoints.main_base import run_command
-from skyrl_train.report import compare_curves
 
 ENVIRONMENTS = {"fast": "examples.catch.env:CatchEnv", "slow": "slow_catch:SlowCatchEnv"}
 COMMON = ("trainer.algorithm.off_policy_correction.tis_ratio_type=token", "generator.batched=false")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from examples.catch.recipe import METRIC, CatchRun
-from skyrl_train.report import compare_curves
+from skyrl_report.learning_curve import compare_curves
 
 COLUMNS = "before | after | of optimal | 90% of optimal at step | data and warm start | GRPO"
 

@@ -29,6 +29,8 @@ import torch
 from harness import conditions
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from skyrl_report.page import report_run
+from skyrl_report.run_folder import RunFolder
 from skyrl_train.callbacks import Callback, Run, StepReport
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli
@@ -38,8 +40,7 @@ from skyrl_train.inference_engines.hf import PackedEngine
 from skyrl_train.models.fused import fuse_operations
 from skyrl_train.models.memory import default_max_tokens
 from skyrl_train.models.scoring_module import ScoringModule
-from skyrl_train.report import report_run
-from skyrl_train.tracking import RunFolder, Tracking, log_to_file
+from skyrl_train.tracking import Tracking, log_to_file
 from skyrl_train.types import TrainingBatch
 from skyrl_train.workers.split import split
 

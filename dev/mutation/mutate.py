@@ -126,7 +126,7 @@ def _become_pytest(arguments: list[str], workplace: Path, report: Path) -> NoRet
 def import_everything(workplace: Path) -> None:
     """Import third-party modules once and compile the copy: collect its tests, then drop its modules."""
     os.chdir(workplace.parent)
-    paths = [str(workplace), str(TRAIN.parent / "skyrl-gym")]
+    paths = [str(workplace), *(str(TRAIN.parent / package) for package in ("skyrl-gym", "skyrl-report"))]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # for the rank processes
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):

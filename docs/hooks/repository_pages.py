@@ -25,6 +25,7 @@ def site_pages() -> dict[str, str]:
         "CONTRIBUTING.md": "internals/contributing.md",
         "skyrl-agent/README.md": "packages/skyrl-agent.md",
         "skyrl-gym/README.md": "packages/skyrl-gym.md",
+        "skyrl-report/README.md": "packages/skyrl-report.md",
         "skyrl-train/README.md": "packages/skyrl-train.md",
         "skyrl-tx/README.md": "packages/skyrl-tx.md",
         "skyrl-train/examples/algorithms/README.md": "examples/algorithms/index.md",

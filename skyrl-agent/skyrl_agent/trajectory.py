@@ -20,9 +20,9 @@ from skyrl_gym.envs.entry_point import select_arguments
 from skyrl_gym.runtime.env_pool import ThreadPool, errors_as_exceptions
 from skyrl_gym.runtime.text import describe_error
 from skyrl_gym.runtime.validation import validate_metrics, validate_reward
+from skyrl_gym.stop_reasons import StopReason
 from skyrl_train.errors import DataError, EngineError
 from skyrl_train.generators.rollout import Rollout
-from skyrl_train.types.stop_reasons import StopReason
 
 logger = logging.getLogger(__name__)
 

@@ -18,15 +18,15 @@ from typing import Any
 
 from examples.tiny_model import N_STEPS, make_tiny_model
 from skyrl_gym.envs.base_text_env import ConversationType
+from skyrl_report.learning_curve import MetricRows, plot_learning_curve
+from skyrl_report.metrics_file import read_metrics
+from skyrl_report.page import write_report
+from skyrl_report.run_folder import AGGREGATED, RunFolder
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.files import read_rows
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli, run_command
 from skyrl_train.errors import ConfigError
-from skyrl_train.report import plot_learning_curve, write_report
-from skyrl_train.report.learning_curve import MetricRows
-from skyrl_train.tracking import RunFolder, read_metrics
-from skyrl_train.tracking.run_folder import AGGREGATED
 
 N_CONVERSATIONS = 4096
 N_SHOWN = 400

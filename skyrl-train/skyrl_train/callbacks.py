@@ -5,13 +5,23 @@ checkpoints are saved after both.
 """
 
 import asyncio
+import json
 import logging
+import os
+import socket
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from skyrl_gym.envs.entry_point import load_attribute
-from skyrl_train.checkpoint import step_of
+from skyrl_gym.runtime.text import describe_error
+from skyrl_report.page import own_command, report_run
+from skyrl_report.refresh import Refresher
+from skyrl_report.run_folder import RunFolder, Session
+from skyrl_report.signal import N_STEPS, find_missing_signal
+from skyrl_train.checkpoint import replace_text, step_of
 from skyrl_train.config import SkyRLConfig, to_yaml
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.mixture import MixedPrompts
@@ -20,10 +30,8 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.evaluate import dump_images, evaluate, trajectory_row
 from skyrl_train.generators.base import RolloutGenerator
 from skyrl_train.generators.chat_template import ChatEncoder
-from skyrl_train.report import report_own_run
 from skyrl_train.run import Callback, Run, StepReport
-from skyrl_train.tracking import Progress, RunFolder, Tracking, find_missing_signal
-from skyrl_train.tracking.signal import N_STEPS
+from skyrl_train.tracking import Progress, Tracking
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +174,10 @@ class TrajectoryDump(Callback):
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         if report.trajectories:
-            rows = [trajectory_row(t, self._chat, run.cfg.generator.success_reward) for t in report.trajectories]
+            success_reward, advantages = run.cfg.generator.success_reward, report.advantages()
+            rows = [
+                trajectory_row(t, self._chat, success_reward, advantages.get(t.id, ())) for t in report.trajectories
+            ]
             path = self._run_folder.trajectories(report.global_step)
             await dump_images(path.parent, report.trajectories)
             write_jsonl(path, rows)
@@ -208,13 +219,34 @@ class Checkpointing(Callback):
 
 
 class Reporting(Callback):
-    """A callback that writes `report.html` and `learning_curve.png` when the run ends, even after an error."""
+    """A callback that keeps `report.html` fresh, and writes all plots when the run ends, even after an error.
+
+    `session.json` records the process, its last step, and how it ended.
+    """
 
     def __init__(self, run_folder: RunFolder) -> None:
         self._run_folder = run_folder
+        self._refresher = Refresher(run_folder, own_command())
+        self._session: Session | None = None
+
+    async def on_train_start(self, run: Run) -> None:
+        if run.global_step < run.total_steps:
+            here = (time.time(), socket.gethostname(), os.getpid())
+            self._session = Session(run.total_steps, run.global_step, *here)
+            self._write(self._session)
+
+    async def on_step_end(self, run: Run, report: StepReport) -> None:
+        self._refresher.poll()
 
     async def on_train_end(self, run: Run, error: BaseException | None) -> None:
-        report_own_run(self._run_folder)
+        self._refresher.close()
+        if self._session is not None:
+            fault = describe_error(error) if isinstance(error, Exception) else None
+            self._write(replace(self._session, ended_at=time.time(), error=fault))
+        report_run(self._run_folder, command=own_command())
+
+    def _write(self, session: Session) -> None:
+        replace_text(self._run_folder.session, json.dumps(asdict(session)))
 
 
 class Export(Callback):

@@ -17,28 +17,19 @@
     ├── WorkerError             `workers` and `launch`, when a rank fails or its process ends
     └── SyncError               `weight_sync`, and both ends of a weight sync
 
-`skyrl_agent` adds EngineAborted under EngineError (`chat`) and NoReward under EnvError (`agent_generator`). Errors of
-environments themselves derive from `skyrl_gym.error.Error`, and reach the trainer only as invalid trajectories.
+`skyrl_report.errors` defines the base class and DataError. `skyrl_agent` adds EngineAborted under EngineError (`chat`)
+and NoReward under EnvError (`agent_generator`). Errors of environments derive from `skyrl_gym.error.Error`, and reach
+the trainer only as invalid trajectories.
 """
 
 import pickle
 
 from skyrl_gym.runtime.text import describe_error
-
-
-class SkyRLError(Exception):
-    """Base class of all errors that this project raises on purpose."""
-
-    exit_status = 1
-    """Exit status of a command that the error ends."""
+from skyrl_report.errors import DataError, SkyRLError
 
 
 class ConfigError(SkyRLError, ValueError):
     """The configuration is invalid: an unknown key, a wrong type, or values that contradict each other."""
-
-
-class DataError(SkyRLError):
-    """A dataset is missing, unreadable or too small, or one of its rows is invalid."""
 
 
 class SkippedRow(DataError):

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from skyrl_report.run_folder import AGGREGATED, IMAGE_FOLDER, format_marker
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.files import write_jsonl
 from skyrl_train.dataset.prompts import PromptDataset
@@ -20,8 +21,7 @@ from skyrl_train.generators.metrics import (
     with_prefix,
 )
 from skyrl_train.inference_engines.base import SamplingParams
-from skyrl_train.media.files import IMAGE_FOLDER, format_marker, write_images
-from skyrl_train.tracking.run_folder import AGGREGATED
+from skyrl_train.media.files import write_images
 from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 
 
@@ -93,16 +93,27 @@ async def dump_images(folder: Path, trajectories: Sequence[Trajectory]) -> None:
     await asyncio.to_thread(write_images, folder / IMAGE_FOLDER, images)
 
 
-def trajectory_row(trajectory: Trajectory, chat: ChatEncoder, success_reward: float | None) -> dict[str, Any]:
+def trajectory_row(
+    trajectory: Trajectory,
+    chat: ChatEncoder,
+    success_reward: float | None,
+    advantages: Sequence[Sequence[float]] | None = None,
+) -> dict[str, Any]:
     """Return a trajectory as a JSON row, with text instead of token ids. Rewards are null if it is invalid.
 
     The first four keys describe the last segment, and `earlier` lists the segments before it. The `segment` of a turn
     is the index of its segment, counted from the start. `total_reward` is the sum over all segments.
+
+    With `advantages` (of each segment's tokens, or empty), the row also has the text, the log-prob, the loss mask and
+    the advantage of each token of the response.
     """
     is_valid = trajectory.is_valid
-    *earlier, last = trajectory.segments
+    *earlier, last = [_segment_row(segment, chat, is_valid) for segment in trajectory.segments]
+    if advantages is not None:
+        for i, (row, segment) in enumerate(zip([*earlier, last], trajectory.segments, strict=True)):
+            row |= _token_rows(segment, chat, advantages[i] if advantages else None)
     return {
-        **_segment_row(last, chat, is_valid),
+        **last,
         "stop_reason": trajectory.stop_reason,
         "env_class": trajectory.env_class,
         "env_extras": trajectory.env_extras,
@@ -110,7 +121,7 @@ def trajectory_row(trajectory: Trajectory, chat: ChatEncoder, success_reward: fl
         "data_source": trajectory.data_source,
         "uid": trajectory.id.to_string(),
         "turns": [{**asdict(turn), "segment": i} for i, s in enumerate(trajectory.segments) for turn in s.turns],
-        "earlier": [_segment_row(segment, chat, is_valid) for segment in earlier],
+        "earlier": earlier,
         "total_reward": trajectory.total_reward if is_valid else None,
         "is_success": is_success(trajectory, success_reward),
         "reward_components": trajectory.reward_components,
@@ -130,4 +141,15 @@ def _segment_row(segment: Segment, chat: ChatEncoder, is_valid: bool) -> dict[st
         "output_response": decode(segment.n_prompt, len(segment.token_ids)),
         "images": [span.image.file_name for span in segment.images],  # in the prompt and the response
         "score": segment.rewards if is_valid else None,  # for each token
+    }
+
+
+def _token_rows(segment: Segment, chat: ChatEncoder, advantages: Sequence[float] | None) -> dict[str, Any]:
+    """Return values for each token of the response. Four decimals keep the file small."""
+    logprobs = segment.logprobs
+    return {
+        "tokens": chat.decode_each(segment.response_ids),
+        "loss_mask": segment.loss_mask,
+        "logprobs": None if logprobs is None else [round(value, 4) for value in logprobs],
+        "advantages": None if advantages is None else [round(value, 4) for value in advantages],
     }

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteCheckpoints, RemoteFolder, open_folder, step_of, upload_files
+from skyrl_report.remote import STORAGE_ERRORS, RemoteFolder
+from skyrl_report.run_folder import IMAGE_FOLDER, RunFolder
+from skyrl_train.checkpoint import RemoteCheckpoints, open_folder, step_of, upload_files
 from skyrl_train.errors import CheckpointError
-from skyrl_train.media.files import IMAGE_FOLDER
 from skyrl_train.run import Callback, Run, StepReport
-from skyrl_train.tracking import RunFolder
 
 logger = logging.getLogger(__name__)
 

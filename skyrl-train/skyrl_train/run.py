@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,11 @@ import psutil
 import torch
 import yaml
 
+from skyrl_report.remote import STORAGE_ERRORS, RemoteFolder
 from skyrl_train.checkpoint import (
-    STORAGE_ERRORS,
     CheckpointStore,
     CheckpointWriter,
     RemoteCheckpoints,
-    RemoteFolder,
     Snapshot,
     make_folder,
     open_folder,
@@ -39,7 +38,7 @@ from skyrl_train.learner import TrainedModels
 from skyrl_train.out_of_memory import is_out_of_memory
 from skyrl_train.plan.hardware import free_host_bytes
 from skyrl_train.timer import StepTimer, peak_memory
-from skyrl_train.types import Metrics, Trajectory
+from skyrl_train.types import Metrics, TrainingBatch, Trajectory, TrajectoryID
 from skyrl_train.workers.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
@@ -62,8 +61,22 @@ class Step:
     number: int
     metrics: Metrics = field(default_factory=Metrics)
     played: Sequence[Trajectory] = ()
+    trained: Sequence[Trajectory] = ()
+    """The trajectories of the batch, in the order of its rows."""
+    batch: TrainingBatch | None = None
+    """The batch with advantages."""
     ends_epoch: bool = False
     timer: StepTimer = field(default_factory=StepTimer)
+
+    def advantages(self) -> dict[TrajectoryID, list[list[float]]]:
+        """Return the advantages of the trained trajectories: {} before there are any, or if rows were dropped."""
+        segments = [(t.id, segment.response_length) for t in self.trained for segment in t.segments]
+        if self.batch is None or self.batch.advantages is None or len(self.batch) != len(segments):
+            return {}
+        found: dict[TrajectoryID, list[list[float]]] = {}
+        for (name, length), row in zip(segments, self.batch.advantages, strict=True):
+            found.setdefault(name, []).append(row[:length].tolist())
+        return found
 
     def record(self, metrics: Metrics | Mapping[str, float]) -> None:
         """Add the metrics of a stage. Plain numbers with the same name are averaged over the step."""
@@ -79,6 +92,8 @@ class StepReport:
     metrics: dict[str, float]
     trajectories: Sequence[Trajectory] = ()
     timer: StepTimer = field(default_factory=StepTimer)
+    advantages: Callable[[], dict[TrajectoryID, list[list[float]]]] = dict
+    """Returns the advantages of the trained trajectories, for each token of each segment."""
 
 
 class Callback:
@@ -221,7 +236,8 @@ class Run(ABC):
         is_last = step.number == self.total_steps
         failures: list[tuple[str, Exception]] = []
         gauges = self.gauges | self.models.memory_metrics() if step.number > 0 else {}
-        report = StepReport(step.number, is_last, step.metrics.numbers() | gauges, step.played, step.timer)
+        metrics = step.metrics.numbers() | gauges
+        report = StepReport(step.number, is_last, metrics, step.played, step.timer, step.advantages)
         for callback in self._callbacks:
             try:
                 await callback.on_step_end(self, report)

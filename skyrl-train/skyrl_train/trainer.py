@@ -78,6 +78,7 @@ class Trainer(Run):
                         batch = self.build_batch(step, rollouts)  # sequences (B, L)
                         batch = await self.score(step, batch)  # values, old and reference log-probs (B, R)
                         batch = self.advantages(step, batch)  # (B, R)
+                        step.trained, step.batch = rollouts, batch
                         await self.update(step, batch)  # epochs × mini-batches of the value and the policy loss
                         await self.sync_weights(step)  # the engines hold version step.number
                     await self.finish_step(step)  # callbacks: evaluate, log, checkpoint

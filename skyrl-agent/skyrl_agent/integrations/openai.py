@@ -9,9 +9,9 @@ from typing import Any
 import openai
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.stop_reasons import StopReason
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult
-from skyrl_train.types.stop_reasons import StopReason
 
 logger = logging.getLogger(__name__)
 

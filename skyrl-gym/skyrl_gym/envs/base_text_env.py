@@ -63,7 +63,10 @@ class BaseTextEnv(Env[ConversationType, str]):
         return group.execute_tool(tool_name, *tool_input)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return this episode's metrics, e.g. ``{"steps": 5, "caught": 1}``."""
+        """Return this episode's metrics, e.g. ``{"steps": 5, "caught": 0, "failure": "missed by 2"}``.
+
+        Numbers are averaged over episodes. The text ``failure`` groups failed episodes in reports by their reason.
+        """
         return {}
 
     @staticmethod

@@ -6,6 +6,8 @@ from typing import Any
 from skyrl_gym import maths
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
+NO_ANSWER = (None, "[INVALID]")  # the text is from the grader of AIME
+
 
 class SingleTurnEnv(BaseTextEnv):
     """An environment that grades one reply. A subclass may override `_get_reward`, as in SkyRL."""
@@ -37,5 +39,8 @@ class SingleTurnEnv(BaseTextEnv):
         return self.score(self._grade)[0]
 
     def get_metrics(self) -> dict[str, Any]:
-        """With ``math_verify``, return 1 if it could not decide on the answer, else 0."""
-        return {"undecided": self._n_undecided} if self._grader is maths.grade else {}
+        """Return why the answer is wrong, if it is. With ``math_verify``, also 1 if it could not decide, else 0."""
+        metrics: dict[str, Any] = {"undecided": self._n_undecided} if self._grader is maths.grade else {}
+        if self._grade is not None and not self._grade.is_correct:
+            metrics["failure"] = "no answer" if self._grade.answer in NO_ANSWER else "wrong answer"
+        return metrics

@@ -96,7 +96,8 @@ def test_episodes_of_one_reply(env_class: str, reply: str, reward: float, parsed
         metadata = {**parsed, "undecided": None}
         assert env.step(reply) == {"observations": [], "reward": reward, "done": True, "metadata": metadata}
         assert env.turns == env.max_turns == 1
-        assert env.get_metrics() == {}
+        failure = "wrong answer" if any(answer == "41" for answer in parsed.values()) else "no answer"
+        assert env.get_metrics() == ({} if reward == 1.0 else {"failure": failure})
 
 
 @pytest.mark.parametrize(

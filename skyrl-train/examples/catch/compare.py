@@ -12,8 +12,8 @@ from examples.catch.env import RewardMode
 from examples.catch.learn import learn, parser
 from examples.catch.main_catch import register_catch
 from examples.catch.recipe import METRIC, CatchRun
+from skyrl_report.learning_curve import compare_curves
 from skyrl_train.entrypoints.main_base import run_command
-from skyrl_train.report.learning_curve import compare_curves
 
 
 def compare(runs: Sequence[CatchRun]) -> bool:

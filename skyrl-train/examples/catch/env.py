@@ -98,8 +98,11 @@ class CatchEnv(BaseTextEnv):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return the number of turns played, and 1 if the ball was caught."""
-        return {"steps": self.turns, "caught": int(self.state.is_caught)}
+        """Return the number of turns played, 1 if the ball was caught, and otherwise by how far it was missed."""
+        metrics: dict[str, Any] = {"steps": self.turns, "caught": int(self.state.is_caught)}
+        if self.state.is_over and not self.state.is_caught:
+            metrics["failure"] = f"missed by {self.state.distance}"
+        return metrics
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

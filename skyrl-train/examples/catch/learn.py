@@ -16,8 +16,9 @@ from typing import get_args
 from examples.catch.env import RewardMode
 from examples.catch.main_catch import register_catch
 from examples.catch.recipe import METRIC, N_STEPS, TRAIN_METRIC, CatchRun
+from skyrl_report.learning_curve import plot_learning_curve
+from skyrl_report.page import write_report
 from skyrl_train.entrypoints.main_base import run_command
-from skyrl_train.report import plot_learning_curve, write_report
 
 
 def learn(run: CatchRun) -> bool:

@@ -11,11 +11,12 @@ from examples.catch.catch_dataset import CatchDataset, write_dataset
 from examples.catch.env import CatchReward, RewardMode
 from examples.catch.players import catch_rate, expected_random_catch_rate, optimal_player
 from examples.catch.warm_start import make_model
+from skyrl_report.learning_curve import MetricRows
+from skyrl_report.metrics_file import read_metrics
+from skyrl_report.run_folder import RunFolder
 from skyrl_train.dataset.files import read_rows
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli
-from skyrl_train.report.learning_curve import MetricRows
-from skyrl_train.tracking import RunFolder, read_metrics
 
 METRIC = "eval/environment/catch_rate"
 TRAIN_METRIC = "environment/catch_rate"

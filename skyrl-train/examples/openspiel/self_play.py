@@ -31,9 +31,9 @@ from examples.openspiel.main_self_play import SelfPlayEval, SelfPlayExp
 from skyrl_gym.data.files import Row
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.envs.openspiel.tasks import OpenSpielTasks, TaskConfig
+from skyrl_report.learning_curve import compare_curves
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import run_command
-from skyrl_train.report.learning_curve import compare_curves
 
 N_PLAYERS, N_CELLS = 2, 9
 N_TASKS = 100  # enough to draw every first move

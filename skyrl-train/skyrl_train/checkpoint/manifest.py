@@ -6,18 +6,12 @@ The checksum is XXH3, because it is faster than any disk. It detects accidents, 
 import hashlib
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from skyrl_report.remote import Fingerprint
+
 MANIFEST = "checksums.json"
-
-
-class Fingerprint(NamedTuple):
-    """Size and checksum of a file."""
-
-    n_bytes: int
-    xxh3_128: str
 
 
 def fingerprint(path: Path) -> Fingerprint:

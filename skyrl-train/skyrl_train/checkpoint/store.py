@@ -23,10 +23,11 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
+from skyrl_report.run_folder import parse_steps
 from skyrl_train.checkpoint.durable import make_folder, replace_text, sync, sync_tree
 from skyrl_train.checkpoint.manifest import find_damage, write_manifest
 from skyrl_train.errors import CheckpointError
@@ -266,12 +267,6 @@ def describe_fix(intact: Path | str | None, checkpoints: Path | str) -> str:
         f"The latest intact checkpoint is {intact}. Set trainer.resume_mode=from_path and "
         f"trainer.resume_path={intact} to resume from it"
     )
-
-
-def parse_steps(names: Iterable[str]) -> list[int]:
-    """Return N for each name `global_step_N`, ascending. Other names are ignored."""
-    matches = (re.fullmatch(r"global_step_(\d+)", name) for name in names)
-    return sorted(int(match[1]) for match in matches if match)
 
 
 def step_of(checkpoint: Path) -> int:

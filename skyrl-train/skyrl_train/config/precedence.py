@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from skyrl_report.settings import leaves
 from skyrl_train.aliases import Alias
 from skyrl_train.config.base import is_open, value_at
 from skyrl_train.config.dialects import ALIASES, SKYRL_WITHOUT_EFFECT, UNSUPPORTED
-from skyrl_train.config.problems import FIELDS, Fields, leaves, show
+from skyrl_train.config.problems import FIELDS, Fields, show
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from skyrl_report.settings import leaves
 from skyrl_train.config.base import FREE_VALUE, as_section, describe, describe_field, is_open, iter_fields, value_at
 from skyrl_train.config.dialects import TASK_OPTIONS
 from skyrl_train.config.root import SkyRLConfig
@@ -161,12 +162,3 @@ def _wrong_value(known: str, below: Sequence[str], value: Any, fields: Fields) -
     if value == "" and isinstance(field.get_default(), list):
         return known, f"{problem}; for none, write {known}=[]"
     return known, f"{problem}; the default is {known}={show(field.get_default())}"
-
-
-def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) for all values in nested mappings. An empty mapping counts as a value."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from leaves(inner, f"{key}.{name}")
-    else:
-        yield key, value

@@ -161,7 +161,8 @@ def check_row_count(n_rows: int, batch_size: int) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
-    """Write one JSON object per line. The file appears only when it is complete."""
+    """Write one JSON object per line, in a folder that is created if missing. The file appears once it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         for row in rows:

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
+from skyrl_gym.stop_reasons import StopReason
 from skyrl_gym.tools.calls import parse_arguments
 from skyrl_train.endpoint.replies import Reply
 from skyrl_train.generators.chat_template import ChatEncoder, Messages, dump_json
@@ -24,7 +25,6 @@ from skyrl_train.inference_engines.base import EngineResult
 from skyrl_train.media.spans import ImageSpan
 from skyrl_train.rendering.messages import find_thought, get_function
 from skyrl_train.types import Segment
-from skyrl_train.types.stop_reasons import StopReason
 
 Digest = bytes
 Tools = Mapping[str, Mapping[str, Any]]  # JSON Schema of the arguments of each offered tool, by name

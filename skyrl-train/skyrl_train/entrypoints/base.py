@@ -36,7 +36,7 @@ from skyrl_train.plan import RunPlan
 from skyrl_train.run import Run
 from skyrl_train.threads import compute_thread
 from skyrl_train.timer import StepTimer
-from skyrl_train.tracking import RunFolder, Tracking, log_to_file
+from skyrl_train.tracking import Tracking, create_run_folder, log_to_file
 from skyrl_train.types.specs import Role
 from skyrl_train.weight_sync import SyncOptions
 
@@ -53,7 +53,7 @@ class Experiment(ABC):
         """Create the run folder. Raise a ConfigError that lists every folder that cannot be written."""
         self.cfg = cfg
         raise_problems(find_unusable_folders(self.cfg.trainer, trains=self.trains))
-        self.run_folder = RunFolder.create(
+        self.run_folder = create_run_folder(
             self.cfg.trainer.output_dir, self.cfg.trainer.project_name, self.cfg.trainer.run_name
         )
         self._compute: ThreadPoolExecutor | None = None

@@ -13,9 +13,9 @@ import typer
 
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.error import Error
+from skyrl_report.cli import report, watch
 from skyrl_train.entrypoints.command import as_command, importing_torch
 from skyrl_train.entrypoints.merge import merge
-from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.start import COMMANDS, RUN_SETTINGS, DryRun, Fit, PrintConfig, Program, start
 from skyrl_train.errors import ConfigError, DataError
 
@@ -240,6 +240,7 @@ def tiny(
 
 
 app.add_typer(report, name="report")
+app.command()(watch)
 app.add_typer(merge, name="merge")
 
 

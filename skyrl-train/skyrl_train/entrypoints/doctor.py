@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 import typer
 from packaging.requirements import InvalidRequirement, Requirement
 
-from skyrl_train.checkpoint import STORAGE_ERRORS, RemoteFolder, find_credentials_fault
+from skyrl_report.remote import STORAGE_ERRORS, RemoteFolder
+from skyrl_train.checkpoint import find_credentials_fault
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.command import parse_cli
 from skyrl_train.entrypoints.memory_plan import check_memory, find_hardware, plan_run

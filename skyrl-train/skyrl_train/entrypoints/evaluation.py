@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 
 from skyrl_gym.benchmarks.scores import format_scores, score_benchmarks
-from skyrl_train.checkpoint import STORAGE_ERRORS
+from skyrl_report.page import own_command, report_run
+from skyrl_report.remote import STORAGE_ERRORS
+from skyrl_report.run_folder import AGGREGATED
 from skyrl_train.config import changed_settings, to_yaml
 from skyrl_train.dataset.files import open_source
 from skyrl_train.dataset.prompts import PromptDataset
@@ -22,8 +24,6 @@ from skyrl_train.errors import ConfigError, DataError, EnvError
 from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.remote_storage import open_evaluations, upload_evaluation
-from skyrl_train.report import report_own_run
-from skyrl_train.tracking.run_folder import AGGREGATED
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ class EvaluationExperiment(RLExperiment):
                 _, before = folder.read_config()
                 if changes := changed_settings(before, settings):
                     raise ConfigError(f"{folder.path} has an evaluation with other settings ({changes[0]}); {choose}")
-            folder.evals(None)  # marks the folder as an evaluation's
+            folder.evals(None).mkdir(parents=True, exist_ok=True)  # marks the folder as an evaluation's
             folder.config_yaml.write_text(to_yaml(self.cfg), encoding="utf-8")
             metrics = asyncio.run(self.evaluate())
-            report_own_run(folder)
+            report_run(folder, command=own_command())
             self.print_results(metrics)
 
     def print_results(self, metrics: Mapping[str, float]) -> None:

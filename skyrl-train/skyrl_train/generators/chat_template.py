@@ -89,6 +89,7 @@ class ChatEncoder:
             special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
             end_ids += [token for token in tail if token in special_ids][:1]
         self._text_ids = self.encode("a")  # see `decode_after`
+        self._token_texts: dict[int, str] = {}  # of `decode_each`
         self._hidden_ids = {tokenizer.bos_token_id, self.eos_token_id, tokenizer.pad_token_id, *end_ids}
 
     def prompt_ids(self, messages: Messages) -> list[int]:
@@ -162,6 +163,12 @@ class ChatEncoder:
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Decode for display, with all special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def decode_each(self, token_ids: Sequence[int]) -> list[str]:
+        """Decode each token by itself. A token with a part of a character becomes "�"."""
+        for token in set(token_ids) - self._token_texts.keys():
+            self._token_texts[token] = self.decode_after([token], shows_all=True)
+        return [self._token_texts[token] for token in token_ids]
 
     def decode_segment(self, segment: Segment, start: int, end: int, mark: Callable[[ImageSpan], str]) -> str:
         """Decode the tokens between `start` and `end` for display. `mark` returns the text for an image."""

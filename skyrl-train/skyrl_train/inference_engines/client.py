@@ -8,6 +8,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+from skyrl_gym.stop_reasons import StopReason
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.errors import EngineError, EngineLostError, SyncError
 from skyrl_train.inference_engines.base import (
@@ -18,7 +19,6 @@ from skyrl_train.inference_engines.base import (
     TokenChunk,
     WakeUp,
 )
-from skyrl_train.types.stop_reasons import StopReason
 from skyrl_train.weight_sync import Receipt, SyncPlan, WeightSync
 
 logger = logging.getLogger(__name__)

@@ -32,13 +32,13 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.stop_reasons import StopReason
 from skyrl_train.errors import EngineError, EngineLostError, OutOfMemoryError
 from skyrl_train.inference_engines.base import EngineInfo, EngineRequest, EngineResult, TokenChunk, WakeUp
 from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence, SequenceQueue, find_stop_reason
 from skyrl_train.out_of_memory import is_out_of_memory
 from skyrl_train.threads import ComputeThread
-from skyrl_train.types.stop_reasons import StopReason
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from skyrl_report.metrics_file import parse_row, read_metrics
 from skyrl_train.checkpoint import replace_text
-from skyrl_train.errors import DataError
 
 
 class MetricsFile:
@@ -62,35 +62,6 @@ class MetricsFile:
             self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file in the order they were logged, or [] if the file does not exist.
-
-    A truncated last line is ignored. Raise DataError if any other line is not a JSON object with a step.
-    """
-    path = Path(path)
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if (row := _parse(line)) is not None:
-            rows.append(row)
-        elif number < len(lines):  # nothing, or a truncated line, may follow the last newline
-            raise DataError(
-                f"{path}:{number} is not a JSON object with an integer 'step': {line[:80]!r}; remove that line to read "
-                "the rest"
-            )
-    return rows
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
 def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
@@ -101,7 +72,7 @@ def _drop_torn_line(path: Path) -> None:
     if not content or content.endswith(b"\n"):
         return
     start = content.rfind(b"\n") + 1
-    if _parse(content[start:].decode(errors="replace")) is None:
+    if parse_row(content[start:].decode(errors="replace")) is None:
         os.truncate(path, start)
     else:
         with path.open("ab") as file:

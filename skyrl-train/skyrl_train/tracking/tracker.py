@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from skyrl_gym.runtime.text import describe_error
+from skyrl_report.run_folder import RunFolder
 from skyrl_train.checkpoint import replace_text
 from skyrl_train.config.rules.run import find_wandb_problem
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.jsonl import MetricsFile
-from skyrl_train.tracking.run_folder import RunFolder
 from skyrl_train.tracking.writer import BackgroundWriter
 
 logger = logging.getLogger(__name__)

@@ -72,7 +72,7 @@ def test_folders_and_files_of_tests_in_targets_and_workflows_exist() -> None:
 
 def test_no_command_installs_our_packages_from_pypi() -> None:
     """PyPI has another project named skyrl-gym."""
-    folders = ("docs", "skyrl-agent", "skyrl-gym", "skyrl-train", "skyrl-tx", "veritas-rl")
+    folders = ("docs", "skyrl-agent", "skyrl-gym", "skyrl-report", "skyrl-train", "skyrl-tx", "veritas-rl")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".sh")]
     paths = [path for path in files if "site-packages" not in path.parts]
     paths += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]

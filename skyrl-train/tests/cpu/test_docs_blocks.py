@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "docs/start/quickstart.md"]
 PARSED_ONLY = [ROOT / "docs" / name for name in ("start/install.md", "start/gsm8k.md", "guides/multiple-gpus.md")]
 BLOCK = re.compile(r"(<!-- needs a download -->\n)?^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PATHS = [str(ROOT / package) for package in ("skyrl-train", "skyrl-gym")]
+PATHS = [str(ROOT / package) for package in ("skyrl-train", "skyrl-gym", "skyrl-report")]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from train_kit.runs import Run, assert_equal_runs, expect_error, read_lines, sto
 from train_kit.vision_models import pictured_logprobs, write_pictures
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_report.run_folder import RunFolder
 from skyrl_train.supervised_trainer import count_flops
-from skyrl_train.tracking import RunFolder
 
 OPTIMIZER = "trainer.policy.optimizer_config"
 UNSAVED = ["trainer.eval_interval=-1", "trainer.ckpt_interval=-1"]

@@ -10,8 +10,9 @@ from train_kit.checkpoints import save, write_named
 from train_kit.networks import Faults
 from train_kit.runs import expect_error, stop_after, train, train_with
 
+from skyrl_report.remote import RemoteFolder
 from skyrl_train.callbacks import Callback, Run, StepReport
-from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, RemoteFolder
+from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints
 
 
 @pytest.fixture

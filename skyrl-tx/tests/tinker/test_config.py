@@ -104,7 +104,7 @@ def test_a_backend_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setitem(sys.modules, "skyrl_train", None)
     with pytest.raises(SystemExit):
         parse("--backend", "torch")
-    words = "skyrl_train is not installed; pip install ./skyrl-gym ./skyrl-train './skyrl-tx[torch]'"
+    words = "skyrl_train is not installed; pip install ./skyrl-gym ./skyrl-report ./skyrl-train './skyrl-tx[torch]'"
     assert words in capsys.readouterr().err
     assert parse().backend == "jax"
 

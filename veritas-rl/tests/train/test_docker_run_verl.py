@@ -102,6 +102,6 @@ def test_the_container_gets_all_settings(recipes: Recipes, docker: Path, tmp_pat
 
 
 def test_the_image_copies_files_that_exist() -> None:
-    for name in ("skyrl-gym", "skyrl-train", "constraints.txt"):
+    for name in ("skyrl-gym", "skyrl-report", "skyrl-train", "constraints.txt"):
         assert (VERITAS.parent / name).exists()
         assert f"!{name}" in (VERITAS / "train/Dockerfile.dockerignore").read_text().split()

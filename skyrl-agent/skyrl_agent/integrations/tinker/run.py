@@ -35,7 +35,7 @@ from skyrl_train.generators.metrics import rollout_metrics, training_reward_metr
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.media.processing import is_vision_model
 from skyrl_train.models.loading import load_tokenizer
-from skyrl_train.tracking import RunFolder, Tracking, log_to_file
+from skyrl_train.tracking import Tracking, create_run_folder, log_to_file
 from skyrl_train.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class TinkerRun:
         """Check the configuration and create the run folder."""
         self.options = options
         self.cfg = options.config()
-        self.run_folder = RunFolder.create(options.output_dir, options.project_name, options.run_name)
+        self.run_folder = create_run_folder(options.output_dir, options.project_name, options.run_name)
         self._state_path = self.run_folder.path / STATE
 
     def run(self) -> None:

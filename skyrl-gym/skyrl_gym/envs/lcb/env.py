@@ -63,9 +63,11 @@ class LCBEnv(BaseTextEnv):
         return float(self._verdict.is_correct)
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return the fraction of passed tests, and flags for replies with code and for programs that hit a limit."""
+        """Return the fraction of passed tests, flags for replies with code and for programs at a limit, the failure."""
         failure = self._verdict.failure
-        return {
+        texts = {"none": "no program", "wrong": "wrong output", "error": "program raised an error"}
+        reason = {} if failure is None else {"failure": texts.get(failure, f"program exceeded its {failure}")}
+        return reason | {
             "passed_tests": self._verdict.n_passed / self._verdict.n_tests,
             "has_code": failure != "none",
             "met_limit": failure not in (None, "none", "wrong", "error"),

@@ -59,8 +59,10 @@ class MultiplyEnv(BaseTextEnv):
         )
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return the number of turns, and 1 if the answer was found, else 0."""
-        return {"steps": self.turns, "correct": int(self._is_correct)}
+        """Return the number of turns, 1 if the answer was found, and otherwise what was wrong with the last reply."""
+        metrics: dict[str, Any] = {"steps": self.turns, "correct": int(self._is_correct)}
+        failure = "no answer in a box" if self._answer is None else "wrong answer"
+        return metrics if self._is_correct else metrics | {"failure": failure}
 
     def _parse_action(self, action: str) -> str | None:
         """Return the answer in a reply, or None if there is none."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from hydra.core.override_parser.types import Override
 
+from skyrl_report.settings import leaves
 from skyrl_train.compat.verl.keys import CORRECTION
 from skyrl_train.compat.verl.programs import (
     ENGINE_OPTIONS,
@@ -20,7 +21,7 @@ from skyrl_train.compat.verl.programs import (
     VerlProgram,
 )
 from skyrl_train.config.cli import changed_keys, is_override, parse_override
-from skyrl_train.config.problems import OPEN_SECTION, did_you_mean, leaves, open_fields, raise_problems, show
+from skyrl_train.config.problems import OPEN_SECTION, did_you_mean, open_fields, raise_problems, show
 from skyrl_train.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from skyrl_gym.stop_reasons import StopReason
 from skyrl_train.errors import EngineError
 from skyrl_train.inference_engines.hf.embedded import DrawnSequence, EmbeddedEngine
 from skyrl_train.inference_engines.hf.padded_cache import PaddedCache
@@ -24,7 +25,6 @@ from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.media.spans import ImageSpan, Spans
 from skyrl_train.models.loading import autocast
 from skyrl_train.models.vision import find_encoder, shift
-from skyrl_train.types.stop_reasons import StopReason
 
 logger = logging.getLogger(__name__)
 

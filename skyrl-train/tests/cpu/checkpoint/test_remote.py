@@ -17,14 +17,9 @@ from hypothesis import strategies as st
 from train_kit.checkpoints import read, save, write_named
 from xxhash import xxh3_128_hexdigest
 
-from skyrl_train.checkpoint import (
-    CheckpointStore,
-    RemoteCheckpoints,
-    RemoteFolder,
-    find_credentials_fault,
-    upload_files,
-)
-from skyrl_train.checkpoint.manifest import MANIFEST, Fingerprint, find_damage, fingerprint
+from skyrl_report.remote import Fingerprint, RemoteFolder
+from skyrl_train.checkpoint import CheckpointStore, RemoteCheckpoints, find_credentials_fault, upload_files
+from skyrl_train.checkpoint.manifest import MANIFEST, find_damage, fingerprint
 from skyrl_train.checkpoint.store import POINTER
 from skyrl_train.errors import CheckpointError
 from skyrl_train.remote_storage import Upload, Uploader, upload_evaluation
@@ -70,7 +65,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_not_an_empty_folder(
         return list_folder(path, **options)
 
     monkeypatch.setattr(system, "ls", ls)
-    monkeypatch.setattr("skyrl_train.checkpoint.remote.time.sleep", lambda _: None)
+    monkeypatch.setattr("skyrl_report.remote.time.sleep", lambda _: None)
     with pytest.raises(OSError, match="connection reset"):
         folder.sizes()
 

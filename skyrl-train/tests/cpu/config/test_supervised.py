@@ -6,8 +6,9 @@ import pytest
 from omegaconf import OmegaConf
 from train_kit import golden
 
-from skyrl_train.config.loading import validate, validate_cfg
-from skyrl_train.config.supervised import SFT, SFTConfig
+from skyrl_report.summary import find_method
+from skyrl_train.config.loading import RL, Schema, validate, validate_cfg
+from skyrl_train.config.supervised import DPO, REWARD, SFT, SFTConfig
 from skyrl_train.errors import ConfigError
 
 DATA = {"train_data": "train.jsonl"}
@@ -54,3 +55,17 @@ def test_validation_on_the_training_data_is_reported(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         load(data={**DATA, "val_data": "train.jsonl"})
     assert "train.jsonl is in data.train_data and in data.val_data" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("schema", "title"),
+    [
+        (RL, "Reinforcement learning"),
+        (SFT, "Supervised fine-tuning"),
+        (DPO, "Direct preference optimization"),
+        (REWARD, "Reward modeling"),
+    ],
+)
+def test_the_method_follows_from_the_configuration(schema: Schema[Any], title: str) -> None:
+    method = find_method(schema.root().model_dump(mode="json"))
+    assert method.title == title

@@ -6,7 +6,8 @@ import pytest
 from train_kit.vision_models import picture
 
 from skyrl_gym.images import read_image
-from skyrl_train.media.files import FILE_NAME, format_marker, write_images
+from skyrl_report.run_folder import IMAGE_NAME, format_marker
+from skyrl_train.media.files import write_images
 
 
 def test_each_image_is_written_once(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_each_image_is_written_once(tmp_path: Path) -> None:
     written = paths[first].stat().st_ino
     write_images(tmp_path / "images", [first])
     assert paths[first].stat().st_ino == written
-    assert all(FILE_NAME.fullmatch(path.name) for path in paths.values())
+    assert all(IMAGE_NAME.fullmatch(path.name) for path in paths.values())
     assert format_marker(first.file_name) == f"<|image:{first.digest[:8]}|>"
 
 

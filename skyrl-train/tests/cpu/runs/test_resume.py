@@ -25,7 +25,8 @@ from train_kit.processes import TRAIN_FOLDER, python, wait_until
 from train_kit.runs import AtStepEnd, Run, assert_equal_runs, run_of, small_run, supervised_run, train, train_with
 
 from examples.catch.catch_dataset import CatchDataset, write_dataset
-from skyrl_train.checkpoint import RemoteCheckpoints, RemoteFolder
+from skyrl_report.remote import RemoteFolder
+from skyrl_train.checkpoint import RemoteCheckpoints
 from skyrl_train.checkpoint.manifest import find_damage
 from skyrl_train.checkpoint.store import POINTER
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_kit.processes import python
 
+from skyrl_report.metrics_file import read_metrics
 from skyrl_train.errors import DataError
-from skyrl_train.tracking import MetricsFile, read_metrics
+from skyrl_train.tracking import MetricsFile
 
 
 @pytest.fixture

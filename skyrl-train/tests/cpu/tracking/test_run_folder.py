@@ -4,22 +4,13 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.tracking import RunFolder, log_to_file
-
-
-def test_eval_steps_are_sorted_numerically(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert folder.eval_steps() == []
-    for step in (10, 9, 0):
-        folder.evals(step)
-    (tmp_path / "evals" / "notes").mkdir()
-    assert folder.eval_steps() == [0, 9, 10]
+from skyrl_train.tracking import create_run_folder, log_to_file
 
 
 @pytest.mark.parametrize(("project", "run"), [("..", "run"), ("catch", ""), ("/etc", "run"), ("catch", "../..")])
 def test_a_run_stays_inside_the_output_folder(tmp_path: Path, project: str, run: str) -> None:
     with pytest.raises(ConfigError, match="must name a folder inside"):
-        RunFolder.create(tmp_path, project, run)
+        create_run_folder(tmp_path, project, run)
 
 
 def test_the_log_file_is_attached_within_the_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from skyrl_report.metrics_file import read_metrics
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.tracking import Tracking, read_metrics
+from skyrl_train.tracking import Tracking
 
 
 def test_uncommitted_metrics_are_written_with_the_next_ones(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.tracking import Tracking, log_to_file, read_metrics, writer
+from skyrl_report.metrics_file import read_metrics
+from skyrl_train.tracking import Tracking, log_to_file, writer
 from skyrl_train.tracking.writer import BackgroundWriter
 
 

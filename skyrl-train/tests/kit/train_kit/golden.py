@@ -16,9 +16,9 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "golden"
 
 
-def compare(name: str, cases: Mapping[str, Iterable[str]], config: pytest.Config) -> None:
-    """Fail if the lines of a case differ from those in `golden/<name>.txt`; with `--update`, write the file instead."""
-    file, text = FOLDER / f"{name}.txt", "\n".join(_format(case, lines) for case, lines in cases.items())
+def compare(name: str, cases: Mapping[str, Iterable[str]], config: pytest.Config, folder: Path = FOLDER) -> None:
+    """Fail if the lines of a case differ from the folder's `<name>.txt`; with `--update`, write the file instead."""
+    file, text = folder / f"{name}.txt", "\n".join(_format(case, lines) for case, lines in cases.items())
     if config.getoption("--update"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
@@ -30,10 +30,10 @@ def compare(name: str, cases: Mapping[str, Iterable[str]], config: pytest.Config
         pytest.fail("\n".join([*diff, "If the new text is right, run this test with --update."]), pytrace=False)
 
 
-def read(name: str) -> dict[str, list[str]]:
+def read(name: str, folder: Path = FOLDER) -> dict[str, list[str]]:
     """Return the cases in `golden/<name>.txt`, its lines without indent, and the lines of each."""
     cases: dict[str, list[str]] = {}
-    for line in (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+    for line in (folder / f"{name}.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith(" "):
             cases[next(reversed(cases))].append(line.strip())
         elif line:

@@ -47,7 +47,7 @@ from typing import Any, NoReturn
 PRELOADED = (
     "skyrl_train.entrypoints.experiment",
     "skyrl_train.entrypoints.main_sft",
-    "skyrl_train.report.page",
+    "skyrl_report.page",
     "datasets",
     "matplotlib.backends.backend_agg",
     "pandas",

@@ -25,7 +25,8 @@ def settings_of(backend: BackendName, settings: Mapping[str, Any]) -> JaxConfig 
     missing = [name for name in TORCH_PACKAGES if backend == "torch" and find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} is not installed; pip install ./skyrl-gym ./skyrl-train './skyrl-tx[torch]'"
+            f"{', '.join(missing)} is not installed; pip install ./skyrl-gym ./skyrl-report ./skyrl-train "
+            "'./skyrl-tx[torch]'"
         )
     kind = TorchConfig if backend == "torch" else JaxConfig
     try:

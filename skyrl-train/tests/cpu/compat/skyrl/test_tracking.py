@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from skyrl_report.metrics_file import read_metrics
 from skyrl_train.compat.skyrl.tracking import Tracking
 from skyrl_train.entrypoints.experiment import RLExperiment
 from skyrl_train.entrypoints.main_base import parse_cli
-from skyrl_train.tracking import read_metrics
 
 
 def test_an_experiment_of_skyrl_opens_the_backends(catch_run: list[str], tmp_path: Path) -> None:

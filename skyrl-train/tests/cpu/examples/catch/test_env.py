@@ -96,7 +96,7 @@ def test_the_last_turn_has_no_observation_and_reports_the_catch(replies: str, ca
     assert (last["observations"], last["done"]) == ([], True)
     components = {"approach": 0.0, "step": -0.01, "ending": 1.0 if caught else -1.0}
     assert last["metadata"] == {"caught": caught, "action": "S", "reward_components": components}
-    assert env.get_metrics() == {"steps": 5, "caught": int(caught)}
+    assert env.get_metrics() == {"steps": 5, "caught": int(caught)} | ({} if caught else {"failure": "missed by 1"})
 
 
 def test_the_game_ends_with_the_ball_or_the_last_turn() -> None:

@@ -1,0 +1,1 @@
+"""Parts of the tests of skyrl_report."""
