@@ -343,4 +343,4 @@ def _encoding(param: str) -> Iterator[None]:
     except DataError as error:
         refuse(str(error), param=param)
     except Exception as error:  # noqa: BLE001, chat templates may raise anything
-        refuse(f"failed to tokenize {param}: {type(error).__name__}: {error}", param=param)
+        refuse(f"cannot encode {param}: {type(error).__name__}: {error}", param=param)

@@ -25,7 +25,7 @@ from skyrl_train.dataset.files import JoinedRows, check_row_count, is_other_file
 from skyrl_train.dataset.rows import check_environments, read_prompt_rows
 from skyrl_train.errors import ConfigError
 from skyrl_train.launch.timeouts import COLLECTIVE_TIMEOUT, find_long_sync
-from skyrl_train.models.weight_files import INDEX, SINGLE_FILE, find_damaged_weights, suggest_folder
+from skyrl_train.models.weight_files import INDEX, SINGLE_FILE, find_damaged_weights, find_folder, suggest_folder
 from skyrl_train.types import PromptRow
 
 WEIGHTS = (SINGLE_FILE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -300,16 +300,8 @@ def _find_indivisible_model(trainer: RunConfig, role: str) -> Iterator[str]:
 
 def _read_model_config(path: str) -> dict[str, Any]:
     """Return the `config.json` of a model in a folder or in the Hub's cache, or {} if there is none."""
-    file = Path(path) / "config.json"
-    if not Path(path).is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        try:
-            cached = try_to_load_from_cache(path, "config.json")
-        except ValueError:  # not a name on the Hub
-            return {}
-        file = Path(cached) if isinstance(cached, str) else file
-    return config if file.is_file() and isinstance(config := _parse_json(file), dict) else {}
+    config = None if (folder := find_folder(path)) is None else _parse_json(folder / "config.json")
+    return config if isinstance(config, dict) else {}
 
 
 def _find_local_text_model(*paths: str) -> str | None:

@@ -7,6 +7,19 @@ from pathlib import Path
 INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
+def find_folder(path: str) -> Path | None:
+    """Return the folder of a model, which may be in the Hub's cache. Return None if it is not on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # not a name on the Hub
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def suggest_folder(path: str) -> str:
     """Return a sentence that suggests a sibling with a similar name, or "" if there is none or `path` exists."""
     folder = Path(path)

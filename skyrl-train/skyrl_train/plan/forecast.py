@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
 from skyrl_train.config.policy import LoraConfig, TrainDtype
-from skyrl_train.models.weight_files import list_weight_files
+from skyrl_train.models.weight_files import find_folder, list_weight_files
 from skyrl_train.types.specs import Role, lora_spec
 from skyrl_train.types.training_memory import TrainingBytes, bytes_per_parameter
 
@@ -88,7 +87,7 @@ def plan_model(role: Role, trainer: Any) -> PlannedModel:
     owner = trainer.policy if role == "reward" else getattr(trainer, role)
     section = owner.model
     n_parameters = n_trained = count_parameters(section.path)
-    folder = _local_folder(section.path)
+    folder = find_folder(section.path)
     file_bytes = sum(file.stat().st_size for file in list_weight_files(folder)) if folder and n_parameters else 0
     if role == "ref":
         dtype = trainer.policy.model.dtype
@@ -169,7 +168,7 @@ def count_parameters(path: str) -> int | None:
 
     A folder without weights but with a `config.json` describes a model whose parameters can be counted, too.
     """
-    if (folder := _local_folder(path)) is None:
+    if (folder := find_folder(path)) is None:
         return None
     n_parameters = 0
     if not (files := list_weight_files(folder)) and (folder / "config.json").is_file():
@@ -184,14 +183,6 @@ def count_parameters(path: str) -> int | None:
         except (OSError, SafetensorError):
             return None
     return n_parameters or None
-
-
-def _local_folder(path: str) -> Path | None:
-    """Return the folder of a model, which may be in the Hub's cache. Return None if it is not on this machine."""
-    if Path(path).is_dir():
-        return Path(path)
-    cached = try_to_load_from_cache(path, "config.json") if path.count("/") <= 1 else None
-    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def format_count(n: int, noun: str) -> str:

@@ -91,6 +91,5 @@ class AgentTinkerRun(TinkerRun):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    run_command(
-        lambda: AgentTinkerRun(parse_options(AgentTinkerOptions, argv, (__doc__ or "").partition(":")[0])).run()
-    )
+    description, prog = (__doc__ or "").partition(":")[0], f"python -m {__package__}"
+    run_command(lambda: AgentTinkerRun(parse_options(AgentTinkerOptions, argv, description, prog)).run())

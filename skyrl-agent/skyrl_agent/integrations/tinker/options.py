@@ -87,9 +87,14 @@ class TinkerOptions:
 Options = TypeVar("Options", bound=TinkerOptions)
 
 
-def parse_options(options_class: type[Options], argv: Sequence[str] | None, description: str) -> Options:
-    """Parse `--option value …`, by default from the process's arguments. ConfigError if values do not fit."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+def parse_options(
+    options_class: type[Options], argv: Sequence[str] | None, description: str, prog: str | None = None
+) -> Options:
+    """Parse `--option value …`, by default from the process's arguments. ConfigError if values do not fit.
+
+    `prog` is the command in the help text, by default the name of the script.
+    """
+    parser = argparse.ArgumentParser(prog, None, description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     types = get_type_hints(options_class)
     for field in (field for field in fields(options_class) if field.init):
         required = field.default is MISSING

@@ -33,6 +33,12 @@ def test_a_run_trains_on_trajectories_of_the_agent(tmp_path: Path) -> None:
     assert all(row["avg_turn_assistant"] == 2.0 for row in steps)
 
 
+def test_the_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m skyrl_agent.integrations.tinker [-h]")
+
+
 def test_options_come_from_the_task_file(tmp_path: Path) -> None:
     options = parse_options(AgentTinkerOptions, arguments(tmp_path), "Train.")
     assert (options.n_samples_per_prompt, options.max_turns, options.max_generate_length) == (2, 2, 8)

@@ -83,6 +83,7 @@ ALIASES = {
     "actor_rollout_ref.model.exclude_modules": Alias("trainer.policy.model.lora.exclude_modules"),
     "actor_rollout_ref.model.lora_adapter_path": Alias("trainer.policy.model.lora.lora_path"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
+    "actor_rollout_ref.model.enable_activation_offload": Alias("trainer.activation_offload"),
     "actor_rollout_ref.actor.strategy": Alias("trainer.strategy"),
     "actor_rollout_ref.actor.fsdp_config.param_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
     "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": Alias(
@@ -189,6 +190,7 @@ SFT_ALIASES = {
     "model.partial_pretrain": Alias("trainer.policy.model.path"),
     "model.path": Alias("trainer.policy.model.path"),
     "model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
+    "model.enable_activation_offload": Alias("trainer.activation_offload"),
     "model.fsdp_config.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
     "engine.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
     "model.lora_rank": Alias("trainer.policy.model.lora.rank"),

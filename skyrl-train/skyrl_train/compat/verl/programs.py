@@ -145,7 +145,6 @@ HEAD = {
 
 MODEL = {
     "use_remove_padding": ALWAYS_PACKED,
-    "enable_activation_offload": Fixed("activations stay on their device; enable_gradient_checkpointing frees them"),
     "override_config": NO_OVERRIDES,
     "external_lib": Fixed("no module is imported", (None,)),
     "trust_remote_code": NO_REMOTE_CODE,
@@ -310,9 +309,10 @@ MAIN_PPO = VerlProgram(
             f"the critic uses {ROLLOUT}.log_prob_micro_batch_size_per_gpu"
         ),
         "critic.forward_max_token_len_per_gpu": ALWAYS_PACKED,
-        "critic.model.enable_gradient_checkpointing": Fixed(
-            f"the critic follows {MODEL_SECTION}.enable_gradient_checkpointing"
-        ),
+        **{
+            f"critic.model.{name}": Fixed(f"the critic follows {MODEL_SECTION}.{name}")
+            for name in ("enable_gradient_checkpointing", "enable_activation_offload")
+        },
         "critic.model.tokenizer_path": Fixed("the critic shares the policy's tokenizer"),
         "critic.model.use_shm": SYSTEM_CACHE,
         "critic.model.fsdp_config.param_offload": OFFLOADED_IF_IDLE,

@@ -43,7 +43,7 @@ def refuse(live: LiveEndpoint, path: str, change: dict[str, Any]) -> str:
 
 def test_a_request_that_cannot_be_rendered_or_does_not_fit_is_refused(live: LiveEndpoint) -> None:
     change = {"chat_template_kwargs": {"tokenize": True}}
-    assert refuse(live, "/chat/completions", change).startswith("messages: failed to tokenize messages")
+    assert refuse(live, "/chat/completions", change).startswith("messages: cannot encode messages")
     deep = [{"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "[" * 10_000}}]}]
     refusal = refuse(live, "/chat/completions", {"messages": deep})
     assert refusal.startswith("messages: the chat template does not write the tool calls of message 0")
