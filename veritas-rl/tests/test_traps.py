@@ -32,7 +32,7 @@ from skyrl_train.compat.cli import main as skyrl
 from skyrl_train.compat.verl.command import read_command
 from skyrl_train.config import load_config
 from skyrl_train.config.cli import parse
-from skyrl_train.dataset.custom import CustomDataset
+from skyrl_train.dataset.prompts import CustomDataset
 
 TOOLS = VERITAS / "train/tools"
 MODEL = "train/models/org/other"

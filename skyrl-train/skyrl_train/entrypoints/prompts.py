@@ -10,11 +10,10 @@ from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.error import InvalidSpec
 from skyrl_train.callbacks import Callback, Curriculum, CurriculumStep
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.dataset.custom import CustomDataset
 from skyrl_train.dataset.files import local_path
 from skyrl_train.dataset.mixture import MixedPrompts
 from skyrl_train.dataset.order import PromptOrder
-from skyrl_train.dataset.prompts import PromptDataset
+from skyrl_train.dataset.prompts import CustomDataset, PromptDataset
 from skyrl_train.dataset.rows import check_environments
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.chat_template import load_chat_template, read_chat_template

@@ -19,7 +19,7 @@ from skyrl_gym.checkup.rules import Checkup
 from skyrl_gym.envs.registration import EnvSpec
 from skyrl_train.algorithms.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, Registry
 from skyrl_train.callbacks import StepReport
-from skyrl_train.dataset.custom import CustomDataset
+from skyrl_train.dataset.prompts import CustomDataset
 from skyrl_train.entrypoints.main_base import BasePPOExp, parse_cli
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface

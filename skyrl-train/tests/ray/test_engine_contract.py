@@ -19,8 +19,8 @@ from skyrl_train.errors import EngineLostError
 from skyrl_train.inference_engines.base import EngineRequest, InferenceEngine, SamplingParams
 from skyrl_train.inference_engines.hf import load_engine
 from skyrl_train.inference_engines.remote import RemoteEngine, new_token
+from skyrl_train.launch.ray.actors import connect_engine, start_engine_actor
 from skyrl_train.launch.ray.cluster import connect as connect_to_cluster
-from skyrl_train.launch.ray.engine import connect_engine, start_engine_actor
 
 LIMITS = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_cache_bytes": 1 << 28}
 START_TIMEOUT_S = 120.0

@@ -20,10 +20,9 @@ from skyrl_train.inference_engines.base import InferenceEngine
 from skyrl_train.inference_engines.client import EngineClient
 from skyrl_train.launch.launcher import MakeEngine, Sinks, holding_devices, with_transport
 from skyrl_train.launch.lease import Lease
+from skyrl_train.launch.ray.actors import RayRank, connect_engine, start_engine_actor
 from skyrl_train.launch.ray.cluster import connect
-from skyrl_train.launch.ray.engine import connect_engine, start_engine_actor
 from skyrl_train.launch.ray.placement import Device, DeviceRequest, Reservation, find_visible_devices
-from skyrl_train.launch.ray.ranks import RayRank
 from skyrl_train.launch.timeouts import find_long_sync
 from skyrl_train.types.specs import ModelSpec, Role, SyncKind, World
 from skyrl_train.weight_sync import SyncOptions, WeightSync

@@ -8,7 +8,7 @@ from train_kit.runs import expect_error, run_of
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import load_config
-from skyrl_train.dataset.custom import CustomDataset
+from skyrl_train.dataset.prompts import CustomDataset
 from skyrl_train.entrypoints.main_base import main, parse_cli
 from skyrl_train.errors import ConfigError, DataError
 
