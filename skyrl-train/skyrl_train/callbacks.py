@@ -12,7 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from skyrl_gym.envs.entry_point import load_attribute
@@ -65,16 +65,16 @@ class SavedConfig(Callback):
                 write_jsonl(self._run_folder.changes, earlier)
 
 
+@dataclass(eq=False)
 class Evaluation(Callback):
     """A callback that evaluates every `eval_interval` steps, at the end, and at step 0 with `eval_before_train`."""
 
-    def __init__(
-        self, dataset: PromptDataset, generator: RolloutGenerator, run_folder: RunFolder, chat: ChatEncoder
-    ) -> None:
-        self._dataset = dataset
-        self._generator = generator
-        self._run_folder = run_folder
-        self._chat = chat
+    dataset: PromptDataset
+    generator: RolloutGenerator
+    run_folder: RunFolder
+    chat: ChatEncoder
+
+    def __post_init__(self) -> None:
         self.evaluator: Callable[[Run], Awaitable[dict[str, float]]] = self.measure
         """Returns the metrics of the current weights. Assign another function to evaluate differently."""
 
@@ -86,8 +86,8 @@ class Evaluation(Callback):
     async def measure(self, run: Run) -> dict[str, float]:
         """Evaluate the current weights. With `trainer.dump_eval_results`, write the trajectories to the run folder."""
         step, cfg = run.global_step, run.cfg
-        folder = self._run_folder.evals(step) if cfg.trainer.dump_eval_results else None
-        metrics, _ = await evaluate(self._dataset, self._generator, cfg, step, folder, self._chat)
+        folder = self.run_folder.evals(step) if cfg.trainer.dump_eval_results else None
+        metrics, _ = await evaluate(self.dataset, self.generator, cfg, step, folder, self.chat)
         return metrics
 
 

@@ -5,6 +5,7 @@ are in the loss.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.algorithms.objectives import SupervisedObjective
@@ -118,19 +119,17 @@ class SupervisedTrainer(Run):
         )
 
 
+@dataclass(eq=False)
 class Validation(Callback):
     """A callback that measures the objective on held-out rows, as `val/loss` and others.
 
     It runs every `trainer.eval_interval` steps, after the last step, and before the first with `eval_before_train`.
     """
 
-    def __init__(
-        self, dataset: SupervisedDataset, models: TrainedModels, objective: SupervisedObjective, pad_token_id: int
-    ) -> None:
-        self._dataset = dataset
-        self._models = models
-        self._objective = objective
-        self._pad_token_id = pad_token_id
+    dataset: SupervisedDataset
+    models: TrainedModels
+    objective: SupervisedObjective
+    pad_token_id: int
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         if is_due(run.cfg.trainer.eval_interval, report, at_start=run.cfg.trainer.eval_before_train):
@@ -140,12 +139,12 @@ class Validation(Callback):
     async def measure(self) -> Metrics:
         """Return the metrics of the objective over the whole dataset."""
         metrics = Metrics()
-        for start in range(0, len(self._dataset), VALIDATION_ROWS):
-            rows = range(start, min(start + VALIDATION_ROWS, len(self._dataset)))
-            batch = build_supervised_batch([DrawnPrompt(i, self._dataset[i], i) for i in rows], self._pad_token_id)
-            batch = await self._models.score_reference(batch)
-            scores = await self._models.policy.score(batch)
-            metrics = metrics.merge(self._objective.evaluate(scores, batch))
+        for start in range(0, len(self.dataset), VALIDATION_ROWS):
+            rows = range(start, min(start + VALIDATION_ROWS, len(self.dataset)))
+            batch = build_supervised_batch([DrawnPrompt(i, self.dataset[i], i) for i in rows], self.pad_token_id)
+            batch = await self.models.score_reference(batch)
+            scores = await self.models.policy.score(batch)
+            metrics = metrics.merge(self.objective.evaluate(scores, batch))
         return metrics
 
 

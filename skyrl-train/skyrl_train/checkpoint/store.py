@@ -24,6 +24,7 @@ import re
 import shutil
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -41,24 +42,18 @@ Write = Callable[[Path], Awaitable[None]]
 """Function that fills an empty folder."""
 
 
+@dataclass(eq=False)
 class CheckpointStore:
     """The checkpoints under `path`: save, find, verify and remove them."""
 
-    def __init__(
-        self,
-        path: Path,
-        max_to_keep: int = -1,
-        resume_mode: Literal["none", "latest", "from_path"] = "latest",
-        resume_path: str | None = None,
-    ) -> None:
-        """Keep the latest `max_to_keep` checkpoints, or with -1 as many as the disk has room for."""
-        self.path = path
-        self._max_to_keep = max_to_keep
-        self._resume_mode, self._resume_path = resume_mode, resume_path
-        self.pinned: set[int] = set()
-        """Steps that are kept, e.g. until they are uploaded, unless `save` needs their space."""
-        self._removing = threading.Lock()  # removals run in threads
-        self._resumed_step: int | None = None  # kept until the next save, even if the pointer has another step
+    path: Path
+    max_to_keep: int = -1  # the latest ones, or with -1 as many as the disk has room for
+    resume_mode: Literal["none", "latest", "from_path"] = "latest"
+    resume_path: str | None = None
+    pinned: set[int] = field(default_factory=set, init=False)
+    """Steps that are kept, e.g. until they are uploaded, unless `save` needs their space."""
+    _removing: threading.Lock = field(default_factory=threading.Lock, init=False)  # removals run in threads
+    _resumed_step: int | None = field(default=None, init=False)  # kept until the next save, whatever the pointer has
 
     async def save(self, step: int, write: Write, expected_bytes: int = 0) -> Path:
         """Have `write` fill an empty folder, make it the checkpoint of `step`, and point to it.
@@ -104,11 +99,11 @@ class CheckpointStore:
         Raises:
             CheckpointError: the checkpoint or the pointer's step does not exist, or the folder's name has no step.
         """
-        if self._resume_mode == "latest":
+        if self.resume_mode == "latest":
             return self.latest()
-        if self._resume_mode == "none":
+        if self.resume_mode == "none":
             return None
-        folder = downloaded or Path(self._resume_path or "")
+        folder = downloaded or Path(self.resume_path or "")
         if not re.fullmatch(r"global_step_\d+", folder.name):
             raise CheckpointError(f"trainer.resume_path={folder} must end in global_step_N, e.g. ckpts/global_step_40")
         if not folder.is_dir():
@@ -156,11 +151,11 @@ class CheckpointStore:
         """Return a verb phrase for what the same command would do next, e.g. "resumes from step 40"."""
         step = self.resumable_step()
         latest = "" if step is None else f"; with trainer.resume_mode=latest, it resumes from step {step}"
-        if self._resume_mode == "from_path":
-            return f"resumes from trainer.resume_path={self._resume_path} again{latest}"
+        if self.resume_mode == "from_path":
+            return f"resumes from trainer.resume_path={self.resume_path} again{latest}"
         if step is None:
             return "starts again, because there is no checkpoint"
-        if self._resume_mode == "none":
+        if self.resume_mode == "none":
             return f"starts again, because trainer.resume_mode=none{latest}"
         return f"resumes from step {step}"
 
@@ -197,9 +192,9 @@ class CheckpointStore:
             for removed in self.path.glob(".global_step_*.removed.partial"):
                 shutil.rmtree(removed)
             pointed = self.resumable_step()
-            if pointed is None or self._max_to_keep <= 0:
+            if pointed is None or self.max_to_keep <= 0:
                 return
-            n_excess = max(0, len(self.steps()) - self._max_to_keep)
+            n_excess = max(0, len(self.steps()) - self.max_to_keep)
             for step in self._other_steps(pointed)[:n_excess]:
                 if step not in self.pinned and step != self._resumed_step:
                     self._remove(step)

@@ -1,6 +1,7 @@
 """The weight sync from the policy to the engines of a run: pause, send, check."""
 
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -16,6 +17,7 @@ N_TOKENS = 32
 PROMPT_LENGTH = 16
 
 
+@dataclass(eq=False)
 class EngineSync:
     """A weight sync from the policy to the engine.
 
@@ -23,37 +25,26 @@ class EngineSync:
     policy scores tokens that the engine samples afterwards.
     """
 
-    def __init__(
-        self,
-        sync: WeightSync,
-        engine: InferenceEngine,
-        policy: WorkerGroup,
-        *,
-        n_token_ids: int,
-        pauses: bool,
-        tolerance: float | None,
-        checks_once: bool,
-    ) -> None:
-        """Check each sync, or only the first, and allow a mean difference of `tolerance` nats. None means no checks.
+    sync: WeightSync
+    engine: InferenceEngine
+    policy: WorkerGroup
+    _: KW_ONLY
+    n_token_ids: int  # prompts of the check consist of the first ones
+    pauses: bool
+    tolerance: float | None  # mean difference to allow, in nats. None means no checks
+    checks_once: bool  # only the first sync
 
-        Prompts of the check consist of the first `n_token_ids` token ids.
-        """
-        self._sync = sync
-        self._engine = engine
-        self._policy = policy
-        self._pauses = pauses
-        self._n_steps = policy.n_optimizer_steps  # at the last sync
-        self._tolerance = tolerance
-        self._checks_once = checks_once
+    def __post_init__(self) -> None:
+        self._n_steps = self.policy.n_optimizer_steps  # at the last sync
         self._is_checked = False
-        self._n_tokens = max(N_TOKENS, 4 * engine.n_weight_copies)  # every copy samples some
-        length = min(PROMPT_LENGTH, engine.info.longest_sequence - 1)
+        self._n_tokens = max(N_TOKENS, 4 * self.engine.n_weight_copies)  # every copy samples some
+        length = min(PROMPT_LENGTH, self.engine.info.longest_sequence - 1)
         generator = torch.Generator().manual_seed(0)
-        self._prompts = torch.randint(n_token_ids, (self._n_tokens, length), generator=generator).tolist()
+        self._prompts = torch.randint(self.n_token_ids, (self._n_tokens, length), generator=generator).tolist()
 
     def is_current(self) -> bool:
         """Return True if the policy has not been updated since the last sync."""
-        return self._policy.n_optimizer_steps == self._n_steps
+        return self.policy.n_optimizer_steps == self._n_steps
 
     async def __call__(self, version: int) -> Metrics:
         """Send the weights as `version`.
@@ -62,23 +53,23 @@ class EngineSync:
             SyncError: an engine's weights differ from the policy's, or it did not receive them.
             EngineError: the new weights are NaN or infinite, or an engine failed.
         """
-        if self._pauses:
-            await self._engine.pause()
+        if self.pauses:
+            await self.engine.pause()
         try:
-            metrics = await self._sync(version)
+            metrics = await self.sync(version)
         except BaseException:
-            if self._pauses:
+            if self.pauses:
                 with suppress(EngineError):  # the first error explains it
-                    await self._engine.resume()
+                    await self.engine.resume()
             raise
-        self._n_steps = self._policy.n_optimizer_steps
-        if self._pauses:
-            await self._engine.resume()
-        if self._tolerance is None or (self._checks_once and self._is_checked):
+        self._n_steps = self.policy.n_optimizer_steps
+        if self.pauses:
+            await self.engine.resume()
+        if self.tolerance is None or (self.checks_once and self._is_checked):
             return metrics
         self._is_checked = True
-        sampling = SamplingParams(1, temperature=self._policy.temperature)
-        results = await self._engine.generate(
+        sampling = SamplingParams(1, temperature=self.policy.temperature)
+        results = await self.engine.generate(
             [EngineRequest(prompt, sampling, seed) for seed, prompt in enumerate(self._prompts)]
         )
         versions = {span.version for result in results for span in result.weight_spans}
@@ -88,10 +79,10 @@ class EngineSync:
                 f"{ADVICE}"
             )
         gap = await self._gap(results)
-        if not gap <= self._tolerance:  # NaN is a difference
+        if not gap <= self.tolerance:  # NaN is a difference
             raise SyncError(
                 f"weight sync {version} failed: the engine does not compute with the policy's weights. The log-probs "
-                f"of {self._n_tokens} tokens differ by {gap:.3g} on average, and at most {self._tolerance:g} is "
+                f"of {self._n_tokens} tokens differ by {gap:.3g} on average, and at most {self.tolerance:g} is "
                 f"expected (generator.weight_sync_tolerance). {ADVICE}"
             )
         return metrics.merge(Metrics.of({"sync/logprob_gap": gap}))
@@ -102,6 +93,6 @@ class EngineSync:
         sequences, attention_mask = pad_tokens(rows, pad_token_id=0)
         loss_mask = pad_right([[1.0] * len(result.token_ids) for result in results])  # (N, 1)
         batch = TrainingBatch(sequences, attention_mask, loss_mask, draws=torch.arange(self._n_tokens))
-        expected = (await self._policy.score(batch, beside_others=True))["logprobs"]  # (N, 1)
+        expected = (await self.policy.score(batch, beside_others=True))["logprobs"]  # (N, 1)
         found = pad_right([result.logprobs or [] for result in results])
         return float((found - expected).abs().mean())

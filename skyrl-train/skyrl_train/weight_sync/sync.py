@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -55,41 +55,28 @@ class SyncOptions:
     sends_changes: bool = False  # send only changes since the last sync, for tensors where that is shorter
 
 
+@dataclass(eq=False)
 class WeightSync:
     """A channel that sends the weights of one model to its sinks, and checks that they have arrived."""
 
-    def __init__(
-        self,
-        source: WeightSource,
-        sinks: Mapping[str, WeightSink],
-        options: SyncOptions = SyncOptions(),
-        *,
-        find_address: Callable[[], Awaitable[str]] | None = None,
-        kind: SyncKind = "full",
-        dtype: torch.dtype | None = None,
-        holding_devices: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
-    ) -> None:
-        """Connect a source to its sinks, by name.
-
-        Args:
-            sinks: the holders of copies. `transport="shared"` needs all of them in this process.
-            find_address: returns a free "host:port" where the source's rank 0 can listen, by default on this machine.
-            kind: `full` sends merged weights. If the source has an adapter, `adapter` is for sinks that also have it,
-                and `factors` for sinks with a `WeightMirror`. The base is sent before the factors if a sink lacks it.
-            dtype: dtype of the sinks. A whole model is sent in it if it is smaller.
-            holding_devices: context of a sync. It brings the weights of source and sinks to their devices, if they
-                share these with other models.
-        """
-        self._source = source
-        self._sinks = dict(sinks)
-        self._options = options
-        self._find_address = find_address
-        self._kind: SyncKind = kind
-        self._dtype = dtype
-        self._holding_devices = holding_devices
-        self.recover: Callable[[], Awaitable[bool]] | None = None
-        """Called after a failed sync to replace lost sinks. If it returns True, the weights are sent once more."""
-        self._version: int | None = None  # version that every sink holds, if known
+    source: WeightSource
+    sinks: Mapping[str, WeightSink]
+    """The holders of copies, by name. `transport="shared"` needs all of them in this process."""
+    options: SyncOptions = SyncOptions()
+    _: KW_ONLY
+    find_address: Callable[[], Awaitable[str]] | None = None
+    """Returns a free "host:port" where the source's rank 0 can listen, by default on this machine."""
+    kind: SyncKind = "full"
+    """`full` sends merged weights. If the source has an adapter, `adapter` is for sinks that also have it, and
+    `factors` for sinks with a `WeightMirror`. The base is sent before the factors if a sink lacks it."""
+    dtype: torch.dtype | None = None
+    """Dtype of the sinks. A whole model is sent in it if it is smaller."""
+    holding_devices: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    """Context of a sync. It brings the weights of source and sinks to their devices, if they share these with other
+    models."""
+    recover: Callable[[], Awaitable[bool]] | None = None
+    """Called after a failed sync to replace lost sinks. If it returns True, the weights are sent once more."""
+    _version: int | None = field(default=None, init=False)  # version that every sink holds, if known
 
     async def __call__(self, version: int) -> Metrics:
         """Send the weights to every sink as `version`. Sinks must be idle or paused.
@@ -98,18 +85,18 @@ class WeightSync:
             SyncError: a sink received different bytes, or none in time.
             EngineError: a sink rejected the sync, e.g. because it is asleep.
         """
-        async with self._holding_devices():
+        async with self.holding_devices():
             try:
-                receipt = await self._send(self._sinks, version, is_update=True)
+                receipt = await self._send(self.sinks, version, is_update=True)
             except (EngineError, SyncError):
                 if self.recover is None or not await self.recover():
                     raise
-                receipt = await self._send(self._sinks, version)
+                receipt = await self._send(self.sinks, version)
         self._version = version
-        if self._options.transport == "shared":
+        if self.options.transport == "shared":
             return Metrics()
-        n_copies = sum(sink.n_weight_copies for sink in self._sinks.values())
-        verified = {"sync/verified_copies": n_copies} if self._options.has_checksum else {}
+        n_copies = sum(sink.n_weight_copies for sink in self.sinks.values())
+        verified = {"sync/verified_copies": n_copies} if self.options.has_checksum else {}
         return Metrics.of({"sync/megabytes": receipt.n_sent / 1e6, **verified})
 
     async def send_to(self, name: str, sink: WeightSink, version: int) -> None:
@@ -139,13 +126,13 @@ class WeightSync:
             plans[name] = replace(plan, rank=first)
             first += sink.n_weight_copies
         if plan.transport == "shared":
-            sent = await self._source.send_weights(plan)  # stores the references that the sinks read
+            sent = await self.source.send_weights(plan)  # stores the references that the sinks read
             try:
                 received = {name: await sink.receive_weights(plans[name]) for name, sink in sinks.items()}
             finally:
                 SHARED.pop(plan.address, None)
         else:
-            sending = asyncio.ensure_future(self._source.send_weights(plan))
+            sending = asyncio.ensure_future(self.source.send_weights(plan))
             receiving = {name: asyncio.ensure_future(sink.receive_weights(plans[name])) for name, sink in sinks.items()}
             tasks = [sending, *receiving.values()]
             try:
@@ -177,14 +164,14 @@ class WeightSync:
 
     async def _plan(self, sinks: Mapping[str, WeightSink], version: int, held: int | None = None) -> SyncPlan:
         """Plan a sync to sinks that hold the version `held`."""
-        options = self._options
-        needs_base = self._kind == "factors" and (held is None or options.transport == "shared")
-        kind: SyncKind = "base_and_factors" if needs_base else self._kind
+        options = self.options
+        needs_base = self.kind == "factors" and (held is None or options.transport == "shared")
+        kind: SyncKind = "base_and_factors" if needs_base else self.kind
         if options.transport == "shared":
             address = f"sync-{id(self)}-{version}"
             return SyncPlan(version, "shared", address, timeout_s=options.timeout_s, kind=kind)
-        sends_changes = options.sends_changes and self._kind == "full"  # almost all values of an adapter change
-        specs, dtype = await self._source.tensor_specs(kind), self._dtype
+        sends_changes = options.sends_changes and self.kind == "full"  # almost all values of an adapter change
+        specs, dtype = await self.source.tensor_specs(kind), self.dtype
         if dtype is not None and kind == "full":  # sinks would round to it anyway, but merge adapters first
             specs = [
                 replace(spec, dtype=dtype)
@@ -199,7 +186,7 @@ class WeightSync:
         return SyncPlan(
             version,
             options.transport,
-            f"127.0.0.1:{free_port()}" if self._find_address is None else await self._find_address(),
+            f"127.0.0.1:{free_port()}" if self.find_address is None else await self.find_address(),
             tuple(specs),
             n_receivers=len(names) - 1,
             timeout_s=options.timeout_s,

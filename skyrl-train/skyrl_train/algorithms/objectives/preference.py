@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from skyrl_train.lazy import torch
@@ -55,6 +55,7 @@ class PairObjective(ABC):
         """Return the loss of each pair (P,), differentiable in the scores (B, R), and metrics."""
 
 
+@dataclass(eq=False)
 class PreferenceObjective(PairObjective):
     """Direct preference optimization (Rafailov et al., 2023, arXiv:2305.18290) and variants of it.
 
@@ -66,28 +67,24 @@ class PreferenceObjective(PairObjective):
     At the start π = π_ref, so m = 0 and the loss `sigmoid` is log 2 = 0.693.
     """
 
+    beta: float
+    label_smoothing: float = 0.0
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
     score_name = "logprobs"
-
-    def __init__(
-        self, beta: float, label_smoothing: float = 0.0, loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
-    ) -> None:
-        self._beta = beta
-        self._label_smoothing = label_smoothing
-        self._loss_type = loss_type
 
     def _losses(self, scores: torch.Tensor, rows: TrainingBatch) -> tuple[torch.Tensor, MetricSums]:
         assert rows.ref_logprobs is not None, "the reference is scored before the update"
         is_trained = rows.loss_mask > 0
         logprobs = _answer_sums(torch.where(is_trained, scores, 0.0), rows)  # (A,)
         ratios = logprobs - _answer_sums(torch.where(is_trained, rows.ref_logprobs, 0.0), rows)
-        if self._loss_type == "ipo":
+        if self.loss_type == "ipo":
             means = ratios / _answer_sums(rows.loss_mask, rows)
-            losses = (means[0::2] - means[1::2] - 1 / (2 * self._beta)).square()  # (P,)
+            losses = (means[0::2] - means[1::2] - 1 / (2 * self.beta)).square()  # (P,)
         else:
-            margins, smoothing = self._beta * (ratios[0::2] - ratios[1::2]), self._label_smoothing
+            margins, smoothing = self.beta * (ratios[0::2] - ratios[1::2]), self.label_smoothing
             log_sigmoid = torch.nn.functional.logsigmoid
             losses = -(1 - smoothing) * log_sigmoid(margins) - smoothing * log_sigmoid(-margins)
-        sums = _pair_metrics(losses, self._beta * ratios)
+        sums = _pair_metrics(losses, self.beta * ratios)
         sums.add_samples("chosen_logprob", logprobs[0::2])
         sums.add_samples("rejected_logprob", logprobs[1::2])
         return losses, sums

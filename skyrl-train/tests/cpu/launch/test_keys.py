@@ -114,7 +114,7 @@ def describe_run(cfg: SkyRLConfig) -> dict[str, Any]:
     if not placement.uses_ray:
         with ThreadPoolExecutor(1) as executor:
             group = WorkerGroup(spec, [LocalRank(executor, RankHost(World()))], None)
-            sync = InlineLauncher(executor, sync, plan.receiving_servers).weight_sync(group, {})._options
+            sync = InlineLauncher(executor, sync, plan.receiving_servers).weight_sync(group, {}).options
     return {
         "devices": list_requests(
             placement, ["policy", "critic", "ref"], generator.n_local_engines, generator.n_devices_per_engine

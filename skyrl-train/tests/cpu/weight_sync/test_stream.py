@@ -151,7 +151,7 @@ def test_a_sender_that_is_killed_ends_its_receiver() -> None:
 async def test_memory_of_cuda_ipc_is_bounded(tensors: Tensors) -> None:
     copies = TensorCopy(tensors), TensorCopy(tensors)
     sync = WeightSync(copies[0], {"engine": copies[1]}, SyncOptions("cuda_ipc", ipc_bytes=4096))
-    plan = await sync._plan(sync._sinks, 1)
+    plan = await sync._plan(sync.sinks, 1)
     assert stream_module.slot_bytes(plan) * stream_module.N_SLOTS == 4096
 
 
