@@ -12,12 +12,11 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.base import value_at
 from skyrl_train.config.supervised import DPOTrainerConfig, PreferenceDataConfig, SupervisedConfig
 from skyrl_train.dataset.files import count_rows
-from skyrl_train.entrypoints.memory_plan import find_hardware, plan_run, warn_of_shortage
+from skyrl_train.entrypoints.memory_plan import forecast_here, plan_run, warn_of_shortage
 from skyrl_train.entrypoints.preflight import read_context_length
 from skyrl_train.errors import CheckpointError
 from skyrl_train.plan import RunPlan, TrainingPlan
 from skyrl_train.plan.forecast import PlannedModel, format_bytes, format_count, free_bytes
-from skyrl_train.plan.memory import forecast_memory
 from skyrl_train.plan.run_plan import Ranks
 from skyrl_train.types.specs import lora_spec
 
@@ -210,8 +209,7 @@ def _describe_storage(plan: TrainingPlan, ranks: Ranks) -> Iterator[tuple[str, s
             shards = (f"{m.name} {format_bytes(m.training_bytes / plan.count_shards(m, ranks))}" for m in models)
             engine = f"; engine {format_bytes(plan.engine_bytes)}" if plan.engine_bytes else ""
             yield "per process", f"{', '.join(shards)}{engine}"
-        hardware = find_hardware(plan)
-        if hardware is not None and (memory := forecast_memory(plan, hardware)) is not None:
+        if (memory := forecast_here(plan)) is not None:
             for place in memory.places:
                 phase, peak = memory.peak(place)
                 where = "the GPU" if place == "device" else "the host"

@@ -14,12 +14,11 @@ from skyrl_report.remote import STORAGE_ERRORS, RemoteFolder
 from skyrl_train.checkpoint import find_credentials_fault
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.command import parse_cli
-from skyrl_train.entrypoints.memory_plan import check_memory, find_hardware, plan_run
+from skyrl_train.entrypoints.memory_plan import check_memory, forecast_here, plan_run
 from skyrl_train.entrypoints.preflight import check_data, find_missing
 from skyrl_train.errors import ConfigError, DataError, SkyRLError
 from skyrl_train.plan import TrainingPlan
 from skyrl_train.plan.forecast import format_bytes, free_bytes
-from skyrl_train.plan.memory import forecast_memory
 
 RAY_PORT = 6379
 PROBE = ".skyrl-doctor"
@@ -136,9 +135,7 @@ def _check_memory(plan: TrainingPlan) -> CheckResult:
     device = f"{n_gpus} × {torch.cuda.get_device_name(0)}" if n_gpus else "no GPU: the run uses the CPU"
     if not plan.has_known_sizes:
         return CheckResult("memory", "warning", f"{device} · the size of the model is unknown before the download")
-    hardware = find_hardware(plan)
-    memory = None if hardware is None else forecast_memory(plan, hardware)
-    if memory is None:
+    if (memory := forecast_here(plan)) is None:
         reason = "training may be on other machines of a Ray cluster, or the driver does not report it"
         return CheckResult("memory", "warning", f"{device} · the free memory is unknown: {reason}")
     if (found := check_memory(plan)) is not None:

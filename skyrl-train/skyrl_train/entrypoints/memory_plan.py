@@ -39,14 +39,17 @@ def plan_run(cfg: Config, hardware: Hardware | None = None, longest_prompt: int 
     return RunPlan(cfg, has_gpus, longest_prompt=longest_prompt)
 
 
-def find_hardware(plan: TrainingPlan) -> Hardware | None:
-    """Return the hardware of a run on this machine. Return None if a cluster runs it, or if GPUs report no memory."""
+def forecast_here(plan: TrainingPlan) -> MemoryForecast | None:
+    """Return the memory of a run on this machine.
+
+    Return None if a cluster runs it, if GPUs report no memory, or if the size of a model is unknown.
+    """
     ranks = plan.ranks
     if ranks and os.environ.get("RAY_ADDRESS", "local") != "local":
         return None
     n_processes = max((n_per_node for _, n_per_node in ranks.values()), default=1)
     try:
-        return this_machine(n_processes if ranks else None)
+        return forecast_memory(plan, this_machine(n_processes if ranks else None))
     except RuntimeError as error:
         logger.info("The free memory of the GPUs is unknown, so the forecast is left out: %s", error)
         return None
@@ -90,10 +93,9 @@ def fit_to_machine(cfg: Any) -> Any:
     Settings that fit stay as they are, as does a run of unknown size. Raise ConfigError if no known changes suffice.
     """
     plan = plan_run(cfg, longest_prompt=check_prompts(cfg) if isinstance(cfg, SkyRLConfig) else None)
-    hardware = find_hardware(plan)
-    if hardware is None or forecast_memory(plan, hardware) is None:
+    if (memory := forecast_here(plan)) is None:
         return cfg
-    plan, changes = fit(plan, hardware)
+    plan, changes = fit(plan, memory.hardware)
     for change in changes:
         logger.info("--fit sets %s: %s", change, change.price)
     return plan.cfg
@@ -119,8 +121,7 @@ def describe_shortage(plan: TrainingPlan, memory: MemoryForecast) -> str:
 
 def check_memory(plan: TrainingPlan) -> tuple[str, bool] | None:
     """Return why a run may not fit into the free memory, and if it certainly does not. Return None if it fits."""
-    hardware = find_hardware(plan)
-    memory = None if hardware is None else forecast_memory(plan, hardware)
+    memory = forecast_here(plan)
     if memory is None or (shortage := memory.find_shortage()) is None:
         return None
     place, phase = shortage

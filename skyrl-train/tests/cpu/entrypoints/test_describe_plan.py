@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, Llama
 from skyrl_train.config import SkyRLConfig, load_config
 from skyrl_train.entrypoints import memory_plan
 from skyrl_train.entrypoints.describe_plan import describe_plan
-from skyrl_train.entrypoints.memory_plan import find_hardware, plan_run
+from skyrl_train.entrypoints.memory_plan import forecast_here, plan_run
 from skyrl_train.plan import RunPlan
 from skyrl_train.plan.forecast import format_bytes
 from skyrl_train.plan.hardware import Hardware
@@ -94,7 +94,7 @@ def test_a_gpu_that_does_not_report_its_memory_has_no_forecast(
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000000-0000-0000-0000-000000000000")  # on no machine
     with caplog.at_level("INFO"):
-        assert find_hardware(plan_run(cfg)) is None
+        assert forecast_here(plan_run(cfg)) is None
     assert "The free memory of the GPUs is unknown" in caplog.text
     assert contexts == [True] * (not settings)
 
