@@ -10,13 +10,12 @@ from typing import TypeVar
 from hydra.core.override_parser.types import Override
 
 from skyrl_report.settings import leaves
-from skyrl_train.compat.verl.keys import CORRECTION
+from skyrl_train.compat.verl.keys import CORRECTION, ROLLOUT
 from skyrl_train.compat.verl.programs import (
     ENGINE_OPTIONS,
     FSDP_SFT_TRAINER,
     PROGRAMS,
     REJECTION,
-    ROLLOUT,
     Settings,
     VerlProgram,
 )

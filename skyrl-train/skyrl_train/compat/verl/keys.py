@@ -7,6 +7,7 @@ VERL_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 VERL_SCHEDULERS = {"constant": "constant_with_warmup"}
 VERL_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 CORRECTION = "trainer.algorithm.off_policy_correction"
+ACTOR, REF, ROLLOUT, MODEL_SECTION = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 
 
 def _optimizer(theirs: str, ours: str) -> dict[str, Alias]:
@@ -42,7 +43,7 @@ COMMON = {
 
 ALIASES = {
     **COMMON,
-    **_optimizer("actor_rollout_ref.actor.optim", "trainer.policy.optimizer_config"),
+    **_optimizer(f"{ACTOR}.optim", "trainer.policy.optimizer_config"),
     **_optimizer("critic.optim", "trainer.critic.optimizer_config"),
     "data.val_batch_size": Alias("trainer.eval_batch_size"),
     "data.max_prompt_length": Alias("trainer.max_prompt_length"),
@@ -76,61 +77,57 @@ ALIASES = {
         also={f"{CORRECTION}.sequence_tis_ratio_clip_high": lambda value: value},
     ),
     "algorithm.rollout_correction.rollout_token_veto_threshold": Alias(f"{CORRECTION}.outlier_token_is_threshold_low"),
-    "actor_rollout_ref.model.path": Alias("trainer.policy.model.path"),
-    "actor_rollout_ref.model.lora_rank": Alias("trainer.policy.model.lora.rank"),
-    "actor_rollout_ref.model.lora_alpha": Alias("trainer.policy.model.lora.alpha"),
-    "actor_rollout_ref.model.target_modules": Alias("trainer.policy.model.lora.target_modules"),
-    "actor_rollout_ref.model.exclude_modules": Alias("trainer.policy.model.lora.exclude_modules"),
-    "actor_rollout_ref.model.lora_adapter_path": Alias("trainer.policy.model.lora.lora_path"),
-    "actor_rollout_ref.model.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
-    "actor_rollout_ref.model.enable_activation_offload": Alias("trainer.activation_offload"),
-    "actor_rollout_ref.actor.strategy": Alias("trainer.strategy"),
-    "actor_rollout_ref.actor.fsdp_config.param_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
-    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": Alias(
-        "trainer.policy.fsdp_config.reshard_after_forward"
-    ),
-    "actor_rollout_ref.actor.fsdp_config.fsdp_size": Alias("trainer.policy.fsdp_config.fsdp_size"),
-    "actor_rollout_ref.actor.fsdp_config.offload_policy": Alias(
-        "trainer.policy.fsdp_config.cpu_offload", {False: None}
-    ),
-    "actor_rollout_ref.actor.fsdp_config.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
-    "actor_rollout_ref.ref.fsdp_config.param_offload": Alias("trainer.ref.fsdp_config.cpu_offload"),
-    "actor_rollout_ref.ref.fsdp_config.reshard_after_forward": Alias("trainer.ref.fsdp_config.reshard_after_forward"),
-    "actor_rollout_ref.ref.fsdp_config.fsdp_size": Alias("trainer.ref.fsdp_config.fsdp_size"),
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
-    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": Alias("trainer.ref.sequence_parallel_size"),
-    "actor_rollout_ref.actor.grad_clip": Alias("trainer.policy.optimizer_config.max_grad_norm"),
-    "actor_rollout_ref.actor.ppo_mini_batch_size": Alias("trainer.policy_mini_batch_size"),
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": Alias("trainer.micro_train_batch_size_per_gpu"),
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": Alias("trainer.max_tokens_per_microbatch"),
-    "actor_rollout_ref.actor.ppo_epochs": Alias("trainer.update_epochs_per_batch"),
-    "actor_rollout_ref.actor.clip_ratio": Alias(
+    f"{MODEL_SECTION}.path": Alias("trainer.policy.model.path"),
+    f"{MODEL_SECTION}.lora_rank": Alias("trainer.policy.model.lora.rank"),
+    f"{MODEL_SECTION}.lora_alpha": Alias("trainer.policy.model.lora.alpha"),
+    f"{MODEL_SECTION}.target_modules": Alias("trainer.policy.model.lora.target_modules"),
+    f"{MODEL_SECTION}.exclude_modules": Alias("trainer.policy.model.lora.exclude_modules"),
+    f"{MODEL_SECTION}.lora_adapter_path": Alias("trainer.policy.model.lora.lora_path"),
+    f"{MODEL_SECTION}.enable_gradient_checkpointing": Alias("trainer.gradient_checkpointing"),
+    f"{MODEL_SECTION}.enable_activation_offload": Alias("trainer.activation_offload"),
+    f"{ACTOR}.strategy": Alias("trainer.strategy"),
+    f"{ACTOR}.fsdp_config.param_offload": Alias("trainer.policy.fsdp_config.cpu_offload"),
+    f"{ACTOR}.fsdp_config.reshard_after_forward": Alias("trainer.policy.fsdp_config.reshard_after_forward"),
+    f"{ACTOR}.fsdp_config.fsdp_size": Alias("trainer.policy.fsdp_config.fsdp_size"),
+    f"{ACTOR}.fsdp_config.offload_policy": Alias("trainer.policy.fsdp_config.cpu_offload", {False: None}),
+    f"{ACTOR}.fsdp_config.model_dtype": Alias("trainer.policy.model.dtype", VERL_DTYPES),
+    f"{REF}.fsdp_config.param_offload": Alias("trainer.ref.fsdp_config.cpu_offload"),
+    f"{REF}.fsdp_config.reshard_after_forward": Alias("trainer.ref.fsdp_config.reshard_after_forward"),
+    f"{REF}.fsdp_config.fsdp_size": Alias("trainer.ref.fsdp_config.fsdp_size"),
+    f"{ACTOR}.ulysses_sequence_parallel_size": Alias("trainer.policy.sequence_parallel_size"),
+    f"{REF}.ulysses_sequence_parallel_size": Alias("trainer.ref.sequence_parallel_size"),
+    f"{ACTOR}.grad_clip": Alias("trainer.policy.optimizer_config.max_grad_norm"),
+    f"{ACTOR}.ppo_mini_batch_size": Alias("trainer.policy_mini_batch_size"),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": Alias("trainer.micro_train_batch_size_per_gpu"),
+    f"{ACTOR}.ppo_max_token_len_per_gpu": Alias("trainer.max_tokens_per_microbatch"),
+    f"{ACTOR}.ppo_epochs": Alias("trainer.update_epochs_per_batch"),
+    f"{ACTOR}.clip_ratio": Alias(
         "trainer.algorithm.eps_clip_low", also={"trainer.algorithm.eps_clip_high": lambda value: value}
     ),
-    "actor_rollout_ref.actor.clip_ratio_low": Alias("trainer.algorithm.eps_clip_low"),
-    "actor_rollout_ref.actor.clip_ratio_high": Alias("trainer.algorithm.eps_clip_high"),
-    "actor_rollout_ref.actor.clip_ratio_c": Alias("trainer.algorithm.clip_ratio_c"),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": Alias(
+    f"{ACTOR}.clip_ratio_low": Alias("trainer.algorithm.eps_clip_low"),
+    f"{ACTOR}.clip_ratio_high": Alias("trainer.algorithm.eps_clip_high"),
+    f"{ACTOR}.clip_ratio_c": Alias("trainer.algorithm.clip_ratio_c"),
+    f"{ACTOR}.policy_loss.loss_mode": Alias(
         "trainer.algorithm.policy_loss_type", {"vanilla": "dual_clip", "geo_mean": "gmpo", "gpg": "policy_gradient"}
     ),
-    "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": Alias("trainer.algorithm.clip_cov.clip_ratio"),
-    "actor_rollout_ref.actor.policy_loss.clip_cov_lb": Alias("trainer.algorithm.clip_cov.clip_cov_lb"),
-    "actor_rollout_ref.actor.policy_loss.clip_cov_ub": Alias("trainer.algorithm.clip_cov.clip_cov_ub"),
-    "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": Alias("trainer.algorithm.kl_cov.kl_cov_frac"),
-    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": Alias("trainer.algorithm.kl_cov.ppo_kl_coef"),
-    "actor_rollout_ref.actor.tau_pos": Alias("trainer.algorithm.sapo.tau_pos"),
-    "actor_rollout_ref.actor.tau_neg": Alias("trainer.algorithm.sapo.tau_neg"),
-    "actor_rollout_ref.actor.loss_scale_factor": Alias("trainer.algorithm.max_seq_len"),
-    "actor_rollout_ref.actor.entropy_coeff": Alias(
+    f"{ACTOR}.policy_loss.clip_cov_ratio": Alias("trainer.algorithm.clip_cov.clip_ratio"),
+    f"{ACTOR}.policy_loss.clip_cov_lb": Alias("trainer.algorithm.clip_cov.clip_cov_lb"),
+    f"{ACTOR}.policy_loss.clip_cov_ub": Alias("trainer.algorithm.clip_cov.clip_cov_ub"),
+    f"{ACTOR}.policy_loss.kl_cov_ratio": Alias("trainer.algorithm.kl_cov.kl_cov_frac"),
+    f"{ACTOR}.policy_loss.ppo_kl_coef": Alias("trainer.algorithm.kl_cov.ppo_kl_coef"),
+    f"{ACTOR}.tau_pos": Alias("trainer.algorithm.sapo.tau_pos"),
+    f"{ACTOR}.tau_neg": Alias("trainer.algorithm.sapo.tau_neg"),
+    f"{ACTOR}.loss_scale_factor": Alias("trainer.algorithm.max_seq_len"),
+    f"{ACTOR}.entropy_coeff": Alias(
         "trainer.algorithm.entropy_loss_coef", also={"trainer.algorithm.use_entropy_loss": bool}
     ),
-    "actor_rollout_ref.actor.use_kl_loss": Alias("trainer.algorithm.use_kl_loss"),
-    "actor_rollout_ref.actor.kl_loss_coef": Alias("trainer.algorithm.kl_loss_coef"),
-    "actor_rollout_ref.actor.kl_loss_type": Alias(
+    f"{ACTOR}.use_kl_loss": Alias("trainer.algorithm.use_kl_loss"),
+    f"{ACTOR}.kl_loss_coef": Alias("trainer.algorithm.kl_loss_coef"),
+    f"{ACTOR}.kl_loss_type": Alias(
         "trainer.algorithm.kl_estimator_type",
         {**VERL_KL, "kl+": "k1+", "mse+": "k2", "k2+": "k2", "low_var_kl+": "k3+"},
     ),
-    "actor_rollout_ref.actor.loss_agg_mode": Alias(
+    f"{ACTOR}.loss_agg_mode": Alias(
         "trainer.algorithm.loss_reduction",
         {
             "token-mean": "token_mean",
@@ -140,29 +137,25 @@ ALIASES = {
             "token-sum": "token_sum",
         },
     ),
-    "actor_rollout_ref.rollout.name": Alias("generator.backend"),
-    "actor_rollout_ref.rollout.n": Alias("generator.n_samples_per_prompt"),
-    "actor_rollout_ref.rollout.temperature": Alias("generator.sampling_params.temperature"),
-    "actor_rollout_ref.rollout.top_p": Alias("generator.sampling_params.top_p"),
-    "actor_rollout_ref.rollout.top_k": Alias("generator.sampling_params.top_k"),
-    "actor_rollout_ref.rollout.response_length": Alias("generator.sampling_params.max_generate_length"),
-    "actor_rollout_ref.rollout.gpu_memory_utilization": Alias("generator.gpu_memory_utilization"),
-    "actor_rollout_ref.rollout.max_num_seqs": Alias("generator.max_num_seqs"),
-    "actor_rollout_ref.rollout.max_num_batched_tokens": Alias("generator.max_num_batched_tokens"),
-    "actor_rollout_ref.rollout.enforce_eager": Alias("generator.enforce_eager"),
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": Alias("generator.inference_engine_tensor_parallel_size"),
-    "actor_rollout_ref.rollout.pipeline_model_parallel_size": Alias(
-        "generator.inference_engine_pipeline_parallel_size"
-    ),
-    "actor_rollout_ref.rollout.data_parallel_size": Alias("generator.inference_engine_data_parallel_size"),
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": Alias("trainer.micro_forward_batch_size_per_gpu"),
-    "actor_rollout_ref.rollout.val_kwargs.n": Alias("generator.eval_n_samples_per_prompt"),
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": Alias(
-        "generator.eval_sampling_params.temperature", {False: 0.0, True: None}
-    ),
-    "actor_rollout_ref.rollout.val_kwargs.temperature": Alias("generator.eval_sampling_params.temperature"),
-    "actor_rollout_ref.rollout.val_kwargs.top_p": Alias("generator.eval_sampling_params.top_p"),
-    "actor_rollout_ref.rollout.val_kwargs.top_k": Alias("generator.eval_sampling_params.top_k"),
+    f"{ROLLOUT}.name": Alias("generator.backend"),
+    f"{ROLLOUT}.n": Alias("generator.n_samples_per_prompt"),
+    f"{ROLLOUT}.temperature": Alias("generator.sampling_params.temperature"),
+    f"{ROLLOUT}.top_p": Alias("generator.sampling_params.top_p"),
+    f"{ROLLOUT}.top_k": Alias("generator.sampling_params.top_k"),
+    f"{ROLLOUT}.response_length": Alias("generator.sampling_params.max_generate_length"),
+    f"{ROLLOUT}.gpu_memory_utilization": Alias("generator.gpu_memory_utilization"),
+    f"{ROLLOUT}.max_num_seqs": Alias("generator.max_num_seqs"),
+    f"{ROLLOUT}.max_num_batched_tokens": Alias("generator.max_num_batched_tokens"),
+    f"{ROLLOUT}.enforce_eager": Alias("generator.enforce_eager"),
+    f"{ROLLOUT}.tensor_model_parallel_size": Alias("generator.inference_engine_tensor_parallel_size"),
+    f"{ROLLOUT}.pipeline_model_parallel_size": Alias("generator.inference_engine_pipeline_parallel_size"),
+    f"{ROLLOUT}.data_parallel_size": Alias("generator.inference_engine_data_parallel_size"),
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": Alias("trainer.micro_forward_batch_size_per_gpu"),
+    f"{ROLLOUT}.val_kwargs.n": Alias("generator.eval_n_samples_per_prompt"),
+    f"{ROLLOUT}.val_kwargs.do_sample": Alias("generator.eval_sampling_params.temperature", {False: 0.0, True: None}),
+    f"{ROLLOUT}.val_kwargs.temperature": Alias("generator.eval_sampling_params.temperature"),
+    f"{ROLLOUT}.val_kwargs.top_p": Alias("generator.eval_sampling_params.top_p"),
+    f"{ROLLOUT}.val_kwargs.top_k": Alias("generator.eval_sampling_params.top_k"),
     "critic.model.path": Alias("trainer.critic.model.path"),
     "critic.model.lora_rank": Alias("trainer.critic.model.lora.rank"),
     "critic.model.lora_alpha": Alias("trainer.critic.model.lora.alpha"),

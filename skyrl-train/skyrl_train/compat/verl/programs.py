@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.compat.verl.keys import ACTOR, MODEL_SECTION, REF, ROLLOUT
 from skyrl_train.config.loading import RL, Schema
 from skyrl_train.config.supervised import SFT
 
@@ -178,7 +179,6 @@ def _below(section: str, table: Mapping[str, Fixed]) -> dict[str, Fixed]:
     return {f"{section}.{name}": entry for name, entry in table.items()}
 
 
-ACTOR, REF, ROLLOUT, MODEL_SECTION = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 REJECTION = "algorithm.rollout_correction.rollout_rs"
 ENGINE_OPTIONS = f"{ROLLOUT}.engine_kwargs"
 OVERLONG = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
