@@ -1,7 +1,6 @@
 """Stages for agents that call the endpoint."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from agent_kit.agents import AgentStage
@@ -15,12 +14,3 @@ async def agent_stage(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokeniz
     agent_stage = AgentStage(talker, tiny_tokenizer)
     yield agent_stage
     await agent_stage.close()
-
-
-@pytest.fixture
-def litellm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise importing litellm sends a request
-    import litellm
-
-    monkeypatch.setattr(litellm, "suppress_debug_info", True)
-    return litellm

@@ -13,29 +13,35 @@ import openai
 import pytest
 from agent_kit.agents import (
     SAMPLING,
+    TRAIN,
     AgentStage,
     ask_once,
     ask_once_blocking,
     assert_equal_trajectories,
     catch_requests,
-    litellm_player,
 )
 from endpoint_catch.agent import play_catch
 from train_kit.endpoints import HELLO, new_client
-from train_kit.engines import RecordedEngine
+from train_kit.engines import LIMITS, RecordedEngine
 from train_kit.messages import user
+from train_kit.models import load_on_cpu
 from train_kit.processes import no_leaks
+from train_kit.vision_models import draw
 from train_kit.weight_sync import sync_weights
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_agent.agent_generator import AgentResult
+from examples.catch.env import CatchEnv
+from skyrl_agent.agent_generator import AgentGenerator, AgentResult
+from skyrl_gym.images import read_image
 from skyrl_train.config import load_config
 from skyrl_train.dataset.batch import build_training_batch
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.base import BatchMetadata, rollout_requests
+from skyrl_train.generators.base import rollout_requests
+from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.generators.gym_generator import GymGenerator
 from skyrl_train.generators.rewards import REWARD_FUNCTIONS, register_reward_function
 from skyrl_train.inference_engines.base import SamplingParams
+from skyrl_train.inference_engines.hf.general import GeneralEngine
 from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
 
 
@@ -50,7 +56,7 @@ async def test_trajectories_equal_those_of_the_agent_loop(agent_stage: AgentStag
     greedy = replace(SAMPLING, temperature=0.0)
     cfg = load_config({"generator": {"max_turns": 5}})
     loop = GymGenerator(cfg.generator, cfg.environment.skyrl_gym, agent_stage.engine, agent_stage.tokenizer)
-    expected = await loop.rollout(catch_requests(2, 2), greedy, BatchMetadata(1, "train"))
+    expected = await loop.rollout(catch_requests(2, 2), greedy, TRAIN)
     await loop.close()
     trajectories = await agent_stage.play(play_catch, catch_requests(2, 2), greedy)
     assert_equal_trajectories(trajectories, expected)
@@ -60,8 +66,24 @@ async def test_trajectories_equal_those_of_the_agent_loop(agent_stage: AgentStag
         assert (t.id, len(t.segments)) == (other.id, 1)
 
 
-async def test_litellm_plays_catch(agent_stage: AgentStage, litellm: Any) -> None:
-    for t in await agent_stage.play(litellm_player(litellm), catch_requests(2)):
+async def test_litellm_plays_catch(agent_stage: AgentStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise importing litellm sends a request
+    import litellm
+
+    monkeypatch.setattr(litellm, "suppress_debug_info", True)
+
+    async def play(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> AgentResult:
+        game = CatchEnv(env_config={}, extras=row.env_extras)
+        messages, rewards = list(row.prompt), []
+        while not game.state.is_over:
+            answer = await litellm.acompletion(f"openai/{model}", messages, api_base=base_url, api_key=api_key)
+            message = answer.choices[0].message
+            turn = game.step(message.content)
+            rewards.append(turn["reward"])
+            messages += [message.model_dump(), *turn["observations"]]
+        return AgentResult(rewards, metrics=game.get_metrics())
+
+    for t in await agent_stage.play(play, catch_requests(2)):
         assert (t.is_valid, len(t.segments), len(t.turns), t.env_metrics["steps"]) == (True, 1, 5, 5)
         assert_matches_engine(t, agent_stage.engine)
 
@@ -110,6 +132,26 @@ async def test_configured_reward_functions_and_weights_apply(agent_stage: AgentS
         del REWARD_FUNCTIONS["in pairs"]
     assert first.total_reward == second.total_reward == 2 * 0.25 + 0.75 + 10 * 2
     assert first.reward_components == {"form": 0.25, "answer": 0.75, "in pairs": 2.0}
+
+
+@pytest.mark.parametrize("in_own_process", [False, True])
+async def test_an_agent_sends_the_images_of_its_row(
+    in_own_process: bool, vision_model_path: Path, vision_tokenizer: PreTrainedTokenizerBase, forked_processes: None
+) -> None:
+    """The prompt of its row is in the form of OpenAI's client."""
+    cfg = load_config({"generator": {"n_rollout_retries": 0}}).generator
+    engine = GeneralEngine(load_on_cpu(vision_model_path), vision_tokenizer, **LIMITS)
+    generator = AgentGenerator(ask_once, cfg, engine, vision_tokenizer, in_own_process=in_own_process)
+    red = read_image(draw("red"))
+    row = PromptRow("0", [user([{"type": "image", "image": red}, {"type": "text", "text": "Where?"}])], None, {})
+    requests = rollout_requests([DrawnPrompt(0, row, 0)], 1, "agent")
+    (trajectory,) = await generator.rollout(requests, SAMPLING, TRAIN)
+    await generator.close()
+    await engine.close()
+    assert trajectory.error is None
+    (segment,) = trajectory.segments
+    assert [span.image for span in segment.images] == [red]
+    assert segment.prompt_ids == ChatEncoder(vision_tokenizer).prompt_ids(row.prompt)
 
 
 async def test_an_agent_that_edits_its_history_produces_several_rows(agent_stage: AgentStage) -> None:
@@ -241,7 +283,7 @@ async def test_a_failing_engine_is_an_engine_error(agent_stage: AgentStage, monk
 async def test_an_aborted_reply_makes_the_rollout_invalid(agent_stage: AgentStage) -> None:
     generator = agent_stage.generator(ask_once)
     await agent_stage.engine.pause()
-    rollout = asyncio.create_task(generator.rollout(catch_requests(1), SAMPLING, BatchMetadata(1, "train")))
+    rollout = asyncio.create_task(generator.rollout(catch_requests(1), SAMPLING, TRAIN))
     while not agent_stage.engine._unfinished():
         await asyncio.sleep(0.001)
     await agent_stage.engine.abort()
@@ -331,18 +373,16 @@ async def test_close_releases_threads_files_and_tasks(
 
 
 @pytest.mark.usefixtures("forked_processes")
-async def test_the_agent_of_the_page_plays(talker: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+async def test_the_agent_of_the_page_plays(agent_stage: AgentStage) -> None:
     page = (Path(__file__).parents[3] / "docs/guides/endpoint.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {"__name__": "page"}
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
     cfg = load_config({"generator": {"n_rollout_retries": 0}})
-    engine = RecordedEngine(talker, tiny_tokenizer)
     experiment = object.__new__(names["Experiment"])
-    generator = experiment.get_generator(cfg, tiny_tokenizer, engine)
+    generator = experiment.get_generator(cfg, agent_stage.tokenizer, agent_stage.engine)
     row = PromptRow("0", HELLO, None, {"reward_spec": {"ground_truth": ""}})
     requests = rollout_requests([DrawnPrompt(0, row, 0)], 2, "maths")
-    trajectories = await generator.rollout(requests, SamplingParams(max_new_tokens=4), BatchMetadata(1, "train"))
+    trajectories = await generator.rollout(requests, SamplingParams(max_new_tokens=4), TRAIN)
     assert [(t.is_valid, t.total_reward) for t in trajectories] == [(True, 1.0)] * 2
     assert [[len(segment.turns) for segment in t.segments] for t in trajectories] == [[2]] * 2
     await generator.close()
-    await engine.close()

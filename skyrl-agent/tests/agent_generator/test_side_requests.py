@@ -3,13 +3,12 @@
 from typing import Any
 
 import pytest
-from agent_kit.agents import AgentStage, catch_requests
+from agent_kit.agents import TRAIN, AgentStage, catch_requests
 from train_kit.agents import ScriptedEngine, hermes_tokenizer, take_turns, trained_texts, write_call
 from train_kit.endpoints import new_client
 from train_kit.messages import user
 
 from skyrl_agent.agent_generator import AgentResult
-from skyrl_train.generators.base import BatchMetadata
 from skyrl_train.inference_engines.base import SamplingParams
 
 TOOL = {"type": "function", "function": {"name": "read", "parameters": {}}}
@@ -44,7 +43,7 @@ async def test_side_requests_are_not_trained_on_by_default(in_own_process: bool,
 
     options = {"in_own_process": in_own_process, "trains_side_requests": trains_side_requests}
     generator = stage.generator(rewards_each_reply, **options)
-    (t,) = await generator.rollout(catch_requests(1), SamplingParams(max_new_tokens=1000), BatchMetadata(1, "train"))
+    (t,) = await generator.rollout(catch_requests(1), SamplingParams(max_new_tokens=1000), TRAIN)
     metrics = generator.take_metrics()
     await stage.close()
     assert (t.is_valid, t.total_reward) == (True, 1.0)
@@ -65,7 +64,7 @@ async def test_agents_learn_that_no_tool_was_called(caplog: pytest.LogCaptureFix
     stage = AgentStage(ScriptedEngine(tokenizer, take_turns(["<tool_call>{", "Nothing.", "Nothing."])), tokenizer)
     generator = stage.generator(coding_agent)
     for _ in range(2):
-        await generator.rollout(catch_requests(1), SamplingParams(max_new_tokens=1000), BatchMetadata(1, "train"))
+        await generator.rollout(catch_requests(1), SamplingParams(max_new_tokens=1000), TRAIN)
         metrics = generator.take_metrics()
         assert (metrics["agent/no_tool_calls"], metrics["agent/malformed_tool_calls"]) == (1.0, pytest.approx(1 / 3))
         assert generator.take_metrics() == {}

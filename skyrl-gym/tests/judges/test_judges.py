@@ -95,7 +95,7 @@ def test_an_injection_does_not_change_the_verdict(
     assert panel.judge(sample["question"], sample["response"], sample["reference"]).score == 0.0
     right = sample["response"].replace("It is", "It is " + sample["reference"] + ", not", 1)
     assert panel.judge(sample["question"], right, sample["reference"]).score == 1.0
-    texts = [request["body"]["messages"][0]["content"] for request in model_server.requests]
+    texts = [request.body["messages"][0]["content"] for request in model_server.requests]
     assert not re.search(r"<\|im_|</s>\[INST\]|<start_of_turn>", "".join(texts))
 
 
@@ -202,7 +202,7 @@ async def test_several_judges(
 
 async def test_a_cancelled_call_stops_its_retries(model_server: ModelServer, make_panel: Callable[..., Panel]) -> None:
     model_server.answer = lambda messages: (503, b"busy")
-    model_server.headers = {"Retry-After": "20"}
+    model_server.headers["Retry-After"] = "20"
     panel = make_panel(n_attempts=3)
     task = asyncio.create_task(panel.judge_async("?", "Paris"))
     while not model_server.requests:

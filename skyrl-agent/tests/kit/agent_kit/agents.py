@@ -11,14 +11,15 @@ from train_kit.endpoints import new_client, new_engine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.catch.catch_dataset import CatchDataset
-from examples.catch.env import CatchEnv
-from skyrl_agent.agent_generator import AgentGenerator, AgentResult
+from skyrl_agent.agent_generator import AgentGenerator
 from skyrl_train.config import load_config
 from skyrl_train.generators.base import BatchMetadata, RolloutRequest, rollout_requests
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, PromptRow, Trajectory
 
 SAMPLING = SamplingParams(max_new_tokens=3, temperature=0.7)
+TRAIN = BatchMetadata(1, "train")
+OWN_OPTIONS = {"in_own_process", "max_concurrent_agents", "trains_side_requests"}
 
 
 async def ask_once(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> float:
@@ -33,23 +34,6 @@ def ask_once_blocking(**options: Any) -> float:
     with OpenAI(base_url=options["base_url"], api_key=options["api_key"]) as client:
         client.chat.completions.create(model=options["model"], messages=options["row"].prompt)
     return 1.0
-
-
-def litellm_player(litellm: Any) -> Any:
-    """Return an agent that plays Catch through LiteLLM."""
-
-    async def play(*, base_url: str, api_key: str, model: str, row: PromptRow, session_id: str) -> AgentResult:
-        game = CatchEnv(env_config={}, extras=row.env_extras)
-        messages, rewards = list(row.prompt), []
-        while not game.state.is_over:
-            answer = await litellm.acompletion(f"openai/{model}", messages, api_base=base_url, api_key=api_key)
-            message = answer.choices[0].message
-            turn = game.step(message.content)
-            rewards.append(turn["reward"])
-            messages += [message.model_dump(), *turn["observations"]]
-        return AgentResult(rewards, metrics=game.get_metrics())
-
-    return play
 
 
 def assert_equal_trajectories(trajectories: Sequence[Trajectory], expected: Sequence[Trajectory]) -> None:
@@ -80,26 +64,18 @@ class AgentStage:
     def __post_init__(self) -> None:
         self.engine = new_engine(self.model, self.tokenizer)
 
-    def generator(
-        self,
-        agent: Any,
-        *,
-        in_own_process: bool = False,
-        max_concurrent_agents: int = 128,
-        trains_side_requests: bool = False,
-        **generator: Any,
-    ) -> AgentGenerator:
-        """Create a generator; other arguments are keys of the configuration."""
-        cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": {"n_rollout_retries": 0} | generator})
-        own: dict[str, Any] = {"in_own_process": in_own_process, "max_concurrent_agents": max_concurrent_agents}
-        own["trains_side_requests"] = trains_side_requests
+    def generator(self, agent: Any, **options: Any) -> AgentGenerator:
+        """Create a generator with `options`: its own ones, else keys of the configuration."""
+        own: dict[str, Any] = {"in_own_process": False}
+        own |= {name: options.pop(name) for name in OWN_OPTIONS & options.keys()}
+        cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": {"n_rollout_retries": 0} | options})
         self.generators.append(AgentGenerator(agent, cfg.generator, self.engine, self.tokenizer, **own))
         return self.generators[-1]
 
     async def play(
         self, agent: Any, requests: list[RolloutRequest], sampling: SamplingParams = SAMPLING, **options: Any
     ) -> list[Trajectory]:
-        return await self.generator(agent, **options).rollout(requests, sampling, BatchMetadata(1, "train"))
+        return await self.generator(agent, **options).rollout(requests, sampling, TRAIN)
 
     async def close(self) -> None:
         for generator in self.generators:

@@ -225,7 +225,7 @@ def test_self_play_against_a_model_behind_a_url(model_server: ModelServer) -> No
         steps = play_at_random(env)
         assert steps[-1]["reward"] == scaled_return(env.task.game, env._match.state.returns(), 1)
         assert env.get_metrics()["opponent_illegal"] == 0
-    asked = [request["body"] for request in model_server.requests]
+    asked = [request.body for request in model_server.requests]
     assert len(asked) >= 3
     assert all(body["model"] == "frozen" and body["temperature"] == 0.7 for body in asked)
     first, second = asked[0]["messages"], asked[1]["messages"]

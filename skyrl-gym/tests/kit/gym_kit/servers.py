@@ -1,4 +1,3 @@
-import json
 import socket
 import subprocess
 import sys
@@ -6,19 +5,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from gym_kit.http import Request, chat_completion, serving
 from gym_kit.processes import free_port, wait_until
 
 MCP_SERVER = str(Path(__file__).with_name("mcp_server.py"))
-
-
-class Server(ThreadingHTTPServer):
-    """A server that queues many connections. With the default, 5, the kernel resets some of 20 at once."""
-
-    request_queue_size = 128
 
 
 @contextmanager
@@ -54,54 +47,20 @@ class ModelServer:
 
     answer: Callable[[list[dict[str, Any]]], str | tuple[int, bytes]] = lambda messages: "a1"
     headers: dict[str, str] = field(default_factory=dict)
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    clients: set[Any] = field(default_factory=set)
+    requests: list[Request] = field(default_factory=list)
     url: str = ""
 
-    def handle(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-        request = json.loads(body)
-        self.requests.append({"path": path, "headers": headers, "body": request})
-        reply = self.answer(request["messages"])
-        if isinstance(reply, tuple):
-            return reply
-        message = {"role": "assistant", "content": reply}
-        return 200, json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+    def handle(self, request: Request) -> tuple[int, Any]:
+        reply = self.answer(request.body["messages"])
+        return reply if isinstance(reply, tuple) else (200, chat_completion(reply))
 
 
 @contextmanager
 def run_model_server() -> Iterator[ModelServer]:
     model = ModelServer()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            model.clients.add(self.client_address)
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            status, reply = model.handle(self.path, dict(self.headers), body)
-            self.send_response(status)
-            for name, value in model.headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(reply)))
-            with suppress(ConnectionError):  # the client may have given up
-                self.end_headers()
-                self.wfile.write(reply)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Do not log requests."""
-
-    server = Server(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    model.url = f"http://127.0.0.1:{server.server_port}/v1"
-    try:
+    with serving(model.handle, model.headers) as (address, model.requests):
+        model.url = f"{address}/v1"
         yield model
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=10)
-        assert not thread.is_alive()
 
 
 @dataclass

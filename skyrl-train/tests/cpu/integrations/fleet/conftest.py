@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gym_kit.http import Request, serving
 from train_kit.fleet.openenv.envs.fleet_env.task_env import describe_tools
 from train_kit.fleet.tasks import OPENENV
-from train_kit.http import Request, serving
 
 from integrations.fleet.prompts import system_prompt
 from skyrl_train.entrypoints.tiny import tiny_qwen3, train_tokenizer

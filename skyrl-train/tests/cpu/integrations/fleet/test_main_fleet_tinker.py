@@ -2,8 +2,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gym_kit.http import Request
 from train_kit.fleet.tasks import write_dataset
-from train_kit.http import Request
 from train_kit.runs import Run
 from train_kit.tinker import serving_tinker
 from train_kit.vision_models import save_vision_model

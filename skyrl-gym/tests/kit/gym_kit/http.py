@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -11,13 +11,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
-    """A request that a server received, e.g. `Request("POST", "/v1/x", {"authorization": "Bearer k"}, {"n": 1})`."""
+    """A request that a server received, e.g. POST, /v1/x, {"authorization": "Bearer k"} and {"n": 1}."""
 
     method: str
     path: str
     headers: dict[str, str]
     """Values by lower-case names."""
     body: Any
+    client: tuple[str, int]
+    """The client's end of the connection."""
 
 
 class Server(ThreadingHTTPServer):
@@ -27,7 +29,7 @@ class Server(ThreadingHTTPServer):
 
 
 Answer = Callable[[Request], tuple[int, Any]]
-"""Returns the status and the content of a response: text, or any JSON value."""
+"""Returns the status and the content of a response: bytes, text, or any JSON value."""
 
 
 @contextmanager
@@ -36,21 +38,26 @@ def serving(answer: Answer, headers: Mapping[str, str] | None = None) -> Iterato
     requests: list[Request] = []
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
             body = json.loads(self.rfile.read(length)) if length else None
             received = {name.lower(): value for name, value in self.headers.items()}
-            request = Request(self.command, self.path, received, body)
+            request = Request(self.command, self.path, received, body, self.client_address)
             requests.append(request)
             status, content = answer(request)
-            data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+            is_json = not isinstance(content, bytes | str)
+            text = json.dumps(content) if is_json else content
+            data = text.encode() if isinstance(text, str) else text
             self.send_response(status)
-            self.send_header("Content-Type", "text/plain" if isinstance(content, str) else "application/json")
+            self.send_header("Content-Type", "application/json" if is_json else "text/plain")
             self.send_header("Content-Length", str(len(data)))
             for name, value in (headers or {}).items():
                 self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
+            with suppress(ConnectionError):  # the client may have given up
+                self.end_headers()
+                self.wfile.write(data)
 
         do_POST = do_GET
 

@@ -1,17 +1,18 @@
-"""Balances of GPU clouds, from a local server that answers as their documentation says."""
+"""Checks of tasks, and of balances from a local server that answers as the documentation of GPU clouds says."""
 
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_kit.http import Request, serving
+from gym_kit.http import Request, serving
 
 from integrations.skypilot import clouds as module
 from integrations.skypilot.__main__ import examine
 from integrations.skypilot.clouds import PROVIDERS, Wallet, check_wallets
-from integrations.skypilot.task import read_clouds
+from integrations.skypilot.task import check_task, read_clouds
 from skyrl_train.entrypoints.doctor import CheckResult
 
 KEYS = ("LAMBDA_API_KEY", "RUNPOD_API_KEY", "VAST_API_KEY", "PRIME_INTELLECT_API_KEY")
@@ -114,3 +115,48 @@ def test_a_cloud_that_cannot_be_reached_or_has_no_key_is_unknown(monkeypatch: py
     assert vast.ask({}) == Wallet("unknown", "VAST_API_KEY is not set")
     status, text = vast.ask({"VAST_API_KEY": KEY})
     assert (status, "Connection refused" in text, KEY in text) == ("unknown", True, False)
+
+
+# -- tasks
+
+
+def check(task: Path) -> dict[str, CheckResult]:
+    return {result.name: result for result in check_task(task)}
+
+
+def test_the_ref_of_a_task_must_be_the_pushed_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEET_API_KEY", "key")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    remote, local = tmp_path / "remote.git", tmp_path / "local"
+
+    def git(*arguments: str, cwd: Path = local) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *arguments], cwd=cwd, check=True, capture_output=True)
+
+    git("init", "--bare", str(remote), cwd=tmp_path)
+    git("init", "-b", "main", str(local), cwd=tmp_path)
+    task = local / "task.yaml"
+    variables = "envs:\n  FLEET_API_KEY:\n  WANDB_API_KEY: null\n  ENV_KEYS: ''\n  MODALITY: tool_use\n"
+    task.write_text(f"workdir:\n  url: {remote}\n  ref: main\n{variables}")
+    git("add", ".")
+    git("commit", "-m", "one")
+    assert check(task)["workdir.ref"].text == f"{remote} has no branch or tag main"
+    git("push", str(remote), "main")
+    assert check(task)["workdir.ref"].status == "ok"
+    git("commit", "--allow-empty", "-m", "two")
+    stale = check(task)["workdir.ref"]
+    assert (stale.status, f"git push {remote} main" in stale.fix, "--git-url" in stale.fix) == ("failed", True, True)
+    assert check(task)["task"].text == f"{task}: WANDB_API_KEY must have a value"
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert "task" not in check(task)
+
+
+TRAIN = Path(__file__).parents[4]
+TASK_FILES = [*sorted(TRAIN.glob("tasks/*.yaml")), TRAIN / "examples/cluster/skypilot.yaml"]
+
+
+@pytest.mark.parametrize("path", TASK_FILES, ids=lambda path: path.stem)
+def test_a_task_file_of_this_repository_needs_nothing_but_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FLEET_API_KEY", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "key")
+    assert [result for result in check_task(path) if result.name == "task"] == []
