@@ -21,25 +21,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    create_model,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from skyrl_gym.envs.entry_point import suggest_name
 from skyrl_gym.envs.ifeval.language import check_language, is_in_language
 from skyrl_gym.envs.ifeval.reply import Reply, fold, has_word, show
 from skyrl_gym.envs.options import set_options
 
-Text = Annotated[str, AfterValidator(show), StringConstraints(min_length=1)]
+
+def _parse_text(text: str) -> str:
+    if not (shown := show(text)):
+        raise ValueError("must not be blank")
+    return shown
+
+
+def _parse_letter(text: str) -> str:
+    if len(text) > 1:
+        raise ValueError("must be a single character")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_parse_text)]
 Words = Annotated[list[Text], Field(min_length=1)]
-Letter = Annotated[Text, StringConstraints(max_length=1)]
+Letter = Annotated[Text, AfterValidator(_parse_letter)]
 Language = Annotated[Text, AfterValidator(check_language)]
 Count = Annotated[
     int,  # pandas turns integers beside missing values into floats
@@ -53,7 +57,7 @@ MIN_LETTERS = 40
 """Texts with fewer letters are too short to tell that they are not English."""
 
 _BULLET = re.compile(r"[ \t]*[*+-][ \t]")
-_BRACKETS = re.compile(r"(?<![A-Za-z0-9_)\]])\[([^\[\]\n]+)\](?!\()")
+_BRACKETS = re.compile(r"(?<![A-Za-z0-9_)\]\\])\[([^\[\]\n]+)\](?!\()")
 _CHECKBOX = ("x", "X")
 _HIGHLIGHT = re.compile(r"(?<!\*)(\*{1,3})(?=[^\s*])([^*\n]*[^\s*])\1(?!\*)")
 _TITLE = re.compile(r"<<([^<>\n]+)>>")
@@ -192,7 +196,7 @@ def has_sentences(reply: Reply, num_sentences: Count, relation: Relation) -> boo
 
 def has_paragraphs(reply: Reply, num_paragraphs: Count) -> bool:
     """Return True if the reply has exactly `num_paragraphs` paragraphs, with ``***`` between them."""
-    return _are_texts(reply.divide(3), num_paragraphs)
+    return _are_texts(reply.divide("3"), num_paragraphs)
 
 
 def has_words(reply: Reply, num_words: Count, relation: Relation) -> bool:
@@ -236,7 +240,7 @@ def is_constrained(reply: Reply) -> bool:
 
 
 def has_highlights(reply: Reply, num_highlights: Count) -> bool:
-    """Return True if at least `num_highlights` texts are between asterisks: ``*highlighted*`` or ``**highlighted**``."""
+    """Return True if at least `num_highlights` texts are between asterisks: ``*a*`` or ``**a**``."""
     return sum(has_word(match[2]) for match in _HIGHLIGHT.finditer(reply.prose)) >= num_highlights
 
 
@@ -270,8 +274,8 @@ def has_title(reply: Reply) -> bool:
 
 
 def has_two_responses(reply: Reply) -> bool:
-    """Return True if the reply has two responses in different words, with ``******`` between them."""
-    parts = reply.divide(6)
+    """Return True if the reply has two responses in different words, with ``******`` (or more) between them."""
+    parts = reply.divide("6,")
     return _are_texts(parts, 2) and Reply(fold(parts[0])).words != Reply(fold(parts[1])).words
 
 

@@ -7,11 +7,12 @@ from typing import Any
 from skyrl_gym.envs.ifeval.reply import has_word
 from skyrl_gym.optional import require
 
-LANGUAGES = (
-    "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro"
-    " ru sk sl so sq sv sw ta te th tl tr uk ur vi zh"
-).split()
-"""ISO 639-1 codes of the languages that are told apart. More languages would make short texts ambiguous."""
+_CODES = (
+    "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
+    "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh"
+)
+LANGUAGES = tuple(_CODES.split())
+"""ISO 639-1 codes of the languages to choose from. With more of them, short texts would be ambiguous."""
 ALIASES = {"zh-cn": "zh", "zh-tw": "zh", "nb": "no", "fil": "tl", "iw": "he"}
 CHUNK_CHARS = 1000
 MIN_SHARE = 0.75

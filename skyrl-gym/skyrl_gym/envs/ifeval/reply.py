@@ -108,9 +108,9 @@ class Reply:
         """Return the blocks between blank lines."""
         return _BLANK_LINE.split(self.text)
 
-    def divide(self, n_asterisks: int) -> list[str]:
-        """Return the parts between dividers of `n_asterisks`, without an empty first and last one."""
-        parts = re.split(rf"(?<!\S)\*{{{n_asterisks}}}(?!\S)", self.text)
+    def divide(self, asterisks: str) -> list[str]:
+        """Return the parts between dividers, without an empty first and last one. `asterisks` is a quantifier."""
+        parts = re.split(rf"(?<!\S)\*{{{asterisks}}}(?!\S)", self.text)
         start = 0 if parts[0].strip() else 1
         return parts[start : len(parts) if parts[-1].strip() else -1]
 
