@@ -95,8 +95,8 @@ def parse_instructions(truth: Any) -> list[Instruction]:
             truth = json.loads(truth)
         except ValueError as error:
             raise ValueError(f"ground_truth={truth!r:.200} is text but not JSON: {error}") from None
-    truth = set_options(truth) if isinstance(truth, Mapping) else {}
-    ids, kwargs = truth.get("instruction_id_list"), truth.get("kwargs")
+    lists = set_options(truth) if isinstance(truth, Mapping) else {}
+    ids, kwargs = lists.get("instruction_id_list"), lists.get("kwargs")
     if not isinstance(ids, list) or not isinstance(kwargs, list) or not ids or len(ids) != len(kwargs):
         raise ValueError(
             f"ground_truth={truth!r:.200} must be {{'instruction_id_list': [ids], 'kwargs': [a dict for each id]}}"

@@ -67,6 +67,11 @@ def test_rows_of_the_hub() -> None:
     assert converted == {"data_source": "google/IFEval", "prompt": prompt, "env_class": "ifeval"}
 
 
+def test_aliases_of_languages() -> None:
+    env = IFEvalEnv({}, row(("language:response_language", {"language": "zh-CN"})))
+    assert env.instructions[0].kwargs == {"language": "zh"}
+
+
 def test_kwargs_as_pandas_reads_them() -> None:
     kwargs = {"num_words": 3.0, "relation": "at least", "frequency": float("nan"), "keywords": None}
     truth = {"instruction_id_list": np.array(["length_constraints:number_words"]), "kwargs": np.array([kwargs])}
