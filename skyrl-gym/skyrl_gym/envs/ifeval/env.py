@@ -42,6 +42,7 @@ class IFEvalEnv(BaseTextEnv):
         self.instructions = parse_instructions(read_ground_truth(extras))
         if any(instruction.needs_language for instruction in self.instructions):
             require_package()
+        self._mode = "loose" if self._settings.loose else "strict"
         self._followed: dict[str, list[bool]] = {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
@@ -50,15 +51,22 @@ class IFEvalEnv(BaseTextEnv):
         reply = strip_thoughts(action)
         strict = check_strict(self.instructions, reply)
         self._followed = {"strict": strict, "loose": check_loose(self.instructions, reply, strict)}
-        reward = self.get_metrics()[f"{'loose' if self._settings.loose else 'strict'}_{self._settings.reward}"]
+        reward = self.get_metrics()[f"{self._mode}_{self._settings.reward}"]
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata=dict(self._followed))
 
     def get_metrics(self) -> dict[str, Any]:
-        """Return whether the reply follows all instructions, and which fraction of them, strictly and loosely."""
-        metrics: dict[str, Any] = {}
-        for name, followed in self._followed.items():
-            metrics |= {f"{name}_all": float(all(followed)), f"{name}_fraction": sum(followed) / len(followed)}
-        return metrics | {"n_instructions": len(self.instructions)} if metrics else {}
+        """Return whether the reply follows all instructions, which fraction of them, and the first it does not follow.
+
+        Without a reply, return {}.
+        """
+        if not self._followed:
+            return {}
+        metrics: dict[str, Any] = {"n_instructions": len(self.instructions)}
+        for mode, followed in self._followed.items():
+            metrics |= {f"{mode}_all": float(all(followed)), f"{mode}_fraction": sum(followed) / len(followed)}
+        if not metrics[f"{self._mode}_all"]:
+            metrics["failure"] = f"violated {self.instructions[self._followed[self._mode].index(False)].id}"
+        return metrics
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def test_metrics() -> None:
     metadata = env.step("Sure, here:\none two three")["metadata"]
     assert metadata == {"strict": [True, False], "loose": [True, True]}
     other.step("one")
+    assert env.get_metrics()["failure"] == "violated punctuation:no_comma"
     assert IFEvalEnv.aggregate_metrics([env.get_metrics(), other.get_metrics()]) == {
         "strict_all": 0.5,
         "strict_fraction": pytest.approx(2 / 3),  # of all instructions, as in the paper
