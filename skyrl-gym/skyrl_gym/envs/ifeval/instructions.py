@@ -11,6 +11,9 @@ the letter of an instruction only, they are stricter than the paper's code:
 - A postscript follows other text, and an answer follows a repeated prompt.
 - A constrained response contains one of the options, not several.
 - JSON is an object or a list.
+- ``don't`` is one word, and so is each Chinese or Japanese character.
+- A comma of any script is a comma.
+- A text of unclear language is in none. In the instructions about case, a text of a few words counts as English.
 """
 
 import inspect
