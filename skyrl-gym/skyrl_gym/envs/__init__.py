@@ -14,6 +14,7 @@ BUILT_IN = {
     "gsm8k": "skyrl_gym.envs.gsm8k.env:GSM8kEnv",
     "gsm8k_multi_turn": "skyrl_gym.envs.gsm8k.multi_turn_env:GSM8kMultiTurnEnv",
     "gymnasium": "skyrl_gym.adapters.gymnasium:GymnasiumEnv",
+    "ifeval": "skyrl_gym.envs.ifeval.env:IFEvalEnv",
     "judge": "skyrl_gym.judges.env:JudgeEnv",
     "lcb": "skyrl_gym.envs.lcb.env:LCBEnv",
     "mcp": "skyrl_gym.adapters.mcp:MCPEnv",

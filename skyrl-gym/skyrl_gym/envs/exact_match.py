@@ -65,8 +65,18 @@ def normalize_answer(answer: str) -> str:
 
 def fold(text: str) -> str:
     """Fold case, the encoding of accents, full-width letters and subscripts: ``Straße`` is ``STRASSE``, CO₂ is CO2."""
-    folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", text.translate(_ASCII)).casefold())
+    text = limit_marks(text.translate(_ASCII))
+    folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
     return _SUBSCRIPT.sub(lambda found: _digits(found[0]), folded)
+
+
+def limit_marks(text: str) -> str:
+    """Drop combining marks after the 30th in a row. Python normalizes a row of marks in quadratic time.
+
+    Source: the Stream-Safe Text Format of Unicode Standard Annex 15.
+    """
+    marks = "".join(char for char in set(text) if unicodedata.combining(char))
+    return re.sub(rf"([{marks}]{{30}})[{marks}]+", r"\1", text) if marks else text
 
 
 def _digits(text: str) -> str:

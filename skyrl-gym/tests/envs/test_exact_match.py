@@ -1,4 +1,5 @@
 import pytest
+from gym_kit.texts import linear_time, long_text
 
 from skyrl_gym.envs.exact_match import normalize_answer, parse_targets
 
@@ -10,3 +11,8 @@ def test_answers_and_targets_are_normalized() -> None:
     for wrong in ({}, {"target": []}, {"target": [3]}, 3, []):
         with pytest.raises(ValueError, match=r"must be \{'target': a string or a list of strings\}"):
             parse_targets(wrong)
+
+
+def test_normalization_of_combining_marks_is_linear() -> None:
+    with linear_time():
+        normalize_answer("e" + long_text("\u0315\u0300"))

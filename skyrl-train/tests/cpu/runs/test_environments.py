@@ -51,6 +51,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"reward_spec": {"ground_truth": "42"}},
     "gsm8k_multi_turn": {"reward_spec": {"ground_truth": "42"}},
     "gymnasium": {},
+    "ifeval": {
+        "reward_spec": {
+            "ground_truth": {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": None}]}
+        }
+    },
     "judge": {"reward_spec": {"ground_truth": "42"}},
     "lcb": {"reward_spec": {"ground_truth": json.dumps([{"input": "", "output": "1", "testtype": "stdin"}])}},
     "mcp": {"reward_spec": {"ground_truth": "milk"}},

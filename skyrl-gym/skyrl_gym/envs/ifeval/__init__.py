@@ -1,0 +1,1 @@
+"""Instructions that a program can verify, as in IFEval."""
