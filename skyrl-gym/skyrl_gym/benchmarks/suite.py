@@ -14,6 +14,7 @@ import yaml
 from skyrl_gym.data.files import SUFFIXES, open_file
 from skyrl_gym.envs.entry_point import suggest_name
 from skyrl_gym.envs.gsm8k.grading import extract_solution
+from skyrl_gym.envs.ifeval.dataset import ifeval_row
 from skyrl_gym.error import InvalidSettings
 from skyrl_gym.optional import require
 
@@ -84,6 +85,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ("Idavidrein/gpqa", "gpqa_diamond", "train"),
         _gpqa,
         "198 questions of GPQA Diamond, CC BY 4.0; accept its terms on the Hub, and do not publish its texts",
+    ),
+    "ifeval": Benchmark(
+        ("google/IFEval", None, "train"), ifeval_row, "541 prompts with verifiable instructions, Apache-2.0"
     ),
     "mmlu-pro": Benchmark(("TIGER-Lab/MMLU-Pro", None, "test"), _mmlu_pro, "12,032 questions with ten choices, MIT"),
 }

@@ -9,7 +9,7 @@ from gym_kit.servers import ModelServer
 from skyrl_gym.benchmarks.scores import estimate, score_benchmarks
 from skyrl_gym.benchmarks.suite import BENCHMARKS, benchmark_rows
 from skyrl_gym.cli import main
-from skyrl_gym.envs import BUILT_IN, register
+from skyrl_gym.envs import BUILT_IN, make, register
 from skyrl_gym.envs.answer.env import AnswerEnv, grade_choice
 from skyrl_gym.error import InvalidSettings
 
@@ -18,7 +18,7 @@ def sample(name: str, uid: str, *, passed: bool, error: str | None = None, reaso
     return {"data_source": name, "uid": uid, "is_success": passed, "error": error, "stop_reason": reason}
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "ifeval"])
 def test_samples_are_solved_by_their_answers_only(name: str) -> None:
     for row in benchmark_rows(f"{name}=sample"):
         truth = row["reward_spec"]["ground_truth"]
@@ -26,6 +26,15 @@ def test_samples_are_solved_by_their_answers_only(name: str) -> None:
         rewards = [AnswerEnv({}, row).step(f"So it is \\boxed{{{answer}}}.")["reward"] for answer in (truth, wrong)]
         assert rewards == [1.0, 0.0]
         assert row["data_source"] == name
+
+
+def test_samples_of_ifeval() -> None:
+    register("ifeval", BUILT_IN["ifeval"])
+    rows = list(benchmark_rows("ifeval=sample"))
+    replies = ["the rhine and the nile and the elbe", "Salt. Much salt."]
+    envs = [make("ifeval", env_config={}, extras=row) for row in rows]
+    assert [env.step(reply)["reward"] for env, reply in zip(envs, replies, strict=True)] == [1.0, 1.0]
+    assert [env.step("Salt, water")["reward"] for env in envs] == [0.0, 0.0]
 
 
 def test_rows_of_files_and_their_mistakes(tmp_path: Path) -> None:
