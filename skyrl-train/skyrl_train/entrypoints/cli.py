@@ -130,8 +130,8 @@ def evaluate_benchmarks(
         list[str],
         typer.Argument(
             metavar="BENCHMARK...",
-            help="gsm8k, math500, aime24, aime25, gpqa, ifeval or mmlu-pro, from the Hub; NAME=FILE, or NAME=sample for "
-            "a few problems of this project. Settings KEY=VALUE follow.",
+            help="gsm8k, math500, aime24, aime25, gpqa, ifeval or mmlu-pro, from the Hub; NAME=FILE, or NAME=sample "
+            "for a few problems of this project. Settings KEY=VALUE follow.",
             show_default=False,
         ),
     ],
