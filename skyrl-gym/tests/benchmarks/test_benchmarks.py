@@ -68,6 +68,8 @@ def test_choices_have_a_fixed_order_that_depends_on_the_question() -> None:
         ("<think>The answer is C.</think> The answer is (B).", "B"),
         (r"\boxed{C or D}", None),
         (r"\boxed{C, D}", None),
+        (r"\boxed{(C) or (D)}", None),
+        (r"\boxed{C. or D}", None),
         ("The answer is C or D.", None),
         ("The answer is Cat.", None),
         ("", None),

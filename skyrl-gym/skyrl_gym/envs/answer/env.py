@@ -11,7 +11,7 @@ from skyrl_gym.error import InvalidSettings
 from skyrl_gym.tools.calls import strip_thoughts
 
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}|[$*\s]+")
-_LETTER = re.compile(r"\(?([A-Za-z])(?:\)|[.:)]\s*(?!(?:or|and)\b|[,/&]).*)?", re.DOTALL)
+_LETTER = re.compile(r"\(?([A-Za-z])(?:\)|[.:)](?!\s*(?:(?:or|and)\b|[,/&])).*)?", re.DOTALL)
 _SENTENCE = re.compile(r"(?i:answer(?:\s+is|\s*:))[\s*$(]*([A-Z])(?![A-Za-z])(?!\)?\s*(?:or|and|,|/)\s*\(?[A-Z]\b)")
 
 
