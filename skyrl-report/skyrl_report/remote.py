@@ -72,8 +72,11 @@ class RemoteFolder:
         """
         if urlsplit(self.url).scheme not in S3_SCHEMES:
             return fsspec.core.url_to_fs(self.url)
-        from fsspec.implementations.arrow import ArrowFSWrapper
-        from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+        try:
+            from fsspec.implementations.arrow import ArrowFSWrapper
+            from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+        except ImportError as error:
+            raise ImportError(f"{error}; S3 needs pyarrow: pip install './skyrl-report[s3]'") from error
 
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         parts = urlsplit(endpoint) if endpoint else None
