@@ -95,6 +95,7 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
     values = {key: [own.get(key, "–") for own in settings] for key in _union(settings)}
     page = render(
         "comparison.html.j2",
+        is_live=False,
         runs=runs,
         titles=_union(run.headlines for run in runs),
         nothing=Headline("", "–", ""),

@@ -78,6 +78,8 @@ def test_curves(folder: RunFolder, open_page: Callable[..., Any], width: int) ->
     page.get_by_label("Any metric").fill("policy entr")
     page.wait_for_selector("#found canvas")
     assert page.locator("#found h3").all_inner_texts() == ["policy/policy_entropy"]
+    page.get_by_role("link", name="response at step 8").first.click()
+    expect(page.locator("#detail h2")).to_have_text("Evaluation at step 8, #0_0")
 
 
 def test_seeds_are_bands(folder: RunFolder, tmp_path: Path, open_page: Callable[..., Any]) -> None:
@@ -145,3 +147,6 @@ def test_a_watched_run_is_fresh(folder: RunFolder, open_page: Callable[..., Any]
         browser.wait_for_selector(".entry")
         browser.locator(".entry").first.click()
         browser.wait_for_selector("#chat")
+        write_rows(folder.trajectories(9), [row("7_0", 1.0)])
+        expect(browser.locator("#count")).to_have_text("37 trajectories", timeout=20_000)
+        assert browser.locator(".entry.cursor").inner_text().startswith("eval 8"), "the opened one stays"
