@@ -48,12 +48,13 @@ def test_a_second_call_reads_only_new_files(folder: RunFolder, monkeypatch: pyte
 
 
 def test_texts_beyond_the_limit_are_left_out(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(browser, "MAX_BYTES", 3000)
+    write_rows(folder.evals(4) / "synthetic.jsonl", [row("0_0", 1.0)] * 40)
+    monkeypatch.setattr(browser, "MAX_BYTES", 1200)
     write_browser(folder)
     assert 3 <= len(_files(folder)) < N_STEPS
     names = {file.name: (file.phase, file.step) for file in read_index(folder).files}
     kept = [names[name.partition("-")[0]] for name in _files(folder) - {"index.js"}]
-    assert {("eval", 0), ("eval", 8)} <= set(kept), "evaluations come first"
+    assert {("eval", 0), ("eval", 8)} <= set(kept), "the last and the first evaluation come first"
     script = (folder.path / "report_files/index.js").read_text()
     assert len(json.loads(script.partition("(")[2].partition(', "H4s')[0])["written"]) == len(kept)
 
