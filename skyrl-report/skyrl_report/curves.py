@@ -1,7 +1,7 @@
 """Data of the interactive curves, as JSON in a page.
 
-The script `curves.js` draws them with uPlot (version 1.6.32, MIT license, in `templates/uplot-1.6.32`) in place of the
-static charts, which remain for readers without JavaScript.
+The script `curves.js` replaces the static charts with charts of uPlot (version 1.6.32, MIT license, in
+`templates/uplot-1.6.32`). Readers without JavaScript see the static ones.
 """
 
 import json

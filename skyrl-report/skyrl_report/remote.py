@@ -68,7 +68,7 @@ class RemoteFolder:
     def _opened(self) -> tuple[Any, str]:
         """Return the URL's file system and the path in it.
 
-        S3 uses pyarrow's client, which the trainer needs anyway. $AWS_ENDPOINT_URL sets another server.
+        S3 uses pyarrow's client, because the trainer needs pyarrow anyway. $AWS_ENDPOINT_URL sets another server.
         """
         if urlsplit(self.url).scheme not in S3_SCHEMES:
             return fsspec.core.url_to_fs(self.url)

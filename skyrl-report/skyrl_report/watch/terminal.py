@@ -78,7 +78,7 @@ def show_status(folder: RunFolder, status: RunStatus, width: int) -> RenderableT
     path = folder.path.resolve()
     parts: list[RenderableType] = [Text(f"{path.parent.name} / {path.name}", "bold"), Text(status.progress)]
     if status.total_steps:
-        bar = Table.grid()  # ends the line, which a bar alone does not
+        bar = Table.grid()  # ends the line, unlike a bar alone
         bar.add_row(ProgressBar(status.total_steps, status.step or 0, min(width, 100)))
         parts.append(bar)
     curves = Table.grid(padding=(0, 2))
