@@ -29,10 +29,12 @@
     try {
       const state = await (await fetch("state.json")).json();
       if (version !== null && state.version !== version) {
-        const text = await (await fetch("report.html")).text();
-        const fresh = new DOMParser().parseFromString(text, "text/html");
+        const response = await fetch("report.html");
+        const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
+        state.version = response.headers.get("X-Run-Version") ?? state.version;  // the page may be older
         replaceSections(fresh);
         const data = document.getElementById("curve-data"), newData = fresh.getElementById("curve-data");
+        if (!data && newData) location.reload();  // the first metrics: the page has no charts yet
         if (data && newData) data.textContent = newData.textContent;
         document.dispatchEvent(new Event("refreshed"));
       }

@@ -52,11 +52,13 @@ def watch_terminal(
 def _follow(folder: RunFolder, mirror: Mirror | None, sleep: Callable[[float], None]) -> Iterator[RunStatus]:
     """Yield the state of the run, and for the last time once it has ended."""
     while True:
+        started = time.monotonic()
         status = read_status(folder, read_metrics(folder.metrics))
+        reading_s = time.monotonic() - started
         yield status
         if not _is_open(status):
             return
-        sleep(POLL_S if mirror is None else MIRROR_S)
+        sleep(max(POLL_S if mirror is None else MIRROR_S, 10 * reading_s))  # a long run takes a tenth of a core at most
         if mirror is not None:
             mirror.update()
 
