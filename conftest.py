@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("agent_kit", "gym_kit", "train_kit", "tx_kit", "veritas_kit")
+pytest.register_assert_rewrite("agent_kit", "gym_kit", "report_kit", "train_kit", "tx_kit", "veritas_kit")
 
 # PyTorch reads it when it is imported. Tests compare runs bit by bit.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

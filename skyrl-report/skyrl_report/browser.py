@@ -16,7 +16,7 @@ from skyrl_report.run_folder import RunFolder
 from skyrl_report.templating import render
 
 MAX_BYTES = 64 * 2**20
-"""Maximum size of all chunks that are written. The page names the command that shows the others."""
+"""Maximum size of all chunks that are written. The page names the command that shows all texts."""
 
 FOLDER = "report_files"
 INDEX = "index.js"

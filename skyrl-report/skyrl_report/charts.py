@@ -1,5 +1,6 @@
 """Line charts as inline SVG. The page's stylesheet sets the colors, for light and dark mode."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -18,6 +19,7 @@ class Line:
     label: str
     series: Series
     style: str
+    is_smoothed: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,21 @@ class Chart:
     def labeled(self) -> list[Line]:
         """Lines that appear in the legend."""
         return [line for line in self.lines if line.label]
+
+    @property
+    def spec(self) -> str:
+        """The chart as JSON for `curves.js`. It smooths all lines but evaluations and learning rates itself."""
+        lines = [line for line in self.lines if line.style != "raw"]
+        described = {line.series.name: line for line in lines}  # in a comparison, a line per run
+        content = {
+            "title": self.title,
+            "lines": [
+                {"metric": name, "label": line.label, "style": line.style, "smoothed": line.is_smoothed}
+                for name, line in described.items()
+            ],
+            "baselines": dict(self.baselines),
+        }
+        return json.dumps(content, ensure_ascii=False)
 
     @property
     def newest(self) -> str:

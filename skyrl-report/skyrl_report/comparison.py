@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from skyrl_report.charts import Chart, Line
+from skyrl_report.curves import CurveRun, encode_curves, group_key
 from skyrl_report.errors import DataError
 from skyrl_report.metrics_file import read_metrics
 from skyrl_report.page import PANELS
@@ -20,8 +21,10 @@ from skyrl_report.settings import leaves
 from skyrl_report.summary import Headline, find_method, headline_evals, headlines
 from skyrl_report.templating import render
 
-MAX_RUNS = 7
-"""Number of colors in the stylesheet."""
+MAX_GROUPS = 7
+"""Number of colors in the stylesheet. Runs with the same settings but other seeds share one."""
+
+MAX_RUNS = 35
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,15 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
     """Write a page that compares runs: results, curves, and the settings that differ. Runs may be unfinished.
 
     Raises:
-        DataError: a run has no metrics or is listed twice, there are fewer than two or more than `MAX_RUNS` runs, or
-            `output` cannot be written.
+        DataError: a run has no metrics or is listed twice, there are fewer than two or more than `MAX_RUNS` runs or
+            `MAX_GROUPS` different settings, or `output` cannot be written.
     """
     paths = [folder.resolve() for folder in folders]
     if not 2 <= len(paths) <= MAX_RUNS:
         raise DataError(f"pass 2 to {MAX_RUNS} run folders, not {len(paths)}")
     root = Path(os.path.commonpath([path.parent for path in paths]))
     runs: list[ComparedRun] = []
+    groups: dict[str, int] = {}
     for folder, path in zip(folders, paths, strict=True):
         if paths.count(path) > 1:
             raise DataError(f"{folder} is listed twice; pass each run folder once")
@@ -81,16 +85,24 @@ def compare_runs(folders: Sequence[Path], output: Path) -> Path:
             raise DataError(f"{folder} has no metrics.jsonl with a step in it; pass the folder of a run")
         _, config = run_folder.read_config()
         results = {headline.label: headline for headline in headlines(rows, config)}
-        runs.append(ComparedRun(path, path.relative_to(root).as_posix(), f"c{len(runs)}", rows, config, results))
+        groups.setdefault(group_key(config), len(groups))
+        style = f"c{groups[group_key(config)]}"
+        runs.append(ComparedRun(path, path.relative_to(root).as_posix(), style, rows, config, results))
+    if len(groups) > MAX_GROUPS:
+        raise DataError(f"the runs have {len(groups)} different settings; compare at most {MAX_GROUPS} at once")
+    first = {run.style: run.name for run in reversed(runs)}  # a group is named after its first run
     settings = [run.settings for run in runs]
     values = {key: [own.get(key, "–") for own in settings] for key in _union(settings)}
     page = render(
         "comparison.html.j2",
+        is_live=False,
         runs=runs,
         titles=_union(run.headlines for run in runs),
         nothing=Headline("", "–", ""),
         settings={key: texts for key, texts in values.items() if len(set(texts)) > 1},
         charts=_charts(runs),
+        curves=encode_curves([CurveRun(run.name, first[run.style], run.style, run.rows) for run in runs]),
+        has_groups=len(groups) < len(runs),
     )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +122,8 @@ def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
         for run in runs:
             if series := read_series(run.rows, name):
                 shown = series if name in evaluations else series.smoothed()
-                lines.append(Line(f"{run.name}: {format_value(name, shown.last)}", shown, run.style))
+                label = f"{run.name}: {format_value(name, shown.last)}"
+                lines.append(Line(label, shown, run.style, is_smoothed=name not in evaluations))
         if lines:
             charts.append(Chart(title, note, lines))
     return charts

@@ -23,6 +23,7 @@ class EvaluatedTrajectory:
     extras: str
     error: str
     images: tuple[str, ...] = ()  # names of files in evals/images/
+    uid: str = ""
     reason: str = ""  # category of a failed episode, see `episodes.classify`
 
 
@@ -78,6 +79,7 @@ def parse_trajectory(row: dict[str, Any]) -> EvaluatedTrajectory:
         data_source=str(row.get("data_source") or "unknown"),
         extras=json.dumps(row["env_extras"], indent=2, ensure_ascii=False) if row.get("env_extras") else "",
         error=str(row.get("error") or ""),
+        uid=str(row.get("uid") or ""),
         images=tuple(name for name in row.get("images") or () if IMAGE_NAME.fullmatch(str(name))),
     )
 

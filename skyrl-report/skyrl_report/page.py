@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from skyrl_report.browser import write_browser
 from skyrl_report.charts import Chart, Line, sparkline
+from skyrl_report.curves import CurveRun, encode_curves
 from skyrl_report.episodes import read_evaluation
 from skyrl_report.evaluations import EvaluatedTrajectory, pick_examples
 from skyrl_report.learning_curve import plot_learning_curve
@@ -155,6 +156,7 @@ def render_report(
         command=command,
         config_text=config_text,
         all_metrics=_all_metrics(rows),
+        curves=encode_curves([CurveRun(run_folder.path.resolve().name, "", "eval", rows)]) if rows else None,
     )
 
 
@@ -203,7 +205,11 @@ def _eval_charts(rows: MetricRows, baselines: Mapping[str, Mapping[str, float]])
         name = evaluation.name
         start, twin = next(item for item in _TRAINING_TWIN.items() if name.startswith(item[0]))
         if training := read_series(rows, twin + name.removeprefix(start)):
-            lines = [Line("", training, "raw"), Line("training rollouts", training.smoothed(), "train"), *lines]
+            lines = [
+                Line("", training, "raw"),
+                Line("training rollouts", training.smoothed(), "train", is_smoothed=True),
+                *lines,
+            ]
         charts.append(Chart(format_name(name).capitalize(), "", lines, baselines.get(name, {})))
     return charts
 
@@ -220,7 +226,7 @@ def _training_charts(rows: MetricRows) -> list[Chart]:
         if series.name.endswith(("_lr", "/lr")):
             lines = [Line("", series, "train")]
         else:
-            lines = [Line("", series, "raw"), Line("", series.smoothed(), "train")]
+            lines = [Line("", series, "raw"), Line("", series.smoothed(), "train", is_smoothed=True)]
         charts.append(Chart(*panels[series.name], lines))
     return charts
 

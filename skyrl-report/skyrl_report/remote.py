@@ -68,12 +68,15 @@ class RemoteFolder:
     def _opened(self) -> tuple[Any, str]:
         """Return the URL's file system and the path in it.
 
-        S3 uses pyarrow's client, which the trainer needs anyway. $AWS_ENDPOINT_URL sets another server.
+        S3 uses pyarrow's client, because the trainer needs pyarrow anyway. $AWS_ENDPOINT_URL sets another server.
         """
         if urlsplit(self.url).scheme not in S3_SCHEMES:
             return fsspec.core.url_to_fs(self.url)
-        from fsspec.implementations.arrow import ArrowFSWrapper
-        from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+        try:
+            from fsspec.implementations.arrow import ArrowFSWrapper
+            from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+        except ImportError as error:
+            raise ImportError(f"{error}; S3 needs pyarrow: pip install './skyrl-report[s3]'") from error
 
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         parts = urlsplit(endpoint) if endpoint else None

@@ -118,8 +118,9 @@ def _last_warnings(log: Path) -> Iterator[str]:
 
 def _last_sample(folder: RunFolder) -> EvaluatedTrajectory | None:
     """Return the last trajectory of the newest file of trajectories."""
-    files = [*folder.path.glob("trajectories/*.jsonl"), *folder.path.glob("evals/*/*.jsonl")]
-    files = [path for path in files if path.name != AGGREGATED]
+    files = [folder.trajectories(step) for step in folder.trajectory_steps()[-2:]]
+    for evaluation in [None, *folder.eval_steps()[-2:]]:
+        files += [path for path in folder.evals(evaluation).glob("*.jsonl") if path.name != AGGREGATED]
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         for line in reversed(_tail(path).splitlines()):
             if (row := _parse(line)) is not None:

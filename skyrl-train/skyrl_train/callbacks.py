@@ -166,21 +166,28 @@ class CurriculumStep(Callback):
 
 
 class TrajectoryDump(Callback):
-    """A callback that writes all trajectories of each step, for `trainer.dump_trajectories`."""
+    """A callback that writes trajectories of each step: of `trainer.n_dumped_prompts`, or of all prompts."""
 
     def __init__(self, run_folder: RunFolder, chat: ChatEncoder) -> None:
         self._run_folder = run_folder
         self._chat = chat
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
-        if report.trajectories:
-            success_reward, advantages = run.cfg.generator.success_reward, report.advantages()
-            rows = [
-                trajectory_row(t, self._chat, success_reward, advantages.get(t.id, ())) for t in report.trajectories
-            ]
-            path = self._run_folder.trajectories(report.global_step)
-            await dump_images(path.parent, report.trajectories)
-            write_jsonl(path, rows)
+        trainer, success_reward = run.cfg.trainer, run.cfg.generator.success_reward
+        draws = list(dict.fromkeys(t.id.draw for t in report.trajectories))
+        dumped = [
+            t
+            for t in report.trajectories
+            if trainer.dump_trajectories or t.id.draw in draws[: trainer.n_dumped_prompts]
+        ]
+        if not dumped:
+            return
+        advantages = report.advantages() if trainer.dump_trajectories else None
+        tokens = [None if advantages is None else advantages.get(t.id, ()) for t in dumped]
+        path = self._run_folder.trajectories(report.global_step)
+        await dump_images(path.parent, dumped)
+        rows = zip(dumped, tokens, strict=True)
+        write_jsonl(path, [trajectory_row(t, self._chat, success_reward, values) for t, values in rows])
 
 
 class Checkpointing(Callback):

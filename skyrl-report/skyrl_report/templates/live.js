@@ -11,10 +11,7 @@
     const children = [...newMain.children].map(element => {
       const known = element.id ? old.get(element.id) : old.get(element.outerHTML);
       if (!known) return element;
-      if (known.hasAttribute("data-keep")) {  // managed by a script
-        known.dispatchEvent(new CustomEvent("fresh", { detail: element }));
-        return known;
-      }
+      if (known.hasAttribute("data-keep")) return known;  // managed by a script
       if (known.outerHTML === element.outerHTML) return known;
       const open = [...known.querySelectorAll("details")].map(details => details.open);
       element.querySelectorAll("details").forEach((details, i) => { details.open = open[i] ?? details.open; });
@@ -32,8 +29,14 @@
     try {
       const state = await (await fetch("state.json")).json();
       if (version !== null && state.version !== version) {
-        const text = await (await fetch("report.html")).text();
-        replaceSections(new DOMParser().parseFromString(text, "text/html"));
+        const response = await fetch("report.html");
+        const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
+        state.version = response.headers.get("X-Run-Version") ?? state.version;  // the page may be older
+        replaceSections(fresh);
+        const data = document.getElementById("curve-data"), newData = fresh.getElementById("curve-data");
+        if (!data && newData) location.reload();  // the first metrics: the page has no charts yet
+        if (data && newData) data.textContent = newData.textContent;
+        document.dispatchEvent(new Event("refreshed"));
       }
       version = state.version;
       banner.textContent = state.progress;

@@ -1,13 +1,14 @@
 "use strict";
 // The browser of trajectories: a filtered and sorted list over the columns of the index, and one opened trajectory.
 const trajectories = (() => {
+  const LIVE_MS = 5000;
   const ROW = 54;  // pixels, as in the stylesheet
   const FIELDS = ["phase", "from", "to", "env", "source", "outcome", "category", "stop", "min", "max", "short", "long", "text", "sort"];
   const $ = selector => document.querySelector(selector);
-  const list = $("#list"), canvas = list.firstElementChild, detail = $("#detail"), form = $("#filters form");
+  const main = $("main"), list = $("#list"), canvas = list.firstElementChild, detail = $("#detail"), form = $("#filters form");
   const chunks = new Map();  // name → promise of its trajectories
   const waiting = new Map();  // name → function that resolves the promise
-  let index = null, fileOf = null, shown = [], cursor = -1, opened = -1, shade = "";
+  let isFollowing = false, version = null, index = null, fileOf = null, shown = [], cursor = -1, opened = -1, shade = "";
 
   function h(tag, attributes = {}, ...children) {
     const element = document.createElement(tag);
@@ -36,15 +37,34 @@ const trajectories = (() => {
   // -- the index
 
   async function setIndex(options, packed) {
-    const first = index === null;
+    const first = index === null, before = opened < 0 ? null : link(opened);
     index = Object.assign(await unpack(packed), options);
     fileOf = new Uint32Array(index.columns.uid.length);
     index.files.forEach((file, number) => fileOf.fill(number, file.first, file.first + file.n_rows));
     for (const name of ["env", "source", "category", "stop"]) fillSelect(form.elements[name], name);
     if (first) readHash();
+    if (before !== null && link(opened) !== before) opened = index.columns.uid.findIndex((uid, i) => link(i) === before);  // after a rewind
     select();
     if (first && opened < 0) openFromHash();
-    if (!options.complete) setTimeout(() => load(`index.js?after=${index.columns.uid.length}`), 1000);
+    if (!options.complete) setTimeout(loadIndex, 1000);
+    else if (main.hasAttribute("data-live") && !isFollowing) {
+      isFollowing = true;
+      setTimeout(follow, LIVE_MS);
+    }
+  }
+
+  function loadIndex() {
+    return load(`index.js?${Date.now()}`).catch(error => { $("#count").textContent = error.message; });
+  }
+
+  async function follow() {  // asks the server of a run in progress for news
+    try {
+      const state = await (await fetch("state.json")).json();
+      if (state.version !== version && !document.hidden) await loadIndex();
+      version = document.hidden ? version : state.version;
+    } finally {
+      setTimeout(follow, LIVE_MS);
+    }
   }
 
   function fillSelect(element, name) {
@@ -148,6 +168,7 @@ const trajectories = (() => {
 
   function link(i) {
     const file = index.files[fileOf[i]];
+    if (!file) return null;
     return [file.phase, file.step ?? "only", index.tables.source[index.columns.source[i]], index.columns.uid[i]].join("/");
   }
 
@@ -332,8 +353,7 @@ const trajectories = (() => {
   function openFromHash() {
     const wanted = new URLSearchParams(location.hash.slice(1)).get("open");
     if (!wanted) return;
-    const uid = wanted.slice(wanted.lastIndexOf("/") + 1);
-    const found = index.columns.uid.findIndex((value, i) => value === uid && link(i) === wanted);
+    const found = index.columns.uid.findIndex((uid, i) => wanted.endsWith(uid) && link(i) === wanted);
     if (found >= 0) {
       open(found);
       move(cursor);
@@ -368,7 +388,7 @@ const trajectories = (() => {
   if (matchMedia("(max-width: 900px)").matches) $("#filters").open = false;
 
   return {
-    start: () => load("index.js").catch(error => { $("#count").textContent = error.message; }),
+    start: () => main.hasAttribute("data-live") ? loadIndex() : load("index.js").catch(error => { $("#count").textContent = error.message; }),
     index: setIndex,
     chunk: async (name, packed) => { const resolve = waiting.get(name); waiting.delete(name); resolve?.(await unpack(packed)); },
   };

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from http import HTTPStatus
 from http.cookies import SimpleCookie
@@ -37,8 +37,14 @@ logger = logging.getLogger(__name__)
 MIRROR_S = 10.0
 """Seconds between two looks at remote storage."""
 
+FAST_S = 0.5
+"""Maximum time of a page that may be rendered for every request."""
+
 INDEX_S = 1.0
 """Seconds in which an answer extends the index. The page asks again until the index is complete."""
+
+VERSION = "X-Run-Version"
+"""Header with the version of the files from which a page was rendered."""
 
 COOKIE = "skyrl_token"
 POLICY = (
@@ -57,10 +63,23 @@ class Answer:
 
     content: bytes
     media_type: str = "text/html; charset=utf-8"
+    version: str = ""  # of the run's files
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A page, and the earliest time at which it may be rendered again."""
+
+    page: Answer
+    due_at: float
 
 
 class Site:
-    """The pages of a run by address. A page is rendered again only if the run's files have changed."""
+    """The pages of a run by address.
+
+    A page is rendered again only if the run's files have changed. A page that took long is also served for ten times as
+    long, so that watching a long run takes a tenth of a core at most.
+    """
 
     def __init__(self, folder: RunFolder, mirror: Mirror | None = None) -> None:
         self._folder = folder
@@ -69,7 +88,7 @@ class Site:
         self._lock = threading.Lock()
         self._index_lock = threading.Lock()
         self._index = read_index(folder)
-        self._pages: dict[str, tuple[str, Answer]] = {}  # address → version, page
+        self._pages: dict[str, _Rendered] = {}
 
     def find(self, address: str) -> Answer | None:
         """Return the content of an address, or None if there is none."""
@@ -88,18 +107,19 @@ class Site:
             return None
         with self._lock:  # concurrent requests for a changed page render it once
             self._update_mirror()
-            version = self.version()
-            known_version, page = self._pages.get(address, ("", None))
-            if page is None or known_version != version:
-                page = pages[address]()
-                self._pages[address] = version, page
-            return page
+            started, version, known = time.monotonic(), self.version(), self._pages.get(address)
+            if known is None or (known.page.version != version and started >= known.due_at):
+                page = replace(pages[address](), version=version)
+                ended = time.monotonic()
+                pause_s = 10 * (ended - started) if ended - started > FAST_S else 0.0
+                known = self._pages[address] = _Rendered(page, ended + pause_s)
+            return known.page
 
     def version(self) -> str:
         """Return a text that changes when a file of the run does."""
         folder = self._folder
         files = [folder.metrics, folder.session, folder.config_yaml, folder.changes, folder.train_log]
-        files += [*folder.path.glob("evals/*"), *folder.path.glob("trajectories/*.jsonl")]
+        files += [*folder.path.glob("evals/*"), folder.path / "trajectories"]  # a new file changes its folder
         stats = [(str(path), (found := path.stat()).st_mtime_ns, found.st_size) for path in files if path.exists()]
         return blake2b(repr(stats).encode(), digest_size=8).hexdigest()
 
@@ -182,7 +202,9 @@ class _Handler(BaseHTTPRequestHandler):
         is_known = self.headers.get("If-None-Match") == tag
         status = HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK
         self._send(
-            status, Answer(b"", page.media_type) if is_known else page, {"ETag": tag, "Cache-Control": "no-cache"}
+            status,
+            Answer(b"", page.media_type) if is_known else page,
+            {"ETag": tag, "Cache-Control": "no-cache", VERSION: page.version},
         )
 
     def _send(self, status: HTTPStatus, answer: Answer, headers: dict[str, str] | None = None) -> None:
@@ -197,7 +219,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_own_host(self) -> bool:
         """Return True if the Host header is a loopback name, or if a token protects the run anyway."""
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        except ValueError:  # it is not a host at all
+            return False
         return self.server.token is not None or is_loopback(host)
 
     def _is_allowed(self, token: str) -> bool:

@@ -24,11 +24,12 @@ SAMPLE_LINES = 8
 POLL_S = 1.0
 MIRROR_S = 10.0
 NUMBERS = {
-    "tokens/s": "trainer/tokens_per_second",
-    "memory GB": "system/memory_usage",
-    "CPU %": "system/cpu_utilization",
-    "GPU %": "system/gpu_utilization",
-    "failed rollouts": "generate/n_invalid",
+    "trainer/tokens_per_second": "tokens/s",
+    "system/memory_usage": "memory GB",
+    "memory/step": "peak memory GB",
+    "system/cpu_utilization": "CPU %",
+    "system/gpu_utilization": "GPU %",
+    "generate/n_invalid": "failed rollouts",
 }
 
 
@@ -51,11 +52,13 @@ def watch_terminal(
 def _follow(folder: RunFolder, mirror: Mirror | None, sleep: Callable[[float], None]) -> Iterator[RunStatus]:
     """Yield the state of the run, and for the last time once it has ended."""
     while True:
+        started = time.monotonic()
         status = read_status(folder, read_metrics(folder.metrics))
+        reading_s = time.monotonic() - started
         yield status
         if not _is_open(status):
             return
-        sleep(POLL_S if mirror is None else MIRROR_S)
+        sleep(max(POLL_S if mirror is None else MIRROR_S, 10 * reading_s))  # a long run takes a tenth of a core at most
         if mirror is not None:
             mirror.update()
 
@@ -68,7 +71,7 @@ def format_line(status: RunStatus) -> str:
     """Return the state as one line of text."""
     parts = [status.progress]
     parts += [f"{_label(curve)} {format_value(curve.name, curve.last)}" for curve in status.curves]
-    parts += [f"{label} {status.latest[name]:,.4g}" for label, name in NUMBERS.items() if name in status.latest]
+    parts += [f"{label} {number}" for label, number in _numbers(status)]
     return " · ".join(parts)
 
 
@@ -77,15 +80,16 @@ def show_status(folder: RunFolder, status: RunStatus, width: int) -> RenderableT
     path = folder.path.resolve()
     parts: list[RenderableType] = [Text(f"{path.parent.name} / {path.name}", "bold"), Text(status.progress)]
     if status.total_steps:
-        parts.append(ProgressBar(status.total_steps, status.step or 0, min(width, 100)))
+        bar = Table.grid()  # ends the line, unlike a bar alone
+        bar.add_row(ProgressBar(status.total_steps, status.step or 0, min(width, 100)))
+        parts.append(bar)
     curves = Table.grid(padding=(0, 2))
     for curve in status.curves:
         curves.add_row(
             Text(_label(curve), "dim"), format_value(curve.name, curve.last), Text(sparkline(curve), COLORS[0])
         )
-    for label, name in NUMBERS.items():
-        if name in status.latest:
-            curves.add_row(Text(label, "dim"), f"{status.latest[name]:,.4g}", "")
+    for label, number in _numbers(status):
+        curves.add_row(Text(label, "dim"), number, "")
     parts.append(curves)
     if status.times:
         parts += [_time_bar(status.times, min(width, 100)), _time_legend(status.times)]
@@ -112,6 +116,12 @@ def sparkline(series: Series, width: int = 40) -> str:
     low, high = min(means), max(means)
     top = len(BARS) - 1
     return "".join(BARS[round((mean - low) / (high - low) * top) if high > low else top // 2] for mean in means)
+
+
+def _numbers(status: RunStatus) -> Iterator[tuple[str, str]]:
+    return (
+        (label, format_value(name, status.latest[name])) for name, label in NUMBERS.items() if name in status.latest
+    )
 
 
 def _label(curve: Series) -> str:

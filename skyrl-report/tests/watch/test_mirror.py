@@ -20,10 +20,12 @@ def test_a_remote_run_is_copied_and_kept_up_to_date(tmp_path: Path, monkeypatch:
         assert local.eval_steps() == remote.eval_steps()
         assert not (local.path / "ckpts").exists()
         site = Site(local, mirror)
+        changed_at = local.train_log.stat().st_ctime_ns
         write_metrics(remote.metrics, [{"reward/avg_raw_reward": 0.5}] * 12)
         page = site.find("/report.html")
         assert page is not None
         assert b"11 training steps" in page.content
+        assert local.train_log.stat().st_ctime_ns == changed_at, "an unchanged file is not copied again"
     assert not local.path.exists()
 
 

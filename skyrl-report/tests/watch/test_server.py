@@ -69,7 +69,18 @@ def test_nothing_can_be_written(server: Server) -> None:
 def test_another_site_cannot_read_the_run_through_a_browser(server: Server) -> None:
     """With DNS rebinding, the browser believes that the server belongs to the site."""
     assert ask(server, "/report.html", Host="evil.example:8300")[0] == 403
+    assert ask(server, "/report.html", Host="[half")[0] == 403
     assert ask(server, "/report.html", Host="localhost:9999")[0] == 200, "a forwarded port"
+
+
+def test_a_slow_page_is_served_for_a_while(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_report.watch.server.FAST_S", 0.0)
+    site = Site(folder)
+    before = site.find("/report.html")
+    write_metrics(folder.metrics, [{"reward/avg_raw_reward": 0.125}] * 10)
+    assert site.find("/report.html") is before
+    assert before is not None
+    assert before.version != site.version()
 
 
 def test_other_interfaces_need_the_token(folder: RunFolder) -> None:

@@ -1,5 +1,6 @@
 import doctest
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def test_a_terminal_shows_the_run_until_it_ends(folder: RunFolder) -> None:
         "! 2026-01-02 03:04:06 The disk is slow",
     ):
         assert expected in text
+    assert re.search(r"^average raw reward +0\.8 +▁", text, re.MULTILINE)
     assert "last sample · catch · score -1" in text
     assert "Where is <the> ball?" in text, "markup is not read from text"
     assert "step 20 of 20 · finished" in text

@@ -122,7 +122,10 @@ class TrainerConfig(RunConfig):
     `<remote_trajectory_url>/evals/<run_name>/global_step_<N>/`. Needs `dump_eval_results=true`."""
 
     dump_trajectories: bool = False
-    """Write all training trajectories to `trajectories/` in the run folder."""
+    """Write all training trajectories to `trajectories/` in the run folder, with log-probs and advantages of tokens."""
+
+    n_dumped_prompts: Annotated[int, Ge(0)] = 1
+    """Without `dump_trajectories`: prompts of each step whose trajectories are written, without values of tokens."""
 
     log_verl_metrics: bool = False
     """Also log step metrics under verl's names (`actor/pg_loss`, `critic/score/mean`, `response_length/mean`, …) and

@@ -204,7 +204,7 @@ class RLExperiment(Experiment):
             SavedConfig(folder),
             *evaluation,
             Logging(tracker),
-            *([TrajectoryDump(folder, chat)] if trainer.dump_trajectories else []),
+            TrajectoryDump(folder, chat),
             Checkpointing(),
             Export(),
             Reporting(folder),

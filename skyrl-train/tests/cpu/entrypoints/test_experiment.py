@@ -1,4 +1,5 @@
 import asyncio
+import json
 import re
 import shutil
 import sys
@@ -23,6 +24,9 @@ def test_a_run_writes_its_folder(catch_run: list[str]) -> None:
         "train.log",
         "learning_curve.png",
         "report.html",
+        "trajectories.html",
+        "report_files/index.js",
+        "session.json",
         "evals/global_step_0/synthetic_catch.jsonl",
         "evals/global_step_2/aggregated_results.jsonl",
         "trajectories/global_step_1.jsonl",
@@ -32,11 +36,30 @@ def test_a_run_writes_its_folder(catch_run: list[str]) -> None:
         "export/global_step_2/policy/model.safetensors",
         "export/global_step_2/policy/tokenizer.json",
     }
+    session = json.loads((run.folder / "session.json").read_text())
+    assert (session["total_steps"], session["first_step"], session["error"]) == (2, 0, None)
+    assert session["started_at"] < session["ended_at"]
+    rows = run.trajectories(1)
+    assert len(rows) == len(run.trajectories(2))
+    for row in rows:
+        assert "".join(row["tokens"]) == row["output_response"]
+        assert {len(row[key]) for key in ("loss_mask", "logprobs", "advantages")} == {len(row["tokens"])}
+        assert all(mask or not advantage for mask, advantage in zip(row["loss_mask"], row["advantages"], strict=True))
+    assert any(value for row in rows for value in row["advantages"])
     assert run.steps == [0, 1, 2]
     first, last = run.metrics[1:]
     assert first["policy/rollout_train_logprobs_abs_diff_mean"] < 1e-5
     assert last["environment/avg_steps"] == 5  # the full number of turns
     assert "eval/environment/catch_rate" in last
+
+
+def test_by_default_a_run_writes_the_trajectories_of_one_prompt_per_step(catch_run: list[str]) -> None:
+    run = train(*catch_run, "trainer.max_training_steps=1")
+    rows = run.trajectories(1)
+    assert len({row["uid"].partition("_")[0] for row in rows}) == 1
+    assert not any("tokens" in row for row in rows)
+    stop = "trainer.run_name=none", "trainer.max_training_steps=1"
+    assert not (train(*catch_run, *stop, "trainer.n_dumped_prompts=0").folder / "trajectories").exists()
 
 
 def test_a_checkpoint_that_does_not_exist_is_named_before_the_run_starts(catch_run: list[str], tmp_path: Path) -> None:
