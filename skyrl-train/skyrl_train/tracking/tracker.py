@@ -22,7 +22,8 @@ from skyrl_train.checkpoint import replace_text
 from skyrl_train.config.rules.run import find_wandb_problem
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.jsonl import MetricsFile
-from skyrl_train.tracking.writer import BackgroundWriter
+from skyrl_train.tracking.writer import TIMEOUT_S, BackgroundWriter
+from skyrl_train.watchdog import TRACKER, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +222,8 @@ class Tracking:
                 if isinstance(tracker, MetricsFile | TensorBoardTracker):
                     self._writer.submit(partial(tracker.log, metrics, step))
                 else:
-                    tracker.log(metrics, step)
+                    with Wait(TRACKER, type(tracker).__name__, f"log of step {step}"):
+                        tracker.log(metrics, step)
             except OSError as error:
                 failures.append(error)
         if failures:
@@ -229,7 +231,8 @@ class Tracking:
 
     def flush(self) -> None:
         """Wait until all metrics have been written or have failed. Raise OSError if the disk does not respond."""
-        self._writer.flush()
+        with Wait(TRACKER, "metrics", "flush", TIMEOUT_S):
+            self._writer.flush()
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Log a checkpoint as a wandb artifact, if wandb is a backend."""
@@ -245,7 +248,8 @@ class Tracking:
 
     def close(self) -> None:
         """Close every backend. Safe to call twice."""
-        self._closing.close()
+        with Wait(TRACKER, "all trackers", "close"):
+            self._closing.close()
 
     def _finish_writing(self) -> None:
         try:

@@ -18,6 +18,7 @@ from skyrl_train.errors import OutOfMemoryError, SyncError, WorkerError
 from skyrl_train.models.memory import MIN_TOKENS
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelPart, ModelSpec, Role, SyncKind, TensorSpec
+from skyrl_train.watchdog import RANK, Wait
 from skyrl_train.weight_sync import Receipt, SyncPlan
 from skyrl_train.workers.split import draws_fit, join, split
 from skyrl_train.workers.worker import REQUIRED_PARTS, ModelFacts
@@ -101,7 +102,7 @@ class WorkerGroup:
 
     async def load(self) -> None:
         """Load the model on every rank, or raise ConfigError if there is no model at its path."""
-        await self._gather(rank.call(self.role, "load", self._spec, self._objective) for rank in self._ranks)
+        await self._gather("load", [(self._spec, self._objective)] * len(self._ranks))
         self.facts = (await self._call("facts"))[0]
         self._shares_prefixes = self.facts.shares_prefixes
         self._max_tokens = self._layout.context_size * self.facts.max_tokens_per_micro_batch
@@ -295,14 +296,16 @@ class WorkerGroup:
                 raise WorkerError(
                     f"the {self.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
                 ) from self._broken_by
-            return await self._gather(
-                rank.call(self.role, method, *first, *args)
-                for rank, first in zip(self._ranks, first_args or [()] * len(self._ranks), strict=True)
-            )
+            return await self._gather(method, [(*first, *args) for first in first_args or [()] * len(self._ranks)])
 
-    async def _gather(self, calls_of_ranks: Iterable[Awaitable[Any]]) -> list[Any]:
-        """Return the result of each rank. If one of several ranks fails, the group is broken."""
-        calls = [asyncio.ensure_future(call) for call in calls_of_ranks]
+    async def _call_rank(self, index: int, method: str, args: tuple[Any, ...]) -> Any:
+        with Wait(RANK, f"rank {index} of the {self.role}", method):
+            return await self._ranks[index].call(self.role, method, *args)
+
+    async def _gather(self, method: str, args_of_ranks: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call all ranks, and return the result of each. If one of several ranks fails, the group is broken."""
+        indexed = enumerate(args_of_ranks)
+        calls = [asyncio.ensure_future(self._call_rank(index, method, args)) for index, args in indexed]
         if len(calls) == 1:
             return [await calls[0]]
         try:
