@@ -142,7 +142,6 @@ class AgentGenerator(RolloutGenerator):
         self._n_rolling = 0
         self._trains_side_requests = trains_side_requests
         self._counts: dict[Phase, list[Counter[str]]] = {"train": [], "eval": []}  # since the last `take_metrics`
-        self._has_warned = False
 
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
@@ -166,19 +165,12 @@ class AgentGenerator(RolloutGenerator):
         return await self._rewards.add_to(trajectories)
 
     def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
-        """Return `agent/*` if any rollout offered tools. Warn once if no reply called one."""
+        """Return `agent/*` if any rollout offered tools."""
         rollouts, self._counts[phase] = self._counts[phase], []
         with_tools = [counts for counts in rollouts if counts["with_tools"]]
         if not with_tools:
             return {}
         n_without_calls = sum(not counts["with_calls"] for counts in with_tools)
-        if n_without_calls == len(with_tools) and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "The requests of %d rollouts offered tools, and no reply called one: does the model write calls in the "
-                "format of its chat template?",
-                n_without_calls,
-            )
         totals = sum(rollouts, Counter())
         return {
             "agent/no_tool_calls": n_without_calls / len(with_tools),

@@ -136,6 +136,8 @@ class Rollouts:
         rollouts = self._penalize_overlong(collector.take())
         metrics = rollout_metrics(played)
         metrics |= training_reward_metrics(played, generator.n_samples_per_prompt, generator.success_reward)
+        if seconds := [sum(t.timing.values()) for t in played if t.timing]:
+            metrics |= {"generate/avg_seconds": sum(seconds) / len(seconds), "generate/max_seconds": max(seconds)}
         metrics |= {"generate/n_left_alone": float(n_alone), **collector.metrics(), **self._prompts.metrics}
         if self._with_greedy_rewards:
             n_taken = len(rollouts)

@@ -174,7 +174,7 @@ class Tracking:
         id_dir: Path | None = None,
     ) -> None:
         start: dict[str, Callable[[], Tracker]] = {
-            "jsonl": lambda: MetricsFile(RunFolder(run_dir).metrics),
+            "jsonl": lambda: MetricsFile(self.run_folder.metrics),
             "console": ConsoleTracker,
             "tensorboard": lambda: TensorBoardTracker(run_dir / "tensorboard"),
             "wandb": lambda: WandbTracker(project_name, run_name, config, run_dir, id_dir or run_dir),
@@ -186,6 +186,7 @@ class Tracking:
                 raise ConfigError(
                     f"trainer.logger={name!r} is not a tracking backend; choose from {choices} (one, or a list)"
                 )
+        self.run_folder = RunFolder(run_dir)
         self._trackers: list[Tracker] = []
         self._uncommitted: dict[str, float] = {}
         with ExitStack() as started:

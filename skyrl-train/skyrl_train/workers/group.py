@@ -20,7 +20,7 @@ from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelPart, ModelSpec, Role, SyncKind, TensorSpec
 from skyrl_train.watchdog import RANK, Wait
 from skyrl_train.weight_sync import Receipt, SyncPlan
-from skyrl_train.workers.split import draws_fit, join, split
+from skyrl_train.workers.split import draws_fit, join, measure_padding, split
 from skyrl_train.workers.worker import REQUIRED_PARTS, ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,8 @@ class WorkerGroup:
         self._max_tokens = self._layout.context_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
         self.reduced_max_tokens: int | None = None
         """Token budget of a pass, once memory has run out and the configured one was too large."""
+        self.padding_ratio: float | None = None
+        """Share of padding in the last mini-batch. None if rows are packed."""
         self._holds_gradients = False  # of a mini-batch that no optimizer step has applied yet
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
@@ -137,6 +139,8 @@ class WorkerGroup:
                 scores = (await self.score(mini_batch))[objective.score_name]
             mini_batch, metrics = objective.differentiate(scores, mini_batch)
         shards, _ = self._split(mini_batch, max_rows, keeps_draws=keeps_draws)
+        if not self._shares_prefixes:
+            self.padding_ratio = measure_padding(shards)
         metrics = metrics.merge(*await self._call_with_shards("forward_backward", shards))
         self._holds_gradients = True
         return metrics
