@@ -25,7 +25,7 @@ from skyrl_train.endpoint.process import EndpointProcess
 from skyrl_train.endpoint.server import Endpoint
 from skyrl_train.endpoint.service import ModelService
 from skyrl_train.endpoint.session import AgentSession
-from skyrl_train.errors import ConfigError, EngineError, EngineLostError, EnvError
+from skyrl_train.errors import ConfigError, EngineError, EngineLostError, EnvError, StalledError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import load_chat_template
 from skyrl_train.generators.rewards import RewardFunctions, is_async
@@ -33,6 +33,7 @@ from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import InferenceEngine, SamplingParams
 from skyrl_train.types import PromptRow, StopReason, Trajectory
 from skyrl_train.types.tokens import Phase
+from skyrl_train.watchdog import AGENT, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,6 @@ class AgentGenerator(RolloutGenerator):
         self._n_rolling = 0
         self._trains_side_requests = trains_side_requests
         self._counts: dict[Phase, list[Counter[str]]] = {"train": [], "eval": []}  # since the last `take_metrics`
-        self._has_warned = False
 
     async def rollout(
         self, requests: Sequence[RolloutRequest], sampling: SamplingParams, metadata: BatchMetadata
@@ -165,19 +165,12 @@ class AgentGenerator(RolloutGenerator):
         return await self._rewards.add_to(trajectories)
 
     def take_metrics(self, phase: Phase = "train") -> dict[str, float]:
-        """Return `agent/*` if any rollout offered tools. Warn once if no reply called one."""
+        """Return `agent/*` if any rollout offered tools."""
         rollouts, self._counts[phase] = self._counts[phase], []
         with_tools = [counts for counts in rollouts if counts["with_tools"]]
         if not with_tools:
             return {}
         n_without_calls = sum(not counts["with_calls"] for counts in with_tools)
-        if n_without_calls == len(with_tools) and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "The requests of %d rollouts offered tools, and no reply called one: does the model write calls in the "
-                "format of its chat template?",
-                n_without_calls,
-            )
         totals = sum(rollouts, Counter())
         return {
             "agent/no_tool_calls": n_without_calls / len(with_tools),
@@ -212,13 +205,15 @@ class AgentGenerator(RolloutGenerator):
             try:
                 endpoint = await self._get_endpoint()
                 session = await endpoint.open_session(sampling, rollout.seed, rollout.session_id)
-            except EngineLostError as error:
-                rollout.fail(StopReason.ENGINE_ERROR, str(error), error)
+            except (EngineLostError, StalledError) as error:
+                is_stalled = isinstance(error, StalledError)
+                rollout.fail(StopReason.STALLED if is_stalled else StopReason.ENGINE_ERROR, str(error), error)
                 return
             started = time.perf_counter()
             with _invalidate_on_error(rollout, session):
                 try:
-                    returned = await self._call_agent(endpoint.url(session), session.id, rollout.request.row)
+                    with Wait(AGENT, rollout, f"session {session.id}", self._limit_s):
+                        returned = await self._call_agent(endpoint.url(session), session.id, rollout.request.row)
                 finally:
                     await endpoint.end_session(session)
                     rollout.conversation = session.recording if session.recording.turns else None

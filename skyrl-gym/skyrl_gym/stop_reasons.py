@@ -36,6 +36,7 @@ class StopReason(StrEnum):
     REWARD_UNKNOWN = "reward_unknown", "The environment, a reward function or the agent could not grade the reply."
     PROMPT_TOO_LONG = "prompt_too_long", "The prompt is longer than the maximum input length."
     TRAJECTORY_TIMEOUT = "trajectory_timeout", "It took longer than generator.trajectory_timeout_seconds."
+    STALLED = "stalled", "A wait exceeded trainer.watchdog.limit_seconds."
     EMPTY_RESPONSE = "empty_response", "The response has no token that could carry a reward."
     AGENT_ERROR = "agent_error", "The agent raised an error, or did not return a reward."
     AGENT_TIMEOUT = "agent_timeout", "The agent exceeded its time limit."

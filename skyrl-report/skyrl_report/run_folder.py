@@ -57,6 +57,7 @@ class RunFolder:
         self.config_yaml = self.path / "config.yaml"
         self.changes = self.path / "changes.jsonl"
         self.metrics = self.path / "metrics.jsonl"
+        self.findings = self.path / "diagnosis.jsonl"
         self.train_log = self.path / "train.log"
         self.learning_curve = self.path / "learning_curve.png"
         self.report = self.path / "report.html"

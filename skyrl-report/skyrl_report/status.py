@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_report.diagnosis import find_missing_signal
 from skyrl_report.evaluations import EvaluatedTrajectory, parse_trajectory
 from skyrl_report.run_folder import AGGREGATED, RunFolder, Session
 from skyrl_report.series import MetricRows, Series, read_series
-from skyrl_report.signal import find_missing_signal
 from skyrl_report.summary import TimeShare, format_duration, headline_evals, time_split
 
 N_RECENT = 20

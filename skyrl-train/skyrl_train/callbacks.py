@@ -10,17 +10,17 @@ import logging
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from skyrl_gym.envs.entry_point import load_attribute
 from skyrl_gym.runtime.text import describe_error
+from skyrl_report.diagnosis import Diagnosis, append_findings, read_findings
+from skyrl_report.metrics_file import read_metrics
 from skyrl_report.page import own_command, report_run
 from skyrl_report.refresh import Refresher
 from skyrl_report.run_folder import RunFolder, Session
-from skyrl_report.signal import N_STEPS, find_missing_signal
 from skyrl_train.checkpoint import replace_text, step_of
 from skyrl_train.config import SkyRLConfig, to_yaml
 from skyrl_train.dataset.files import write_jsonl
@@ -92,17 +92,23 @@ class Evaluation(Callback):
 
 
 class Logging(Callback):
-    """A callback that logs metrics, updates the progress line, and warns once if steps lack a learning signal."""
+    """A callback that logs metrics, updates the progress line, and warns once of each problem that they show."""
 
     def __init__(self, tracking: Tracking) -> None:
         self._tracking = tracking
         self._progress: Progress | None = None
-        self._newest: deque[dict[str, float]] = deque(maxlen=N_STEPS)
-        self._has_warned = False
+        self._diagnosis: Diagnosis | None = None
+        self._findings = tracking.run_folder.findings
 
     async def on_train_start(self, run: Run) -> None:
         self._tracking.truncate_after(run.global_step or -1)  # a new run also logs step 0
         self._progress = Progress(run.total_steps, run.global_step)
+        step = run.global_step or -1
+        findings = [finding for finding in read_findings(self._findings) if finding.step <= step]
+        self._findings.unlink(missing_ok=True)
+        append_findings(self._findings, findings)
+        rows = read_metrics(self._tracking.run_folder.metrics)
+        self._diagnosis = Diagnosis(run.cfg.model_dump(mode="json"), rows, [finding.rule for finding in findings])
 
     async def on_step_end(self, run: Run, report: StepReport) -> None:
         report.metrics |= report.timer.metrics()
@@ -121,10 +127,11 @@ class Logging(Callback):
                 logger.warning("Failed to write metrics; the run retries at its end: %s", error)
         if self._progress is not None and report.global_step > 0:
             self._progress.update(report.global_step, report.metrics)
-        self._newest.append(report.metrics)
-        if not self._has_warned and (warning := find_missing_signal(list(self._newest))):
-            logger.warning(warning)
-            self._has_warned = True
+        if self._diagnosis is not None:
+            findings = self._diagnosis.add({"step": report.global_step, **report.metrics})
+            for finding in findings:
+                logger.warning("%s", finding.text)
+            append_findings(self._findings, findings)
 
     async def before_checkpoint(self, run: Run) -> None:
         try:

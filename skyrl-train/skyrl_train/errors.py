@@ -14,6 +14,7 @@
     ├── DivergenceError         `learner` and `run`, when they check the weights
     ├── StorageError            `run`, `entrypoints.base` and `dataset.files`: a file cannot be written, or has changed
     ├── OutOfMemoryError        `launch.process`, `workers.group`, engines and `entrypoints.base`: memory ran out
+    ├── StalledError            `watchdog`: a wait has reached its limit
     ├── WorkerError             `workers` and `launch`, when a rank fails or its process ends
     └── SyncError               `weight_sync`, and both ends of a weight sync
 
@@ -79,6 +80,12 @@ class OutOfMemoryError(SkyRLError):
         super().__init__(message)
         self.stage = stage
         """Method of the worker that failed, e.g. "forward_backward", "load", or "generate" for an engine."""
+
+
+class StalledError(SkyRLError):
+    """A wait reached its limit: a weight sync, a rank, a disk or another part of a run does not answer."""
+
+    exit_status = 5
 
 
 class WorkerError(SkyRLError):

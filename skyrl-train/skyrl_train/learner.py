@@ -87,12 +87,14 @@ class TrainedModels:
         return sum(group.n_optimizer_steps for group in self._groups())
 
     def memory_metrics(self) -> dict[str, float]:
-        """Return `memory/max_tokens_per_microbatch_<role>` of each model whose token budget was too large."""
-        return {
-            f"memory/max_tokens_per_microbatch_{group.role}": float(group.reduced_max_tokens)
-            for group in self._groups()
-            if group.reduced_max_tokens is not None
-        }
+        """Return the token budget of each model whose budget was too large, and the padding of unpacked rows."""
+        metrics: dict[str, float] = {}
+        for group in self._groups():
+            if group.reduced_max_tokens is not None:
+                metrics[f"memory/max_tokens_per_microbatch_{group.role}"] = float(group.reduced_max_tokens)
+            if group.padding_ratio is not None:
+                metrics[f"memory/padding_ratio_{group.role}"] = group.padding_ratio
+        return metrics
 
     def _groups(self) -> list[WorkerGroup]:
         """Return all models."""

@@ -15,6 +15,7 @@ from skyrl_report.run_folder import IMAGE_FOLDER, RunFolder
 from skyrl_train.checkpoint import RemoteCheckpoints, open_folder, step_of, upload_files
 from skyrl_train.errors import CheckpointError
 from skyrl_train.run import Callback, Run, StepReport
+from skyrl_train.watchdog import UPLOAD, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,8 @@ class RemoteStorage(Callback):
         timeout_s = 0.0 if is_interrupt else run.cfg.trainer.remote_exit_timeout_seconds
         if n_pending := self._uploader.n_pending:
             logger.info("Waiting up to %.0f s for %d uploads", timeout_s, n_pending)
-        is_done = await asyncio.to_thread(self._uploader.wait, timeout_s)
+        with Wait(UPLOAD, f"{n_pending} folders", limit_s=timeout_s):
+            is_done = await asyncio.to_thread(self._uploader.wait, timeout_s)
         await self._settle(run)
         self._uploader.close()
         if not is_done:

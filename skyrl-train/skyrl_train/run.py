@@ -39,6 +39,7 @@ from skyrl_train.out_of_memory import is_out_of_memory
 from skyrl_train.plan.hardware import free_host_bytes
 from skyrl_train.timer import StepTimer, peak_memory
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory, TrajectoryID
+from skyrl_train.watchdog import CALLBACK, CHECKPOINT, Wait
 from skyrl_train.workers.random_state import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,8 @@ class Run(ABC):
                 logger.exception("The last checkpoint could not be written")
             for callback in self._callbacks:
                 try:
-                    await callback.on_train_end(self, error)
+                    with Wait(CALLBACK, type(callback).__name__, "on_train_end"):
+                        await callback.on_train_end(self, error)
                 except OSError as failure:  # e.g. the full disk that ended the run
                     logger.warning("%s failed at the end of the run: %s", type(callback).__name__, failure)
                 except Exception:  # a failing callback must not hide why the run ended
@@ -208,7 +210,8 @@ class Run(ABC):
         step = Step(self.global_step)
         await self.prepare(step)
         for callback in self._callbacks:
-            await callback.on_train_start(self)
+            with Wait(CALLBACK, type(callback).__name__, "on_train_start"):
+                await callback.on_train_start(self)
         if self.global_step == 0:
             await self.finish_step(step)
 
@@ -240,7 +243,8 @@ class Run(ABC):
         report = StepReport(step.number, is_last, metrics, step.played, step.timer, step.advantages)
         for callback in self._callbacks:
             try:
-                await callback.on_step_end(self, report)
+                with Wait(CALLBACK, type(callback).__name__, f"on_step_end of step {step.number}"):
+                    await callback.on_step_end(self, report)
             except (OSError, CheckpointError) as error:
                 text = f"{type(callback).__name__} failed at step {step.number}: {error}"
                 if is_last or self.is_stopping:
@@ -455,7 +459,8 @@ class Run(ABC):
         """Download the latest complete remote checkpoint if it is newer than the local ones."""
         local = self.checkpoints.resumable_step()
         try:
-            step = await asyncio.to_thread(remote.latest_step)
+            with Wait(CHECKPOINT, remote.folder.url, "list of steps"):
+                step = await asyncio.to_thread(remote.latest_step)
         except STORAGE_ERRORS as error:
             if local is None:
                 raise CheckpointError(
@@ -477,7 +482,8 @@ class Run(ABC):
             await asyncio.to_thread(remote.download, step, folder)
 
         try:
-            return await self.checkpoints.receive(step, write, await asyncio.to_thread(remote.size, step))
+            with Wait(CHECKPOINT, remote.folder.url, f"download of step {step}"):
+                return await self.checkpoints.receive(step, write, await asyncio.to_thread(remote.size, step))
         except STORAGE_ERRORS as error:
             raise CheckpointError(
                 f"cannot download the checkpoint of step {step} from {remote.folder.url}: {error!r}. Check the network "

@@ -17,6 +17,7 @@ from skyrl_train.learner import MIN_MEAN_LOGPROB, TrainedModels
 from skyrl_train.run import Callback, Run, Step, StepReport
 from skyrl_train.tracking.system import peak_flops, system_metrics
 from skyrl_train.types import DrawnPrompt, Metrics, TrainingBatch
+from skyrl_train.watchdog import DATA, Wait
 
 VALIDATION_ROWS = 32
 """Rows per batch of the validation. It bounds memory and does not change the metrics."""
@@ -69,7 +70,8 @@ class SupervisedTrainer(Run):
             await self.start()
             for step in self.steps():
                 with step.timer("step"):
-                    batch = self._rows.take()  # sequences (B, L)
+                    with Wait(DATA, f"step {step.number}"):
+                        batch = self._rows.take()  # sequences (B, L)
                     await self.update(step, batch)  # one optimizer step
                 self.measure(step, batch)
                 await self.finish_step(step)  # callbacks: validate, log, checkpoint

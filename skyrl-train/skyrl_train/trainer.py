@@ -17,6 +17,7 @@ from skyrl_train.generators.source import Rollouts
 from skyrl_train.learner import Learner
 from skyrl_train.run import Callback, Run, Step
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory
+from skyrl_train.watchdog import ROLLOUTS, SYNC, Wait
 
 __all__ = ["RolloutsAbandonedError", "Step", "Trainer"]
 
@@ -112,9 +113,10 @@ class Trainer(Run):
         """Wait for rollouts. Raise RolloutsAbandonedError if they outlast the grace period after a stop request."""
         waiting, stop = asyncio.ensure_future(rollouts), asyncio.ensure_future(self._stop.wait())
         try:
-            await asyncio.wait([waiting, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                await asyncio.wait([waiting], timeout=STOP_GRACE_S)
+            with Wait(ROLLOUTS, f"step {number}"):
+                await asyncio.wait([waiting, stop], return_when=asyncio.FIRST_COMPLETED)
+                if not waiting.done():
+                    await asyncio.wait([waiting], timeout=STOP_GRACE_S)
             if not waiting.done():
                 raise RolloutsAbandonedError(
                     f"The rollouts of step {number} did not end within {STOP_GRACE_S:.0f} s after the stop request, "
@@ -168,7 +170,8 @@ class Trainer(Run):
             with suppress(RolloutsAbandonedError):  # after a stop request, no step will train on them
                 await self._wait_for_rollouts(self._source.before_sync(), step.number + 1)
             try:
-                step.record(await self._sync_engines(step.number))
+                with Wait(SYNC, f"step {step.number}"):
+                    step.record(await self._sync_engines(step.number))
             except EngineError:
                 await self.check_weights(step.number)  # divergence explains why engines reject the weights
                 raise

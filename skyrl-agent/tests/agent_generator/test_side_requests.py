@@ -9,6 +9,7 @@ from train_kit.endpoints import new_client
 from train_kit.messages import user
 
 from skyrl_agent.agent_generator import AgentResult
+from skyrl_report.diagnosis import diagnose
 from skyrl_train.inference_engines.base import SamplingParams
 
 TOOL = {"type": "function", "function": {"name": "read", "parameters": {}}}
@@ -59,7 +60,7 @@ async def test_side_requests_are_not_trained_on_by_default(in_own_process: bool,
     }
 
 
-async def test_agents_learn_that_no_tool_was_called(caplog: pytest.LogCaptureFixture) -> None:
+async def test_rollouts_without_tool_calls_are_diagnosed() -> None:
     tokenizer = hermes_tokenizer()
     stage = AgentStage(ScriptedEngine(tokenizer, take_turns(["<tool_call>{", "Nothing.", "Nothing."])), tokenizer)
     generator = stage.generator(coding_agent)
@@ -68,6 +69,6 @@ async def test_agents_learn_that_no_tool_was_called(caplog: pytest.LogCaptureFix
         metrics = generator.take_metrics()
         assert (metrics["agent/no_tool_calls"], metrics["agent/malformed_tool_calls"]) == (1.0, pytest.approx(1 / 3))
         assert generator.take_metrics() == {}
+        (finding,) = diagnose([{"step": 1, **metrics}], {})
+        assert (finding.rule, "no reply called one" in finding.text) == ("unused_tools", True)
     await stage.close()
-    warnings = [record for record in caplog.records if "no reply called one" in record.getMessage()]
-    assert len(warnings) == 1

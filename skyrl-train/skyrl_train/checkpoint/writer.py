@@ -10,6 +10,7 @@ from pathlib import Path
 
 from skyrl_train.checkpoint.store import CheckpointStore
 from skyrl_train.errors import CheckpointError
+from skyrl_train.watchdog import CHECKPOINT, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class CheckpointWriter:
 
     async def save(self, snapshot: Snapshot) -> None:
         """Write a checkpoint, after the one in progress has finished. Raise CheckpointError if the write fails."""
-        await self._write(snapshot, _CopyPhase())
+        with Wait(CHECKPOINT, self._store.path, f"step {snapshot.step}"):
+            await self._write(snapshot, _CopyPhase())
 
     async def begin(self, snapshot: Snapshot) -> None:
         """Copy the state, then write it in the background. A failed write is an alert, not an error."""
@@ -57,7 +59,8 @@ class CheckpointWriter:
         self._remaining_s = self._timeout_s
         is_ready = await self._wait_within_limit(snapshot.step, self._saving, copying.started)
         if is_ready or not copying.started.cancel():  # it may have started meanwhile
-            await asyncio.wait([self._saving, copying.ended], return_when=asyncio.FIRST_COMPLETED)
+            with Wait(CHECKPOINT, self._store.path, f"copy of step {snapshot.step}"):
+                await asyncio.wait([self._saving, copying.ended], return_when=asyncio.FIRST_COMPLETED)
             if not copying.ended.done():
                 await self.finish()
 
@@ -72,14 +75,16 @@ class CheckpointWriter:
         """Wait until the checkpoint in progress is written."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            await saving
+            with Wait(CHECKPOINT, self._store.path, "checkpoint in progress"):
+                await saving
 
     async def _wait_within_limit(self, step: int, *awaited: asyncio.Future[None]) -> bool:
         """Wait until one of the futures ends. After the limit, alert that `step` is not saved and return False."""
         if any(future.done() for future in awaited):
             return True
         started, could_wait = time.monotonic(), self._remaining_s > 0
-        done, _ = await asyncio.wait(awaited, timeout=self._remaining_s, return_when=asyncio.FIRST_COMPLETED)
+        with Wait(CHECKPOINT, self._store.path, f"start of step {step}", self._remaining_s):
+            done, _ = await asyncio.wait(awaited, timeout=self._remaining_s, return_when=asyncio.FIRST_COMPLETED)
         self._remaining_s = max(0.0, self._remaining_s - (time.monotonic() - started))
         if not done and could_wait:
             await self._alert(

@@ -89,7 +89,7 @@ class SkyRLGymConfig(Section):
 
     call_timeout_seconds: Annotated[float, Gt(0)] | None = 300.0
     """Time limit of an environment call, in seconds. A call that exceeds it is abandoned, and its rollout is invalid
-    (`env_timeout`). null disables the limit."""
+    (`env_timeout`). null leaves only `trainer.watchdog.limit_seconds`."""
 
     isolation: Literal["thread", "process"] = "thread"
     """`process` runs each environment in a separate worker process, at most `max_env_workers` at once. Workers that

@@ -75,6 +75,20 @@ class RunPlacementConfig(Section):
         return not self.shares_devices or self.size("policy") != (1, 1)
 
 
+class WatchdogConfig(Section):
+    """Reports waits that are stuck, and ends those that no other limit ends."""
+
+    warn_after_seconds: Annotated[float, Gt(0)] | None = 300.0
+    """Warn of a wait without progress after this many seconds, with who waits for what, and write the stacks of the
+    process to `stacks.txt`. Sooner if the wait has its own limit: after half of it. Repeated after twice the time. null
+    disables the warning."""
+
+    limit_seconds: Annotated[float, Gt(0)] | None = 7200.0
+    """End a wait without progress after this many seconds if no other setting limits it. A rollout that waits for its
+    environment, engine or reward becomes invalid. If models, a weight sync, a tracker or a disk do not respond, the run
+    ends with exit status 5, and the last checkpoint is kept. null disables the limit."""
+
+
 class RunConfig(Section):
     """The training run."""
 
@@ -151,6 +165,8 @@ class RunConfig(Section):
 
     remote_exit_timeout_seconds: Annotated[float, Ge(0)] = 600.0
     """Maximum number of seconds to wait for uploads at the end of a run."""
+
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     hf_save_interval: CountOrMinusOne = -1
     """Export the policy as a Hugging Face folder every N steps. -1 disables exports."""

@@ -54,6 +54,7 @@ from skyrl_train.models.vision import freeze_vision
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Shard
 from skyrl_train.types.specs import ModelSpec, World
+from skyrl_train.watchdog import RANK
 
 T = TypeVar("T")
 
@@ -105,6 +106,7 @@ class HuggingFaceStrategy(DistributedStrategy[ScoringModule]):
         results: list[T] = []
         for indices in shard.micro_batches:
             adjust_threads()
+            RANK.progress()
             rows = shard.rows.select(indices).to(device)
             if not settings.adapter:  # the reference chooses its own experts, whether or not it is the policy's model
                 rows = replace(rows, experts=None)

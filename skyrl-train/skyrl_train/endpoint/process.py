@@ -21,6 +21,7 @@ from skyrl_train.inference_engines.channel import listen, new_local_address
 from skyrl_train.inference_engines.process import ServerProcess
 from skyrl_train.inference_engines.remote import RemoteClient, RemoteEngine, new_token, serve
 from skyrl_train.types import Segment, Turn
+from skyrl_train.watchdog import ENDPOINT, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ class EndpointProcess:
 
     async def _call(self, method: str, *args: Any) -> Any:
         assert self._client is not None, "call start() first"
-        return await self._client.call(method, *args)
+        with Wait(ENDPOINT, self._origin, method):
+            return await self._client.call(method, *args)
 
 
 class _EndpointHost(Endpoint):

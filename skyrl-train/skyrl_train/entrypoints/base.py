@@ -38,6 +38,7 @@ from skyrl_train.threads import compute_thread
 from skyrl_train.timer import StepTimer
 from skyrl_train.tracking import Tracking, create_run_folder, log_to_file
 from skyrl_train.types.specs import Role
+from skyrl_train.watchdog import Watchdog
 from skyrl_train.weight_sync import SyncOptions
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,8 @@ class Experiment(ABC):
                         stack.enter_context(folder_lock(folder, f"wait until it ends, or set another {key}", run))
                         locked.append(folder)
                 stack.enter_context(log_to_file(self.run_folder.train_log))
+                limits = self.cfg.trainer.watchdog
+                stack.enter_context(Watchdog(run, limits.warn_after_seconds, limits.limit_seconds))
                 stack.enter_context(collect_rarely())
                 self._compute = stack.enter_context(compute_thread())
                 random.seed(seed)

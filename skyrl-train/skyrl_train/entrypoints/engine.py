@@ -149,6 +149,7 @@ def engine_sync(
         policy,
         n_token_ids=n_tokens,
         pauses=settings.enabled,
+        timeout_s=cfg.generator.weight_sync_timeout_seconds,
         tolerance=sync_tolerance(cfg, launcher.device, dtype, is_copied=is_copied),
         # after the first sync, sampling for the check would wait for rollouts in progress
         checks_once=settings.continues_rollouts and cfg.generator.weight_sync_check == "auto",

@@ -9,8 +9,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,7 @@ from skyrl_train.algorithms.reward_pipeline import Reward, add_final_reward, wei
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.generator import GeneratorConfig
 from skyrl_train.config.root import SkyRLGymConfig
-from skyrl_train.errors import EngineError, EnvError, OutOfMemoryError
+from skyrl_train.errors import EngineError, EnvError, OutOfMemoryError, StalledError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import MAX_CHARS_PER_TOKEN, ChatEncoder, cannot_fit, load_chat_template
 from skyrl_train.generators.conversation import TokenConversation, conversation_factory
@@ -41,6 +40,7 @@ from skyrl_train.generators.rewards import RewardFunctions
 from skyrl_train.generators.rollout import Rollout, play_until_valid
 from skyrl_train.inference_engines.base import EngineRequest, EngineResult, InferenceEngine, SamplingParams
 from skyrl_train.types import StopReason, Trajectory
+from skyrl_train.watchdog import ENGINE, ENVIRONMENT, SLOT, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class UnknownReward(EnvError):
 
 
 STOP_REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (StalledError, StopReason.STALLED),
     (EngineError, StopReason.ENGINE_ERROR),
     (EnvTimeout, StopReason.ENV_TIMEOUT),
     (EnvCrashed, StopReason.ENV_CRASHED),
@@ -87,6 +88,8 @@ class GymGenerator(RolloutGenerator):
         self._gym_cfg, in_processes = skyrl_gym_cfg, skyrl_gym_cfg.isolation == "process"
         limits = (skyrl_gym_cfg.max_env_workers, skyrl_gym_cfg.call_timeout_seconds)
         self._episodes = ProcessEpisodes(*limits, skyrl_gym_cfg.python) if in_processes else LocalEpisodes(*limits)
+        # with max_env_workers=0, calls block the event loop, which only the watchdog can end
+        self._env_limit_s = limits[1] if in_processes or limits[0] else None
         # Batched groups would deadlock: each holds some of the limited processes while it waits for more.
         self._is_batched = generator_cfg.batched and not in_processes
         max_length = inference_engine_client.info.context_length - 1  # leaves room for a token
@@ -126,14 +129,14 @@ class GymGenerator(RolloutGenerator):
             await gather_or_cancel(self._finish(rollout) for rollout in rollouts)
 
     async def _open(self, rollout: Rollout) -> None:
-        with _boundary(rollout, "init"):
+        with _Boundary(SLOT, rollout, "open"):
             rollout.episode = await self._episodes.open()
 
     async def _start(self, rollout: Rollout) -> None:
         """Make the environment and encode its first prompt."""
         row, episode = rollout.request.row, rollout.episode
         assert episode is not None
-        with _boundary(rollout, "init"):
+        with _Boundary(ENVIRONMENT, rollout, "init", self._env_limit_s):
             extras = copy.deepcopy(row.env_extras)
             extras["max_turns"] = self.generator_cfg.max_turns
             extras["reads_images"] = self.inference_engine_client.info.reads_images
@@ -156,7 +159,7 @@ class GymGenerator(RolloutGenerator):
         conversation, episode = rollout.conversation, rollout.episode
         assert conversation is not None
         assert episode is not None
-        with _boundary(rollout, "generate"):
+        with _Boundary(ENGINE, rollout, "generate"):
             result, text = await self._sample(rollout, conversation, sampling)
             conversation.add_turn(result, text)
             if result.stop_reason == "abort":
@@ -164,11 +167,11 @@ class GymGenerator(RolloutGenerator):
         if rollout.is_over:
             return
         started = time.perf_counter()
-        with _boundary(rollout, "step"):
+        with _Boundary(ENVIRONMENT, rollout, "step", self._env_limit_s):
             output = validate_step_output(await episode.call("step", text))
             self._apply_step(rollout, conversation, output, text)
             if rollout.is_over and not output["done"]:  # the episode was cut off, so grade what there is
-                with _boundary(rollout, "grade_unfinished"):
+                with _Boundary(ENVIRONMENT, rollout, "grade_unfinished", self._env_limit_s):
                     reward = validate_reward(await episode.call("grade_unfinished"), "grade_unfinished")
                     if reward is None:
                         raise UnknownReward("grade_unfinished() returned None: the reward is unknown")
@@ -252,10 +255,11 @@ class GymGenerator(RolloutGenerator):
         if episode is None:
             return
         if rollout.is_over and rollout.error is None:  # a cancelled rollout may be in the middle of a call
-            with _boundary(rollout, "get_metrics"):
+            with _Boundary(ENVIRONMENT, rollout, "get_metrics", self._env_limit_s):
                 rollout.env_metrics = validate_metrics(await episode.call("get_metrics"))
         try:
-            await episode.close()
+            with Wait(ENVIRONMENT, rollout, "close", self._env_limit_s):
+                await episode.close()
         except Exception:  # the rollout keeps its result
             logger.warning("%s.close failed after rollout %s", rollout.env_class, rollout.request.id, exc_info=True)
 
@@ -272,15 +276,24 @@ def _turn_reward(output: BaseTextEnvStepOutput, n_tokens: int) -> Reward:
     return [float(value) for value in reward]
 
 
-@contextmanager
-def _boundary(rollout: Rollout, method: str) -> Iterator[None]:
-    """Mark the rollout as invalid if `method` raises, unless the engine has too little memory for it."""
-    try:
-        yield
-    except OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001, the boundary of a rollout
+class _Boundary(Wait):
+    """A wait of a rollout, which becomes invalid if the code inside raises, unless the engine has too little memory."""
+
+    __slots__ = ()
+
+    def __exit__(  # type: ignore[override]
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> bool:
+        try:
+            super().__exit__(kind, error, traceback)
+        except StalledError as stalled:
+            error = stalled
+        if not isinstance(error, Exception) or isinstance(error, OutOfMemoryError):
+            return False
+        rollout = self.who
+        assert isinstance(rollout, Rollout)
         stop_reason = next(reason for kind, reason in STOP_REASONS if isinstance(error, kind))
-        is_engine = isinstance(error, EngineError)
-        message = str(error) if is_engine else f"{rollout.env_class}.{method} raised {describe_error(error)}"
+        is_described = isinstance(error, EngineError | StalledError)
+        message = str(error) if is_described else f"{rollout.env_class}.{self.detail} raised {describe_error(error)}"
         rollout.fail(stop_reason, message, error)
+        return True

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from skyrl_gym.metrics import aggregate_by_environment
-from skyrl_train.types import Trajectory
+from skyrl_train.types import StopReason, Trajectory
 
 MAX_NAME_BYTES = 100
 """Maximum length of a data source's name in file names and metrics. Most file systems allow 255 bytes per name."""
@@ -33,6 +33,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "generate/max_num_tokens": max(lengths),
         "generate/avg_num_tokens": statistics.fmean(lengths),
         "generate/std_num_tokens": statistics.pstdev(lengths),
+        "generate/truncated_ratio": statistics.fmean(map(is_truncated, valid)),
     }
     if any(t.turns for t in valid):  # other generators may not report turns
         metrics["generate/avg_turns"] = statistics.fmean(len(t.turns) for t in valid)
@@ -45,6 +46,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             components.setdefault(name, []).append(total)
     metrics |= {f"reward/component/{name}": statistics.fmean(totals) for name, totals in sorted(components.items())}
     return metrics | aggregate_by_environment([t.env_class for t in valid], [t.env_metrics for t in valid])
+
+
+def is_truncated(trajectory: Trajectory) -> bool:
+    """Return True if the trajectory or its last reply reached a length limit."""
+    reasons = [trajectory.stop_reason, *(turn.stop_reason for turn in trajectory.turns[-1:])]
+    return StopReason.LENGTH in reasons
 
 
 def is_success(trajectory: Trajectory, success_reward: float | None) -> bool:

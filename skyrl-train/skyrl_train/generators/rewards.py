@@ -41,6 +41,7 @@ from skyrl_train.models.loading import check_same_tokens, default_device, load_m
 from skyrl_train.models.lora import adapter_role, read_config
 from skyrl_train.types import DrawnPrompt, Segment, Trajectory
 from skyrl_train.types.specs import LoraSpec, ModelSpec, World
+from skyrl_train.watchdog import REWARD, Wait
 from skyrl_train.workers.split import join, split
 from skyrl_train.workers.worker import Worker
 
@@ -200,12 +201,17 @@ class RewardFunctions:
         try:
             with errors_as_exceptions():
                 result: Any
+                waiting = Wait(REWARD, name, f"{len(samples)} samples")  # not for the lock
                 if is_async(function):
                     result = function(samples)
                 else:
                     async with lock:  # a plain function may block and need not be thread-safe
-                        result = await asyncio.to_thread(call_contained, function, samples)
-                return _check_rewards(await result if inspect.isawaitable(result) else result, trajectories)
+                        with waiting:
+                            result = await asyncio.to_thread(call_contained, function, samples)
+                if inspect.isawaitable(result):
+                    with waiting:
+                        result = await result
+                return _check_rewards(result, trajectories)
         except Exception:  # the boundary of a user's function
             logger.warning("Reward function %s failed on %d samples", name, len(samples), exc_info=True)
             return [None] * len(samples)

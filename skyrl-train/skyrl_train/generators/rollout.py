@@ -14,7 +14,7 @@ from skyrl_train.types import Segment, StopReason, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
-NOT_RETRIED = frozenset({StopReason.PROMPT_TOO_LONG, StopReason.REWARD_UNKNOWN, StopReason.ABORT})
+NOT_RETRIED = frozenset({StopReason.PROMPT_TOO_LONG, StopReason.REWARD_UNKNOWN, StopReason.ABORT, StopReason.STALLED})
 """Stop reasons of invalid trajectories that a retry would not change."""
 
 
@@ -34,6 +34,9 @@ class Rollout:
     stop_reason: str | None = None  # set when the rollout is over
     error: str | None = None
     cause: BaseException | None = None  # of the error
+
+    def __str__(self) -> str:
+        return f"{self.env_class} {self.session_id}"
 
     @property
     def session_id(self) -> str:

@@ -19,6 +19,7 @@ from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, rollout
 from skyrl_train.generators.metrics import rollout_metrics, training_reward_metrics
 from skyrl_train.inference_engines.base import SamplingParams
 from skyrl_train.types import DrawnPrompt, Metrics, PromptRow, Trajectory
+from skyrl_train.watchdog import DATA, SLOT, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,13 @@ class Rollouts:
 
     async def _next_batch(self, step: int) -> tuple[list[DrawnPrompt[PromptRow]], list[Trajectory]]:
         """Return the next drawn prompts and all of their rollouts."""
-        prompts = self._prompts.next_batch()
+        prompts = self._draw(step)
         return prompts, await self._play(prompts, step)
+
+    def _draw(self, step: int) -> list[DrawnPrompt[PromptRow]]:
+        """Draw the next prompts."""
+        with Wait(DATA, f"step {step}"):
+            return self._prompts.next_batch()
 
     async def _play(
         self, prompts: Sequence[DrawnPrompt[PromptRow]], step: int, *, greedy: bool = False
@@ -130,6 +136,8 @@ class Rollouts:
         rollouts = self._penalize_overlong(collector.take())
         metrics = rollout_metrics(played)
         metrics |= training_reward_metrics(played, generator.n_samples_per_prompt, generator.success_reward)
+        if seconds := [sum(t.timing.values()) for t in played if t.timing]:
+            metrics |= {"generate/avg_seconds": sum(seconds) / len(seconds), "generate/max_seconds": max(seconds)}
         metrics |= {"generate/n_left_alone": float(n_alone), **collector.metrics(), **self._prompts.metrics}
         if self._with_greedy_rewards:
             n_taken = len(rollouts)
@@ -258,7 +266,7 @@ class BufferedRollouts(Rollouts):
         """Start batches until `step` and the following steps have everything that may be played ahead."""
         n_batches = min(self._settings.max_staleness_steps, self._total_steps - step) + 1
         while len(self._batches) - self._n_taken < n_batches:
-            prompts = self._prompts.next_batch()
+            prompts = self._draw(step)
             self._batches.append(_Batch(prompts, asyncio.create_task(self._play_batch(prompts))))
 
     async def _play_batch(self, prompts: Sequence[DrawnPrompt[PromptRow]]) -> list[Trajectory]:
@@ -268,7 +276,8 @@ class BufferedRollouts(Rollouts):
             task = asyncio.current_task()
             assert task is not None
             async with self._slots:
-                await self._can_start.wait()
+                with Wait(SLOT, f"prompt {prompt.row.uid}", "the next weight sync"):
+                    await self._can_start.wait()
                 self._running.add(task)
                 try:
                     step = self._version + 1  # the step that weights of this version play for

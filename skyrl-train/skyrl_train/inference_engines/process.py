@@ -1,6 +1,7 @@
 """Inference engines and other objects in separate processes on this machine."""
 
 import asyncio
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -122,6 +123,7 @@ def _run(
 ) -> None:
     """Serve connections until the driver ends or sends something through the lifeline."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends this process
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
     guard_console()
     os.setpgid(0, 0)  # keeps Ctrl-C from processes that an engine starts
     multiprocessing.current_process().daemon = False  # daemons may not have children, and vLLM starts some

@@ -15,7 +15,7 @@ import pickle
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,12 +31,14 @@ from skyrl_train.inference_engines.channel import (
     receive_blocking,
     receive_exactly,
 )
+from skyrl_train.watchdog import ENGINE, Wait
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 10.0
+SAMPLING = {"generate", "stream"}  # methods that wait for tokens
 START = 0  # number of the first request of a connection
 
 
@@ -342,12 +344,13 @@ class _RPCServer:
     async def _carry_out(self, served: Any, number: int, method: str, args: tuple[Any, ...]) -> None:
         try:
             value = None
-            if method == "stream":
-                async with aclosing(served.stream(*args)) as chunks:
-                    async for chunk in chunks:
-                        self._channel.send((number, "chunk", chunk))
-            else:
-                value = await getattr(served, method)(*args)
+            with Wait(ENGINE, f"request {number} of another process", method) if method in SAMPLING else nullcontext():
+                if method == "stream":
+                    async with aclosing(served.stream(*args)) as chunks:
+                        async for chunk in chunks:
+                            self._channel.send((number, "chunk", chunk))
+                else:
+                    value = await getattr(served, method)(*args)
             if method in ("pause", "resume"):
                 self._paused_by = number if method == "pause" else None
             self._channel.send((number, "result", value))

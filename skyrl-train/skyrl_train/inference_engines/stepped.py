@@ -39,6 +39,7 @@ from skyrl_train.inference_engines.sampling import SampledToken
 from skyrl_train.inference_engines.sequence import ActiveSequence, SequenceQueue, find_stop_reason
 from skyrl_train.out_of_memory import is_out_of_memory
 from skyrl_train.threads import ComputeThread
+from skyrl_train.watchdog import ENGINE
 from skyrl_train.weight_sync import Receipt, SyncPlan
 
 logger = logging.getLogger(__name__)
@@ -294,6 +295,7 @@ class SteppedEngine(ABC, Generic[S]):
             self._between_steps.clear()
             try:
                 await self._step()
+                ENGINE.progress()
             except Exception as error:  # callers get the error, and the engine continues
                 failure = error if not is_out_of_memory(error) else await self._retry_smaller(error)
                 if failure is error:

@@ -125,6 +125,7 @@ def start_ranks(n_ranks: int) -> list[ProcessRank]:
 
 def _serve(connection: Connection, world: World, address: str, n_threads: int) -> None:
     faulthandler.enable()  # prints the Python stack if native code crashes
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
     guard_console()
     RankHost(world, address, n_threads).serve(connection)
 

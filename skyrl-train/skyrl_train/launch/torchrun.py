@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import os
 import secrets
@@ -147,6 +148,7 @@ def serve_driver(torchrun: Torchrun) -> None:
     """Execute rank 0's calls until it ends. Runs in all other ranks."""
     disable_progress_bar()  # transformers shows one for each file
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and rank 0 ends this one
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
     store = torchrun.store()
     while True:
         try:

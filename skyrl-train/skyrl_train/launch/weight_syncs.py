@@ -1,5 +1,6 @@
 """The weight sync from the policy to the engines of a run: pause, send, check."""
 
+import asyncio
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 
@@ -33,6 +34,7 @@ class EngineSync:
     pauses: bool
     tolerance: float | None  # mean difference to allow, in nats. None means no checks
     checks_once: bool  # only the first sync
+    timeout_s: float  # for the engine to pause
 
     def __post_init__(self) -> None:
         self._n_steps = self.policy.n_optimizer_steps  # at the last sync
@@ -54,7 +56,14 @@ class EngineSync:
             EngineError: the new weights are NaN or infinite, or an engine failed.
         """
         if self.pauses:
-            await self.engine.pause()
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    await self.engine.pause()
+            except TimeoutError as error:
+                raise SyncError(
+                    f"weight sync {version} failed: the engine did not pause within "
+                    f"generator.weight_sync_timeout_seconds={self.timeout_s:g}. Look at its log. {ADVICE}"
+                ) from error
         try:
             metrics = await self.sync(version)
         except BaseException:

@@ -22,7 +22,8 @@ from skyrl_train.checkpoint import replace_text
 from skyrl_train.config.rules.run import find_wandb_problem
 from skyrl_train.errors import ConfigError
 from skyrl_train.tracking.jsonl import MetricsFile
-from skyrl_train.tracking.writer import BackgroundWriter
+from skyrl_train.tracking.writer import TIMEOUT_S, BackgroundWriter
+from skyrl_train.watchdog import TRACKER, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ class Tracking:
         id_dir: Path | None = None,
     ) -> None:
         start: dict[str, Callable[[], Tracker]] = {
-            "jsonl": lambda: MetricsFile(RunFolder(run_dir).metrics),
+            "jsonl": lambda: MetricsFile(self.run_folder.metrics),
             "console": ConsoleTracker,
             "tensorboard": lambda: TensorBoardTracker(run_dir / "tensorboard"),
             "wandb": lambda: WandbTracker(project_name, run_name, config, run_dir, id_dir or run_dir),
@@ -185,6 +186,7 @@ class Tracking:
                 raise ConfigError(
                     f"trainer.logger={name!r} is not a tracking backend; choose from {choices} (one, or a list)"
                 )
+        self.run_folder = RunFolder(run_dir)
         self._trackers: list[Tracker] = []
         self._uncommitted: dict[str, float] = {}
         with ExitStack() as started:
@@ -221,7 +223,8 @@ class Tracking:
                 if isinstance(tracker, MetricsFile | TensorBoardTracker):
                     self._writer.submit(partial(tracker.log, metrics, step))
                 else:
-                    tracker.log(metrics, step)
+                    with Wait(TRACKER, type(tracker).__name__, f"log of step {step}"):
+                        tracker.log(metrics, step)
             except OSError as error:
                 failures.append(error)
         if failures:
@@ -229,7 +232,8 @@ class Tracking:
 
     def flush(self) -> None:
         """Wait until all metrics have been written or have failed. Raise OSError if the disk does not respond."""
-        self._writer.flush()
+        with Wait(TRACKER, "metrics", "flush", TIMEOUT_S):
+            self._writer.flush()
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Log a checkpoint as a wandb artifact, if wandb is a backend."""
@@ -245,7 +249,8 @@ class Tracking:
 
     def close(self) -> None:
         """Close every backend. Safe to call twice."""
-        self._closing.close()
+        with Wait(TRACKER, "all trackers", "close"):
+            self._closing.close()
 
     def _finish_writing(self) -> None:
         try:

@@ -18,8 +18,9 @@ from skyrl_train.errors import OutOfMemoryError, SyncError, WorkerError
 from skyrl_train.models.memory import MIN_TOKENS
 from skyrl_train.types import Metric, Metrics, Shard, TrainingBatch
 from skyrl_train.types.specs import ModelPart, ModelSpec, Role, SyncKind, TensorSpec
+from skyrl_train.watchdog import RANK, Wait
 from skyrl_train.weight_sync import Receipt, SyncPlan
-from skyrl_train.workers.split import draws_fit, join, split
+from skyrl_train.workers.split import draws_fit, join, measure_padding, split
 from skyrl_train.workers.worker import REQUIRED_PARTS, ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class WorkerGroup:
         self._max_tokens = self._layout.context_size * (spec.max_tokens_per_micro_batch or MIN_TOKENS)
         self.reduced_max_tokens: int | None = None
         """Token budget of a pass, once memory has run out and the configured one was too large."""
+        self.padding_ratio: float | None = None
+        """Share of padding in the last mini-batch. None if rows are packed."""
         self._holds_gradients = False  # of a mini-batch that no optimizer step has applied yet
         self._lock = asyncio.Lock()
         self._broken_by: BaseException | None = None
@@ -101,7 +104,7 @@ class WorkerGroup:
 
     async def load(self) -> None:
         """Load the model on every rank, or raise ConfigError if there is no model at its path."""
-        await self._gather(rank.call(self.role, "load", self._spec, self._objective) for rank in self._ranks)
+        await self._gather("load", [(self._spec, self._objective)] * len(self._ranks))
         self.facts = (await self._call("facts"))[0]
         self._shares_prefixes = self.facts.shares_prefixes
         self._max_tokens = self._layout.context_size * self.facts.max_tokens_per_micro_batch
@@ -136,6 +139,8 @@ class WorkerGroup:
                 scores = (await self.score(mini_batch))[objective.score_name]
             mini_batch, metrics = objective.differentiate(scores, mini_batch)
         shards, _ = self._split(mini_batch, max_rows, keeps_draws=keeps_draws)
+        if not self._shares_prefixes:
+            self.padding_ratio = measure_padding(shards)
         metrics = metrics.merge(*await self._call_with_shards("forward_backward", shards))
         self._holds_gradients = True
         return metrics
@@ -295,14 +300,16 @@ class WorkerGroup:
                 raise WorkerError(
                     f"the {self.role} is unusable after {self._broken_by!r}; resume from the last checkpoint"
                 ) from self._broken_by
-            return await self._gather(
-                rank.call(self.role, method, *first, *args)
-                for rank, first in zip(self._ranks, first_args or [()] * len(self._ranks), strict=True)
-            )
+            return await self._gather(method, [(*first, *args) for first in first_args or [()] * len(self._ranks)])
 
-    async def _gather(self, calls_of_ranks: Iterable[Awaitable[Any]]) -> list[Any]:
-        """Return the result of each rank. If one of several ranks fails, the group is broken."""
-        calls = [asyncio.ensure_future(call) for call in calls_of_ranks]
+    async def _call_rank(self, index: int, method: str, args: tuple[Any, ...]) -> Any:
+        with Wait(RANK, f"rank {index} of the {self.role}", method):
+            return await self._ranks[index].call(self.role, method, *args)
+
+    async def _gather(self, method: str, args_of_ranks: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call all ranks, and return the result of each. If one of several ranks fails, the group is broken."""
+        indexed = enumerate(args_of_ranks)
+        calls = [asyncio.ensure_future(self._call_rank(index, method, args)) for index, args in indexed]
         if len(calls) == 1:
             return [await calls[0]]
         try:

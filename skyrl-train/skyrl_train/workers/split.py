@@ -116,3 +116,14 @@ def join(
             whole = joined.setdefault(name, values.new_zeros(n_rows, values.shape[1]))
             whole[list(rows)] = values[: len(rows)]
     return joined
+
+
+def measure_padding(shards: Sequence[Shard]) -> float:
+    """Return the share of padding if the rows of each micro-batch are padded to the longest."""
+    n_tokens = n_computed = 0
+    for shard in shards:
+        lengths = shard.rows.attention_mask.sum(dim=1)
+        for indices in shard.micro_batches:
+            n_tokens += int(lengths[indices].sum())
+            n_computed += len(indices) * int(lengths[indices].max())
+    return (n_computed - n_tokens) / max(1, n_computed)

@@ -47,6 +47,7 @@ from skyrl_train.optimizers.adamw import MOMENTS
 from skyrl_train.threads import adjust_threads
 from skyrl_train.types import Scores, Shard, TrainingBatch
 from skyrl_train.types.specs import Layout, LoraSpec, ModelSpec, SyncKind, World
+from skyrl_train.watchdog import RANK
 
 T = TypeVar("T")
 
@@ -182,6 +183,7 @@ class MegatronStrategy(DistributedStrategy[MegatronScorer]):
 
         def forward(remaining: Iterator[TrainingBatch], _: torch.nn.Module) -> Any:
             adjust_threads()
+            RANK.progress()
             rows = next(remaining).to(self._device)
             with autocast(self._device, settings.bf16):
                 return module(rows), partial(finish, rows)

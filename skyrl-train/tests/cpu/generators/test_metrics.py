@@ -92,6 +92,7 @@ def test_rollout_metrics_by_hand(rollouts: list[Trajectory]) -> None:
         "generate/max_num_tokens": 4,
         "generate/avg_num_tokens": 3,
         "generate/std_num_tokens": pytest.approx((2 / 3) ** 0.5),
+        "generate/truncated_ratio": 0,
         "generate/avg_turns": pytest.approx(4 / 3),
         "generate/avg_tokens_non_zero_rewards": 3.5,
         "generate/avg_tokens_zero_rewards": 2,

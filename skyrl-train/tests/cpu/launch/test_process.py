@@ -2,12 +2,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from train_kit.batches import random_batch
 from train_kit.ranks import SharedRanks, load_group, load_policy, new_ranks, spec
 from train_kit.workers import config
 
-from skyrl_train.errors import WorkerError
+from skyrl_train.errors import StalledError, WorkerError
+from skyrl_train.watchdog import Watchdog
 
 
 async def test_a_killed_rank_fails_the_call_by_name_and_breaks_the_group(tiny_model_path: Path) -> None:
@@ -20,6 +22,22 @@ async def test_a_killed_rank_fails_the_call_by_name_and_breaks_the_group(tiny_mo
         with pytest.raises(WorkerError, match=r"the policy is unusable after .*rank 1"):
             await group.score(random_batch(1))
     assert not any(rank._process.is_alive() for rank in ranks)
+
+
+async def test_a_rank_that_hangs_is_named_and_breaks_the_group(
+    tiny_model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with new_ranks(2) as ranks:
+        group = await load_policy(ranks, tiny_model_path)
+        program = max(psutil.Process().children(recursive=True), key=lambda process: process.create_time())
+        program.suspend()
+        message = r"model \(rank \d of the policy, facts\): no answer"
+        with Watchdog(tmp_path, 0.3, 1.0), pytest.raises(StalledError, match=message):
+            await group._call("facts")
+        program.kill()
+        with pytest.raises(WorkerError, match=r"the policy is unusable after StalledError"):
+            await group.is_finite()
+    assert "model: 1 waiting" in caplog.text
 
 
 async def test_a_rank_that_aborts_prints_its_stack(tiny_model_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

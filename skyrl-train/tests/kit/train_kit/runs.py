@@ -26,6 +26,8 @@ from skyrl_train.trainer import Trainer
 
 UNTIMED = (
     "timing/",
+    "generate/avg_seconds",
+    "generate/max_seconds",
     "memory/",
     "storage/",
     "trainer/tokens_per_second",
