@@ -56,7 +56,7 @@ PANELS = {
         "Reward of chosen answers",
         "in DPO it may fall, if the reward of rejected answers falls more",
     ),
-    "train/rejected_reward": ("Reward of rejected answers", "it should fall below that of the chosen answers"),
+    "train/rejected_reward": ("Reward of rejected answers", "it should fall below the reward of chosen answers"),
     "train/grad_norm": ("Gradient norm", "before clipping; spikes mean unstable updates"),
     "train/lr": ("Learning rate", "the schedule"),
     "reward/avg_raw_reward": ("Training reward", "the mean over a step's rollouts; it should rise"),
