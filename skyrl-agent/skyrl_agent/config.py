@@ -234,13 +234,15 @@ def read_settings(path: Path) -> Mapping[str, Any]:
 
 
 def load_section(cls: type[S], path: Path) -> S:
-    """Read a section from a YAML file. ConfigError lists every problem."""
+    """Read a section from a YAML file. Raise a ConfigError that lists every problem."""
     try:
         return cls.model_validate(_lists_as_tuples(read_settings(path)))
     except ValidationError as error:
         raise config_error(
-            f"{path}: {'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}"
-            + (f"; got {item['input']!r}" if item["type"] != "missing" else "")
+            ": ".join(
+                filter(None, (str(path), ".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")))
+            )
+            + (f"; got {item['input']!r}" if item["type"] not in ("missing", "value_error") else "")
             for item in error.errors()
         ) from error
 

@@ -113,7 +113,7 @@ class ChatEndpoint:
                 problem, pause = repr(failure), 0.0
             else:
                 if status == 200:
-                    return self._reply(body)
+                    return self._parse_reply(body)
                 problem = f"status {status}: {body[:500].decode('utf-8', 'replace')}"
                 if status not in _RETRIED_STATUSES:
                     raise EndpointError(f"{self._name} refused: {problem}")
@@ -149,11 +149,11 @@ class ChatEndpoint:
             preload_content=False,
         )
         try:
-            return response.status, response.headers, _body(response, deadline)
+            return response.status, response.headers, _read_body(response, deadline)
         finally:
             response.close()
 
-    def _reply(self, body: bytes) -> Completion:
+    def _parse_reply(self, body: bytes) -> Completion:
         try:
             answer = json.loads(body)
             choice = answer["choices"][0]
@@ -167,15 +167,15 @@ class ChatEndpoint:
         return Completion(text, choice.get("finish_reason"), n_tokens if isinstance(n_tokens, int) else None)
 
 
-def _body(response: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
-    """Read the body until the deadline and up to a maximum size. urllib3's timeout only limits each read."""
+def _read_body(response: urllib3.BaseHTTPResponse, deadline: float) -> bytes:
+    """Read the body, until the deadline and up to `_MAX_REPLY_BYTES`. urllib3's timeout limits only each read."""
     body = bytearray()
     while chunk := response.read1(65536):
         body += chunk
         if time.monotonic() > deadline:
-            raise urllib3.exceptions.TimeoutError("the reply took too long")
+            raise urllib3.exceptions.TimeoutError("the reply did not end in time; raise timeout_seconds")
         if len(body) > _MAX_REPLY_BYTES:
-            raise urllib3.exceptions.HTTPError(f"the reply has more than {_MAX_REPLY_BYTES} bytes")
+            raise EndpointError(f"the reply has more than {_MAX_REPLY_BYTES} bytes")
     return bytes(body)
 
 

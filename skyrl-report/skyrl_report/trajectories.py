@@ -78,7 +78,10 @@ def _format_failures(evaluations: dict[int, list[EvaluatedEpisode]], n_samples: 
     counts = {step: [name for _, name, _ in failures] for step, failures in found.items()}
     rules = CATEGORIES | {"other": "no rule matches"}
     others = sorted({name for names in counts.values() for name in names} - set(rules))
-    rules |= dict.fromkeys(others, "no reward: left out of all rates")
+    rules |= {
+        name: "no reward: excluded from all rates" if name.startswith("invalid") else "reported by the environment"
+        for name in others
+    }
     lines = ["An episode may be in several categories.", ""]
     lines += _format_table(
         ["category", *(f"step {step}" for step in found), "rule"],

@@ -40,7 +40,7 @@ from verifiers.v1.interception.server import InterceptionServer, InterceptionSer
 from skyrl_gym.adapters.verifiers.v1 import Tasks, read_result  # noqa: E402
 
 SECTION = "environment.skyrl_gym.verifiers"
-OTHERS = vf.EvalClientConfig(base_url="http://policy.invalid", api_key_var="NO_API_KEY")
+UNTRAINED_CLIENT = vf.EvalClientConfig(base_url="http://policy.invalid", api_key_var="NO_API_KEY")
 """The client of agents that use the model and are not trained. It is replaced by a `PolicyClient`."""
 
 FAILURES = {"HarnessError": "agent_exit", "SandboxError": "workspace_error", "ProgramError": "agent_exit"}
@@ -102,16 +102,18 @@ class _Environment:
         self._http: httpx.AsyncClient | None = None
 
     async def play(self, task: vf.Task, base_url: str, model: str) -> AgentResult:
-        """Play an episode whose trained agent uses the session at `base_url`."""
+        """Play an episode whose trained agent uses the session at `base_url`. Raise NoReward if it fails."""
         await self._open()
         interception = self._env._interception
         assert isinstance(interception, InterceptionServer)
         assert self._http is not None
-        config = vf.EvalClientConfig(base_url=base_url, api_key_var=OTHERS.api_key_var)
-        key = config.model_dump_json()  # as the server's own clients, which it would keep until it ends
+        config = vf.EvalClientConfig(base_url=base_url, api_key_var=UNTRAINED_CLIENT.api_key_var)
+        key = (
+            config.model_dump_json()
+        )  # the server looks its clients up by this key, and would keep one of its own until it closes
         interception.clients[key] = PolicyClient(base_url, self._http)
-        others = re.sub(r"/session/[^/]+", "", base_url)
-        interception.clients[OTHERS.model_dump_json()] = PolicyClient(others, self._http)
+        unrecorded_url = re.sub(r"/session/[^/]+", "", base_url)
+        interception.clients[UNTRAINED_CLIENT.model_dump_json()] = PolicyClient(unrecorded_url, self._http)
         try:
             episode = await self._env.run_episode(task, vf.ModelContext(model, config))
         finally:
@@ -199,7 +201,7 @@ def _with_policy(tasks: Tasks, role: str, cfg: HarnessConfig) -> vf.EnvConfig:
             timeout = spec.timeout.model_copy(update={"rollout": spec.timeout.rollout or cfg.agent_timeout})
             updates |= {"max_turns": min(limits), "timeout": timeout}
         elif spec.client is None:
-            updates["client"] = OTHERS
+            updates["client"] = UNTRAINED_CLIENT
         changes[name] = spec.model_copy(update=updates)
     return config.model_copy(update=changes)
 

@@ -89,7 +89,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "ifeval": Benchmark(
         ("google/IFEval", None, "train"), ifeval_row, "541 prompts with verifiable instructions, Apache-2.0"
     ),
-    "mmlu-pro": Benchmark(("TIGER-Lab/MMLU-Pro", None, "test"), _mmlu_pro, "12,032 questions with ten choices, MIT"),
+    "mmlu-pro": Benchmark(
+        ("TIGER-Lab/MMLU-Pro", None, "test"), _mmlu_pro, "12,032 questions with up to ten choices, MIT"
+    ),
 }
 
 

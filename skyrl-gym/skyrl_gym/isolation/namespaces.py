@@ -89,21 +89,22 @@ def isolate_files(folder: str, n_bytes: int, python: Iterable[str]) -> None:
 def isolate_folders(
     folder: str, readable: Iterable[str], writable: Mapping[str, str], files: Mapping[str, str], cwd: str
 ) -> None:
-    """Make `folder` the root of a file system for whole programs, and drop all capabilities.
+    """Make `folder` the root of a file system in which any installed program can run. Drop all capabilities.
 
     Args:
         folder: an empty folder.
-        readable: paths of this machine that are visible at the same place, read-only, besides the system's programs.
-        writable: folders of this machine by their path inside, e.g. `{"/workspace": "/tmp/abc/work"}`. They keep their
-            contents. One of them is `/tmp`.
-        files: texts of further files by path, read-only.
-        cwd: becomes the current folder.
+        readable: paths of this machine to mount read-only at the same path, in addition to the system's programs.
+        writable: folders and Unix sockets of this machine, by their path in the new root, e.g.
+            `{"/workspace": "/tmp/abc/work"}`. Changes are visible on this machine. Must include `/tmp`, because
+            `/dev/shm` links to it.
+        files: read-only files to create: ASCII text by path.
+        cwd: the current folder, as a path in the new root.
     """
     _build_root(folder, (*SYSTEM, *PROGRAM_FILES, *DEVICES, "/dev/zero"))
     for path, source in sorted(writable.items()):  # outer folders first
         target = _create_target(folder, path, is_folder=os.path.isdir(source))
         _mount(source, target, flags=MS_BIND)
-    for path in outermost(readable):  # may be in a writable folder, e.g. a program below /tmp
+    for path in outermost(readable):  # after the writable folders, which may contain them
         _bind(path, folder)
     for path, text in files.items():
         _write(_create_target(folder, path, is_folder=False), text)

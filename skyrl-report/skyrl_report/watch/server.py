@@ -1,8 +1,8 @@
 """A read-only HTTP server for the pages of one run.
 
-On the loopback interface everyone on this machine may read. On other interfaces, requests need the token of the printed
-address. A request whose Host header names another site is refused, so that a page of that site cannot read the run
-through the visitor's browser.
+On a loopback interface, everyone on this machine may read, and a request is refused if its Host header is not a
+loopback name. Otherwise, a web page could read the run through the visitor's browser (DNS rebinding). On other
+interfaces, requests need the token of the printed address instead.
 """
 
 from __future__ import annotations

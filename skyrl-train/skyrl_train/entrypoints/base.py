@@ -82,9 +82,10 @@ class Experiment(ABC):
                 name = self.cfg.trainer.run_name
                 logger.info("Stopped. With trainer.run_name=%s, the same command %s", name, self._describe_rerun())
                 raise
-            except SystemExit as error:  # a task of user code called sys.exit: status 0 would look like success
+            except SystemExit as error:  # user code called sys.exit in a task; its status 0 would look like success
                 raise EnvError(
-                    f"the run stopped because code called sys.exit({error.code!r}); raise an error there instead. With "
+                    f"the run stopped because an environment, callback or reward function called "
+                    f"sys.exit({error.code!r}); raise an error there instead. With "
                     f"trainer.run_name={self.cfg.trainer.run_name}, the same command {self._describe_rerun()}"
                 ) from error
             logger.info("The run is in %s; open its %s", self.run_folder.path, self.run_folder.report.name)

@@ -43,10 +43,12 @@ def new_engine(
     reserved_bytes: int,
     executor: ThreadPoolExecutor | None,
 ) -> InferenceEngine:
-    """Create an engine for the policy `model` that computes in the single thread of `executor`.
+    """Create the engine of a run, or connect to running servers.
 
-    Its cache may use the free memory of this machine, less `reserved_bytes` that the trainer will allocate. Only the
-    embedded engine needs `model`. Without `executor`, the engine has this process to itself.
+    An engine that this run starts may use the fraction `gpu_memory_utilization` of the GPU's free memory (of this
+    machine's without a GPU), less `reserved_bytes` that the trainer will allocate. Engines on one CPU machine share it.
+    Only the embedded engine needs `model`. An engine in this process computes in the single thread of `executor`.
+    Without one, the engine has this process to itself, or starts its own.
     """
     generator = cfg.generator
     if not generator.run_engines_locally:

@@ -403,13 +403,13 @@ def read_config(path: str, source: str) -> peft.LoraConfig:
         if is_present:
             conversion = (
                 ", or convert it (peft: save_pretrained with path_initial_model_for_weight_conversion)"
-                if "changed the weights" in fault and not str(config.init_lora_weights).startswith("loftq")
+                if fault.startswith("init_lora_weights=") and not str(config.init_lora_weights).startswith("loftq")
                 else ""
             )
             raise ConfigError(
                 f"{source} is not a plain LoRA adapter: {fault}; use one that only adds B·A to matrices{conversion}"
             )
-    # Values come from the file, so no initialization. Models are in evaluation mode, where dropout has no effect.
+    # The file's values replace any initialization. Dropout is a setting of the run (`_load_config`), not of the file.
     config.lora_dropout, config.inference_mode, config.init_lora_weights = 0.0, False, True
     return config
 

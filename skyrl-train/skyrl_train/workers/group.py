@@ -123,9 +123,9 @@ class WorkerGroup:
 
     @_retries_with_smaller_budget
     async def forward_backward(self, mini_batch: TrainingBatch, scores: torch.Tensor | None = None) -> Metrics:
-        """Add the gradient of a mini-batch's loss to the parameters.
+        """Add the gradient of a mini-batch's loss to the parameters' gradients, and return the metrics.
 
-        The loss is divided by the counts of the whole mini-batch, however it is split into micro-batches and ranks.
+        The loss's divisors come from the whole mini-batch, so its gradient does not depend on micro-batches and ranks.
         `scores` (B, R) are the log-probs or values of the current weights, if known. Losses over the whole mini-batch
         need them, as do losses over pairs that do not fit into micro-batches, so these cost one more forward pass if
         `scores` is None.

@@ -16,7 +16,9 @@ _SENTENCE = re.compile(r"(?i:answer(?:\s+is|\s*:))[\s*$(]*([A-Z])(?![A-Za-z])(?!
 
 
 def grade_choice(reply: str, ground_truth: str) -> maths.Grade:
-    r"""Compare the letter in the last ``\boxed{…}``, else in the last ``answer is …``. Several letters are no answer.
+    r"""Grade the letter in the last ``\boxed{…}``. Without a box, grade the last ``answer is X`` or ``answer: X``.
+
+    A box with several letters has no answer.
 
     >>> grade_choice(r"So it is \boxed{\text{C}}.", "C")
     Grade(answer='C', is_correct=True, undecided=None)

@@ -58,7 +58,9 @@ class RegionTable:
     def place(
         self, token_ids: list[int], keys: KeysOf, n_reserved: int, n_max: int, session_id: str | None
     ) -> Region | Deferral:
-        """Return a region for a sequence of `token_ids`, with as many of them stored as another region can provide.
+        """Return a region for a sequence of `token_ids`, or the reason why it must wait.
+
+        Reuse the session's idle region. Otherwise, reuse or copy the region with the longest common prefix.
 
         `keys` returns the `prefix_keys` of `token_ids`. At least `n_reserved` tokens fit into the region, and the
         sequence never has more than `n_max`.

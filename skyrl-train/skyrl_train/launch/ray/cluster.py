@@ -40,6 +40,7 @@ def connect(prepare_process: Callable[[], None] | None = None, n_task_cpus: int 
 
     options: dict[str, Any] = {"logging_level": "WARNING", "runtime_env": {"worker_process_setup_hook": set_up}}
     n_cpus = (os.cpu_count() or 1) + n_task_cpus
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send statistics of the cluster to its makers
     _check_address()
     try:
         ray.init(num_cpus=n_cpus, include_dashboard=False, **options)
