@@ -20,7 +20,7 @@ install = $(PYTHON) dev/install.py $(1) $(INSTALL_FLAGS)
 PACKAGES := -e skyrl-agent -e skyrl-gym -e skyrl-report -e skyrl-train
 MANIFESTS := $(foreach package,agent gym report train tx,skyrl-$(package)/pyproject.toml) constraints.txt
 AGENTS := $(VENVS)/.venv-agents
-AGENTS_REQUIREMENTS := skyrl-train/tests/agents/requirements.txt
+AGENTS_REQUIREMENTS := skyrl-agent/tests/npm/requirements.txt
 DIFFERENTIAL := $(VENVS)/.venv-differential
 DIFFERENTIAL_REQUIREMENTS := skyrl-train/tests/differential/requirements.txt
 FLEET := $(VENVS)/.venv-fleet
@@ -92,7 +92,7 @@ bench-real: $(SMOLLM2) $(DIFFERENTIAL)/.ready ## compare GRPO and SFT of a pretr
 
 .PHONY: bench-agent
 bench-agent: $(SMOLLM2) ## train SmolLM2 with mini-swe-agent as the harness; writes benchmarks/agents/results.md
-	@$(call install,.venv) -c constraints.txt './skyrl-agent[swe]' './skyrl-train[endpoint]'
+	@$(call install,.venv) -c constraints.txt './skyrl-agent[swe]'
 	@$(BENCH)/agents/learn.py $(ARGS)
 
 .PHONY: bench-scaling
@@ -183,7 +183,7 @@ test-costs: .venv/.dev ## run the tests, and print the processor time of folders
 
 .PHONY: test-agents
 test-agents: .venv/.dev $(AGENTS)/.ready ## run coding agents of npm and PyPI against the endpoint (separate environment, needs Node.js 20.6)
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TEST_AGENTS=$(abspath $(AGENTS)) $(BIN)/python -m pytest -q skyrl-train/tests/agents $(ARGS)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TEST_AGENTS=$(abspath $(AGENTS)) $(BIN)/python -m pytest -q skyrl-agent/tests/npm $(ARGS)
 
 .PHONY: test-differential
 test-differential: $(DIFFERENTIAL)/.ready ## compare the algorithms with TRL, verl and TorchRL (separate environment)
@@ -225,7 +225,8 @@ test-skypilot: $(SKYPILOT)/.ready ## check the task files with SkyPilot (separat
 .PHONY: test-smollm2
 test-smollm2: $(SMOLLM2) .venv/.dev ## test rollouts, the endpoint and the reading of data with the tokenizer of SmolLM2-135M-Instruct
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not nightly and not catch_tokenizer" \
-	  --tokenizer $(SMOLLM2) $(addprefix skyrl-train/tests/cpu/,dataset endpoint generators rendering) $(ARGS)
+	  --tokenizer $(SMOLLM2) skyrl-agent/tests/endpoint \
+	  $(addprefix skyrl-train/tests/cpu/,dataset generators rendering) $(ARGS)
 
 .PHONY: test-tinker
 test-tinker: .venv/.dev $(TINKER_VERSIONS:%=$(TINKER)/%/.ready) ## train and sample with old and new versions of the tinker SDK (separate environments)
@@ -358,7 +359,7 @@ $(VLLM)/.ready: $(VLLM_REQUIREMENTS)
 # Install the locked packages first. The others must not choose versions, because each requires its own torch.
 $(DIFFERENTIAL)/.ready $(VISION)/.ready $(VLLM)/.ready: %/.ready: $(MANIFESTS) | %/bin/python
 	@echo "setup: installing $(REQUIREMENTS) into $* (the first time takes a minute or more)"
-	@$(call install,$*) -c constraints.txt -e skyrl-agent -e skyrl-gym -e skyrl-report -e 'skyrl-train[endpoint,ray,wandb]' \
+	@$(call install,$*) -c constraints.txt -e skyrl-agent -e skyrl-gym -e skyrl-report -e 'skyrl-train[ray,wandb]' \
 	  hypothesis pytest pytest-asyncio pytest-timeout requests $(PACKAGES)
 	@$(call install,$*) --no-deps -r $(REQUIREMENTS)
 	@touch $@
@@ -371,10 +372,10 @@ $(SGLANG)/.ready: $(SGLANG_REQUIREMENTS) constraints.txt | $(SGLANG)/bin/python
 	@touch $@
 
 # Programs that we start. npm installs the other agents beside Python's.
-$(AGENTS)/.ready: $(AGENTS_REQUIREMENTS) skyrl-train/tests/agents/package.json | $(AGENTS)/bin/python
+$(AGENTS)/.ready: $(AGENTS_REQUIREMENTS) skyrl-agent/tests/npm/package.json | $(AGENTS)/bin/python
 	@echo "setup: installing $^ into $(AGENTS)"
 	@$(call install,$(AGENTS)) -r $<
-	@$(if $(INSTALL_FLAGS),:,cp skyrl-train/tests/agents/package.json $(AGENTS)/ && npm install --prefix $(AGENTS) --no-audit --no-fund --silent)
+	@$(if $(INSTALL_FLAGS),:,cp skyrl-agent/tests/npm/package.json $(AGENTS)/ && npm install --prefix $(AGENTS) --no-audit --no-fund --silent)
 	@touch $@
 
 # None of our packages is installed: servers that our clients reach over a socket, and a reader of our task files.

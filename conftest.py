@@ -1,4 +1,4 @@
-"""Hypothesis profiles and markers, shared by the tests of all packages.
+"""Hypothesis profiles, markers and options, shared by the tests of all packages.
 
 `HYPOTHESIS_PROFILE=nightly` tries more examples, different in every run; by default every run tries the same ones.
 """
@@ -38,6 +38,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="rewrite golden files with what the code now prints")
+    parser.addoption("--tokenizer", help="folder of a tokenizer for the tiny model, instead of one trained on Catch")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -37,7 +37,7 @@ TEST_FOLDERS = (
     *("skyrl-agent/tests", "skyrl-gym/tests", "skyrl-report/tests"),
     *("skyrl-train/tests/cpu", "skyrl-tx/tests", "veritas-rl/tests"),
 )
-SEPARATE = {"openenv_server", "recipes", "sdk", "verifiers_v0", "vllm_server"}
+SEPARATE = {"npm", "openenv_server", "recipes", "sdk", "verifiers_v0", "vllm_server"}
 """Folders of tests that need other environments."""
 
 

@@ -14,6 +14,10 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_agent.endpoint.process import EndpointProcess
+from skyrl_agent.endpoint.server import Endpoint
+from skyrl_agent.endpoint.service import ModelService
+from skyrl_agent.endpoint.session import AgentSession
 from skyrl_gym.images import to_openai
 from skyrl_gym.runtime.env_pool import ThreadPool
 from skyrl_gym.runtime.text import describe_error
@@ -21,10 +25,6 @@ from skyrl_gym.runtime.validation import is_reward
 from skyrl_train.algorithms.reward_pipeline import weigh_components
 from skyrl_train.concurrency import gather_or_cancel
 from skyrl_train.config.generator import GeneratorConfig
-from skyrl_train.endpoint.process import EndpointProcess
-from skyrl_train.endpoint.server import Endpoint
-from skyrl_train.endpoint.service import ModelService
-from skyrl_train.endpoint.session import AgentSession
 from skyrl_train.errors import ConfigError, EngineError, EngineLostError, EnvError, StalledError
 from skyrl_train.generators.base import BatchMetadata, RolloutGenerator, RolloutRequest
 from skyrl_train.generators.chat_template import load_chat_template

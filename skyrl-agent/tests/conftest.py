@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from agent_kit.containers import DockerStandIn, create_docker, podman_image
+from train_kit.fixtures import *  # noqa: F403
 
 from skyrl_agent.workspaces import LocalWorkspace
 

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 from agent_kit.agents import AgentStage
-from train_kit.fixtures import *  # noqa: F403
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 

@@ -20,8 +20,8 @@ from agent_kit.agents import (
     assert_equal_trajectories,
     catch_requests,
 )
+from agent_kit.endpoints import HELLO, new_client
 from endpoint_catch.agent import play_catch
-from train_kit.endpoints import HELLO, new_client
 from train_kit.engines import LIMITS, RecordedEngine
 from train_kit.messages import user
 from train_kit.models import load_on_cpu

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from agent_kit.agents import SAMPLING, TRAIN, AgentStage, ask_once, assert_equal_trajectories, catch_requests
+from agent_kit.endpoints import new_client
 from endpoint_catch.agent import play_catch
-from train_kit.endpoints import new_client
 from train_kit.processes import find_descendants
 
-from skyrl_train.endpoint.process import EndpointProcess
+from skyrl_agent.endpoint.process import EndpointProcess
 from skyrl_train.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 from agent_kit.agents import TRAIN, AgentStage, catch_requests
-from train_kit.agents import ScriptedEngine, hermes_tokenizer, take_turns, trained_texts, write_call
-from train_kit.endpoints import new_client
+from agent_kit.endpoints import new_client
+from agent_kit.scripted import ScriptedEngine, hermes_tokenizer, take_turns, trained_texts, write_call
 from train_kit.messages import user
 
 from skyrl_agent.agent_generator import AgentResult

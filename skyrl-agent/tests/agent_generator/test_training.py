@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_kit.endpoints import new_client
+from agent_kit.scripted import HERMES
 from endpoint_catch.learn import EndpointExp
-from train_kit.agents import HERMES
-from train_kit.endpoints import new_client
 from train_kit.messages import user
 from train_kit.runs import run_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from agent_kit.harnesses import PREFIX, fake_harness, leftovers, play, reply
-from train_kit.agents import ScriptedEngine, hermes_tokenizer
+from agent_kit.scripted import ScriptedEngine, hermes_tokenizer
 
 from skyrl_agent.leases import lease_folder, remove_abandoned
 from skyrl_train.errors import EngineError

@@ -13,7 +13,7 @@ import gym_kit
 import pytest
 import yaml
 from agent_kit.runs import write_run
-from train_kit.agents import HEADER, ScriptedEngine, hermes_tokenizer, write_call
+from agent_kit.scripted import HEADER, ScriptedEngine, hermes_tokenizer, write_call
 from typer.testing import CliRunner
 
 from skyrl_agent.cli import app

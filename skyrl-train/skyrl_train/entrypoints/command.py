@@ -162,7 +162,7 @@ def log_to_console() -> None:
     """Log our messages and other packages' warnings to standard error. A closed terminal does not end the run."""
     guard_console()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    for name in ("skyrl_train", "skyrl_report", "skyrl_gym"):
+    for name in ("skyrl_train", "skyrl_report", "skyrl_gym", "skyrl_agent"):
         logging.getLogger(name).setLevel(logging.INFO)
 
 

@@ -34,7 +34,7 @@ def log_to_file(path: Path) -> Iterator[None]:
     handler = _LogFile(path)
     handler.setLevel(logging.INFO)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    loggers = [logging.getLogger(name) for name in ("skyrl_train", "skyrl_report", "skyrl_gym")]
+    loggers = [logging.getLogger(name) for name in ("skyrl_train", "skyrl_report", "skyrl_gym", "skyrl_agent")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from train_kit.agents import ScriptedEngine
-from train_kit.endpoints import new_client, new_engine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from agent_kit.endpoints import new_client, new_engine
+from agent_kit.scripted import ScriptedEngine
 from examples.catch.catch_dataset import CatchDataset
 from skyrl_agent.agent_generator import AgentGenerator
 from skyrl_train.config import load_config

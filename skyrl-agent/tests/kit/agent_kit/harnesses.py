@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from openai import OpenAI
-from train_kit.agents import HEADER, ScriptedEngine, hermes_tokenizer, write_call
 from train_kit.messages import user
 
+from agent_kit.scripted import HEADER, ScriptedEngine, hermes_tokenizer, write_call
 from skyrl_agent.harness.agent import HarnessAgent, HarnessGenerator
 from skyrl_agent.harness.config import HarnessConfig
 from skyrl_agent.leases import MARK, lease_folder

@@ -21,9 +21,10 @@ def test_the_log_file_is_attached_within_the_context(tmp_path: Path, capsys: pyt
     with log_to_file(path):
         logger.info("first")
         logging.getLogger("skyrl_gym.envs").warning("half a character: \ud83d")
+        logging.getLogger("skyrl_agent.endpoint.server").info("third")
     logger.warning("after")
     assert (list(package.handlers), package.level) == before
     lines = path.read_text().splitlines()
-    assert [line.split(": ", 1)[1] for line in lines] == ["first", "half a character: \\ud83d"]
+    assert [line.split(": ", 1)[1] for line in lines] == ["first", "half a character: \\ud83d", "third"]
     assert "INFO skyrl_train.trainer" in lines[0]
     assert "Logging error" not in capsys.readouterr().err

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import skyrl_gym
 from examples.catch.catch_dataset import CatchDataset, write_dataset
 from examples.catch.main_catch import register_catch
+from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.models.loading import load_tokenizer
 from train_kit import runs
 from train_kit.models import PEAKED_VOCABULARY, load_on_cpu, save_tiny_model
@@ -26,7 +27,7 @@ def tiny_head_dim() -> int:
 @pytest.fixture(scope="session")
 def tiny_model_path(tiny_head_dim: int, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """A Hugging Face folder with a two-layer Qwen3 and its tokenizer."""
-    folder = pytestconfig.getoption("--tokenizer", None)
+    folder = pytestconfig.getoption("--tokenizer")
     tokenizer = load_tokenizer(folder) if folder else None
     return save_tiny_model(tmp_path_factory.mktemp("tiny-model"), tokenizer, head_dim=tiny_head_dim)
 
@@ -35,6 +36,12 @@ def tiny_model_path(tiny_head_dim: int, tmp_path_factory: pytest.TempPathFactory
 def tiny_tokenizer(tiny_model_path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of `tiny_model_path`."""
     return load_tokenizer(str(tiny_model_path))
+
+
+@pytest.fixture(scope="session")
+def chat(tiny_tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
+    """The chat template of the tiny tokenizer."""
+    return ChatEncoder(tiny_tokenizer)
 
 
 @pytest.fixture(scope="session")

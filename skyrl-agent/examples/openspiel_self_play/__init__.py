@@ -1,0 +1,1 @@
+"""Self-play in OpenSpiel games against a frozen copy of the policy."""
