@@ -142,6 +142,6 @@ def _tail(path: Path) -> str:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace")
+            return file.read(TAIL_BYTES).decode("utf-8", errors="replace")  # a device has no end
     except FileNotFoundError:
         return ""
