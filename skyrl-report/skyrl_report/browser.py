@@ -25,8 +25,8 @@ INDEX = "index.js"
 def write_browser(folder: RunFolder) -> Path | None:
     """Write `trajectories.html` with its index and texts. Return its path, or None without trajectories.
 
-    Files that an earlier call indexed or wrote are not read again. If the texts exceed `MAX_BYTES`, the page has those
-    of the last and the first evaluation, then of later before earlier steps, and evaluations before training.
+    Files that an earlier call indexed or wrote are not read again. If the texts exceed `MAX_BYTES`, the last and the
+    first evaluation come first, then later steps before earlier ones, and evaluations before training.
     """
     files = folder.path / FOLDER
     index = read_index(folder)
