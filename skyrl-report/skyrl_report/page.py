@@ -17,14 +17,13 @@ from markupsafe import Markup
 from skyrl_report.browser import write_browser
 from skyrl_report.charts import Chart, Line, sparkline
 from skyrl_report.curves import CurveRun, encode_curves
-from skyrl_report.diagnosis import find_missing_signal
 from skyrl_report.episodes import read_evaluation
 from skyrl_report.evaluations import EvaluatedTrajectory, pick_examples
 from skyrl_report.learning_curve import plot_learning_curve
 from skyrl_report.metrics_file import read_metrics
 from skyrl_report.run_folder import IMAGE_FOLDER, RunFolder
 from skyrl_report.series import MetricRows, distinct, format_name, format_value, metric_names, read_series
-from skyrl_report.status import read_status
+from skyrl_report.status import find_problems, read_status
 from skyrl_report.summary import find_method, headline_evals, headlines, select_settings, time_split
 from skyrl_report.templating import render
 from skyrl_report.text import show_text
@@ -142,7 +141,7 @@ def render_report(
         run=run_folder.path.resolve().name,
         last_step=last_step,
         method=find_method(config),
-        warning=find_missing_signal(rows),
+        problems=find_problems(run_folder, rows),
         headlines=headlines(rows, config),
         eval_charts=_eval_charts(rows, baselines or {}),
         charts=_training_charts(rows),

@@ -58,6 +58,7 @@ class RunFolder:
         self.changes = self.path / "changes.jsonl"
         self.metrics = self.path / "metrics.jsonl"
         self.findings = self.path / "diagnosis.jsonl"
+        self.waits = self.path / "waits.json"
         self.train_log = self.path / "train.log"
         self.learning_curve = self.path / "learning_curve.png"
         self.report = self.path / "report.html"

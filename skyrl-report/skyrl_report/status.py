@@ -6,12 +6,12 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_report.diagnosis import find_missing_signal
+from skyrl_report.diagnosis import Finding, diagnose, read_findings
 from skyrl_report.evaluations import EvaluatedTrajectory, parse_trajectory
 from skyrl_report.run_folder import AGGREGATED, RunFolder, Session
 from skyrl_report.series import MetricRows, Series, read_series
@@ -88,7 +88,8 @@ def read_status(folder: RunFolder, rows: MetricRows, now: float | None = None) -
     latest = {name: value for row in rows for name, value in row.items() if value is not None}
     names = [name for name in ("reward/avg_raw_reward", "train/loss") if name in latest]
     silence = now - folder.metrics.stat().st_mtime if folder.metrics.exists() else None
-    missing = find_missing_signal(rows)
+    findings = find_problems(folder, rows)
+    waits = _read_waits(folder.waits, now) if session is not None and session.is_alive else ()
     return RunStatus(
         session=session,
         step=rows[-1]["step"] if rows else None,
@@ -97,9 +98,31 @@ def read_status(folder: RunFolder, rows: MetricRows, now: float | None = None) -
         curves=tuple(filter(None, [*(read_series(rows, name) for name in names), *headline_evals(rows)])),
         latest=latest,
         times=tuple(time_split(recent)),
-        warnings=(*([missing] if missing else []), *_last_warnings(folder.train_log)),
+        warnings=(
+            *waits,
+            *(f"step {finding.step}: {finding.text}" for finding in findings),
+            *_last_warnings(folder.train_log, [finding.text for finding in findings]),
+        ),
         sample=_last_sample(folder),
     )
+
+
+def find_problems(folder: RunFolder, rows: MetricRows) -> list[Finding]:
+    """Return what the run's diagnosis found. A run without a diagnosis, such as an old one, is diagnosed now."""
+    return read_findings(folder.findings) if folder.findings.exists() else diagnose(rows, folder.read_config()[1])
+
+
+def _read_waits(file: Path, now: float) -> Iterator[str]:
+    """Yield a line for each stage in which something waits for long. The file may be gone or incomplete."""
+    try:
+        stages = json.loads(file.read_text("utf-8"))["waits"]
+        for stage in stages:
+            oldest = stage["oldest"]
+            duration = format_duration(now - oldest["since"])
+            detail = f" ({oldest['detail']})" if oldest["detail"] else ""
+            yield f"{stage['count']} waiting: {stage['stage']}, the longest for {duration}: {oldest['who']}{detail}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return
 
 
 def _step_seconds(rows: MetricRows) -> float | None:
@@ -110,9 +133,10 @@ def _step_seconds(rows: MetricRows) -> float | None:
     return statistics.median(steps) + between / len(steps)
 
 
-def _last_warnings(log: Path) -> Iterator[str]:
+def _last_warnings(log: Path, known: Sequence[str]) -> Iterator[str]:
+    """Return the last warnings of the log, except known ones."""
     lines = _tail(log).splitlines()
-    found = [match for line in lines if (match := LOG_WARNING.match(line))]
+    found = [match for line in lines if (match := LOG_WARNING.match(line)) and match[2] not in known]
     return (f"{match[1].partition(',')[0]} {match[2]}" for match in found[-N_WARNINGS:])
 
 

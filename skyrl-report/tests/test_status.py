@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -53,6 +54,20 @@ def test_a_killed_run(folder: RunFolder) -> None:
     process.wait()
     write_session(folder, pid=process.pid)
     assert _read(folder).progress == "step 8 of 20 · killed: its process is gone"
+
+
+def test_problems_and_waits(folder: RunFolder) -> None:
+    """Findings of the run are shown once, though it logs them too. Waits of a dead run are not shown."""
+    folder.findings.write_text(json.dumps({"step": 5, "rule": "no_signal", "text": "The disk is slow"}))
+    oldest = {"who": "prompt 7", "detail": "step", "since": folder.metrics.stat().st_mtime - 75.0, "seconds": 0.0}
+    folder.waits.write_text(json.dumps({"waits": [{"stage": "environment", "count": 3, "oldest": oldest}]}))
+    waiting = "3 waiting: environment, the longest for 1 min 15 s: prompt 7 (step)"
+    assert _read(folder).warnings == (waiting, "step 5: The disk is slow")
+    write_session(folder, ended_at=1.0)
+    assert _read(folder).warnings == ("step 5: The disk is slow",)
+    folder.waits.write_text('{"waits": [{"sta')
+    write_session(folder)
+    assert _read(folder).warnings == ("step 5: The disk is slow",)
 
 
 def test_an_empty_folder_and_half_written_files(folder: RunFolder, tmp_path: Path) -> None:

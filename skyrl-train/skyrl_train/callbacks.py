@@ -105,7 +105,7 @@ class Logging(Callback):
         self._progress = Progress(run.total_steps, run.global_step)
         step = run.global_step or -1
         findings = [finding for finding in read_findings(self._findings) if finding.step <= step]
-        self._findings.unlink(missing_ok=True)
+        self._findings.write_text("", encoding="utf-8")  # an empty file says that the run is diagnosed
         append_findings(self._findings, findings)
         rows = read_metrics(self._tracking.run_folder.metrics)
         self._diagnosis = Diagnosis(run.cfg.model_dump(mode="json"), rows, [finding.rule for finding in findings])
