@@ -239,7 +239,7 @@ def find_length_change(rows: Rows, config: Config) -> str | None:
 
 
 def find_mismatch(rows: Rows, config: Config) -> str | None:
-    """Find log-probs of the engine that differ from the trainer's. Those of stale rollouts differ by nature."""
+    """Find log-probs of the engine that differ from the trainer's. Log-probs of stale rollouts differ by nature."""
     name = "policy/rollout_train_logprobs_abs_diff_mean"
     gap, is_stale = newest(rows, name), bool(newest(rows, "async/staleness_max"))
     limit = 0.3 if is_stale else 0.05
