@@ -73,6 +73,10 @@ class QuantizedLinear(torch.nn.Linear):
         """The dequantized matrix (out, in), in the dtype of the model's files."""
         return self.dequantize(self.dtype)
 
+    def empty_weight(self) -> torch.Tensor:
+        """Return a tensor without memory that has the weight's shape, dtype and device. peft reads only these."""
+        return torch.empty(1, dtype=self.dtype, device=self.codes.device).expand(self.out_features, self.in_features)
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrix (out, in), computed in float32 and rounded to `dtype`."""
         pairs = _level_pairs(self.codes.device).index_select(0, self.codes.int())

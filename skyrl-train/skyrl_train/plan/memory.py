@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from skyrl_train.config.supervised import DPOTrainerConfig, SupervisedConfig
 from skyrl_train.models.linear_head import CPU_BLOCK, GPU_LOGITS, MAX_SAVED_BYTES
 from skyrl_train.models.memory import (
+    CACHE_UNIT,
     activation_bytes_per_token,
     config_cache_bytes_per_token,
     default_max_tokens,
@@ -37,11 +38,11 @@ KERNEL_BYTES = 50e6
 """What the compiled kernels of a model in bfloat16 take on a CPU."""
 CONTEXT_BYTES = 600e6
 """Memory that CUDA takes on a GPU for each process."""
-FRAGMENTATION = {"cpu": 0.27, "cuda": 0.05}
+FRAGMENTATION = {"cpu": 0.32, "cuda": 0.05}
 """Temporary memory that the allocator cannot reuse, as a share of the rest. Fitted to runs on a CPU with glibc 2.36."""
-ADAPTER_FRAGMENTATION = {"cpu": 0.65, "cuda": 0.05}
-"""The same share under an adapter. In full training, gradients fill gaps that freed activations leave."""
 HEAD_BLOCK_BYTES = {"cpu": 2 * 4 * math.prod(CPU_BLOCK), "cuda": 2 * 4 * GPU_LOGITS}
+HUGE_PAGE_BYTES = 1 << 21
+"""Size of the pages in which Linux provides a large array of NumPy."""
 CACHE = "engine: key-value cache"
 FILES = "weight files"
 TURN_TOKENS = 64
@@ -104,8 +105,9 @@ class Rows:
 
     @property
     def later_tokens(self) -> int:
-        """Tokens of the largest micro-batch after the first one."""
-        return min(self.micro_batch_tokens, max(0, self.n_tokens - self.micro_batch_tokens))
+        """Tokens of the largest micro-batch after the first one. It may compute the prompt of its first row again."""
+        n_left = self.n_tokens - self.micro_batch_tokens
+        return min(self.micro_batch_tokens, n_left + self.prompt_tokens) if n_left > 0 else 0
 
     @property
     def trained_share(self) -> float:
@@ -305,8 +307,11 @@ class _Forecaster:
             used += sum(self._share(model) * model.training.gradients for model in self.plan.models)
         free = max(0.0, (self.hardware.device_bytes or self.hardware.host_bytes) - used)
         cache = generator.gpu_memory_utilization * free
-        if not self.hardware.has_gpus:  # the system provides memory as it is written
-            cache = min(cache, n_sequences * self.rows.row_tokens * per_token)
+        if not self.hardware.has_gpus:
+            # The system provides memory as it is written, in huge pages. They fill the gaps between sequences, and the
+            # keys and the values of each layer end inside of one, on average in its middle.
+            n_tokens = n_sequences * -(-self.rows.row_tokens // CACHE_UNIT) * CACHE_UNIT
+            cache = min(cache, n_tokens * per_token + self.config.get_text_config().num_hidden_layers * HUGE_PAGE_BYTES)
         yield self._part(CACHE, cache, ["rollout"] if self.plan.frees_cache else phases)
         n_prompts = max(1, n_sequences // generator.n_samples_per_prompt)  # samples of a prompt read it once
         n_new = min(generator.max_num_batched_tokens, n_prompts * self.rows.prompt_tokens)
@@ -325,8 +330,7 @@ class _Forecaster:
         """Return memory that is allocated and freed again and again, with what the allocator cannot reuse."""
         policy = self.plan.models[0]
         n_ranks = 1 if self.hardware.has_gpus or not self.plan.ranks else self.plan.ranks[policy.role][1]
-        lost = (FRAGMENTATION if policy.lora is None else ADAPTER_FRAGMENTATION)[self._kind]
-        return self._part(name, n_ranks * n_bytes * (1 + lost), phases)
+        return self._part(name, n_ranks * n_bytes * (1 + FRAGMENTATION[self._kind]), phases)
 
     def _passes(self) -> Iterator[MemoryPart]:
         """Yield the memory of the passes over a micro-batch: activations, the head's values, casts and gradients."""
@@ -343,7 +347,8 @@ class _Forecaster:
             kept = activation_bytes_per_token(self.config, value_bytes=size) // text.num_hidden_layers
         # The first backward pass replaces activations by gradients, layer by layer. Only later passes start with both.
         first, later = (n * kept + inside for n in (n_tokens, rows.later_tokens))
-        gradients = self._share(policy) * policy.training.gradients
+        on_host = 0.0 if self.hardware.has_gpus else policy.training.host_gradients
+        gradients = self._share(policy) * (policy.training.gradients + on_host)
         yield self._temporary("activations", max(first - gradients, later), ["update"])
         if not self.hardware.has_gpus:
             head += min(MAX_SAVED_BYTES, n_tokens * rows.trained_share * text.vocab_size * 4)
