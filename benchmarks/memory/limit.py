@@ -39,7 +39,11 @@ def run_limited(arguments: list[str], n_bytes: int, log: Path) -> tuple[int, int
 
 def compare(model: Path, folder: Path) -> None:
     """Plan a run, then start it with each limit. Exit with status 1 if one does not end as it must."""
-    train = [*command("grpo", "float32, AdamW", 1, folder, model), "trainer.ckpt_interval=10", "trainer.max_training_steps=15"]
+    train = [
+        *command("grpo", "float32, AdamW", 1, folder, model),
+        "trainer.ckpt_interval=10",
+        "trainer.max_training_steps=15",
+    ]
     planning = [*train[:3], "plan", "--json", *train[4:]]
     done = subprocess.run(planning, capture_output=True, text=True, env=variables(), check=True)
     peak = max(json.loads(done.stdout)["totals"]["host"].values())

@@ -14,8 +14,7 @@ MIN_TOKENS = 1024
 MAX_ACTIVATION_BYTES = 1 << 30
 """Default memory for activations on a CPU."""
 
-CACHE_UNIT = 64
-"""Tokens by which the embedded engine rounds up a sequence's part of the key-value cache."""
+CACHE_UNIT = 64  # tokens to which the embedded engine rounds up a sequence's part of the key-value cache
 
 
 def default_max_tokens(config: PretrainedConfig, device: torch.device) -> int:

@@ -186,13 +186,15 @@ class QuantizedSize:
 
     n_parameters: int
     n_bytes: int
+    n_largest: int  # parameters of the largest matrix
 
 
 def measure_quantized(path: str, role: Role = "policy") -> QuantizedSize:
     """Return the size of what `quantize_base` holds in 4 bits of the model at `path`, without loading its weights."""
     sizes = [layer.weight.numel() for layer in _find_layers(create_empty(path, role, local_files_only=True)).values()]
     n_groups = sum(-(-n // (BLOCK * GROUP)) for n in sizes)
-    return QuantizedSize(sum(sizes), sum(sizes) // 2 + n_groups * (GROUP + 2 * torch.float32.itemsize))
+    n_bytes = sum(sizes) // 2 + n_groups * (GROUP + 2 * torch.float32.itemsize)
+    return QuantizedSize(sum(sizes), n_bytes, max(sizes, default=0))
 
 
 def _find_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:

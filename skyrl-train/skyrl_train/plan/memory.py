@@ -23,6 +23,7 @@ from skyrl_train.models.memory import (
     pass_bytes_per_token,
 )
 from skyrl_train.models.prefix_sharing import SHARED_COST
+from skyrl_train.models.quantization import MAX_FREED_BYTES
 from skyrl_train.plan.forecast import PlannedModel
 from skyrl_train.plan.hardware import Hardware
 from skyrl_train.plan.run_plan import RunPlan, TrainingPlan
@@ -41,8 +42,7 @@ CONTEXT_BYTES = 600e6
 FRAGMENTATION = {"cpu": 0.32, "cuda": 0.05}
 """Temporary memory that the allocator cannot reuse, as a share of the rest. Fitted to runs on a CPU with glibc 2.36."""
 HEAD_BLOCK_BYTES = {"cpu": 2 * 4 * math.prod(CPU_BLOCK), "cuda": 2 * 4 * GPU_LOGITS}
-HUGE_PAGE_BYTES = 1 << 21
-"""Size of the pages in which Linux provides a large array of NumPy."""
+HUGE_PAGE_BYTES = 1 << 21  # pages in which Linux provides a large array of NumPy
 CACHE = "engine: key-value cache"
 FILES = "weight files"
 TURN_TOKENS = 64
@@ -68,8 +68,8 @@ class Rows:
     2,543, so they need two micro-batches:
 
     >>> rows = Rows(n_prompts=4, n_samples=4, prompt_tokens=217, row_tokens=281, budget=1941)
-    >>> rows.n_tokens, rows.n_passes, rows.micro_batch_tokens
-    (1892, 2, 1364)
+    >>> rows.n_tokens, rows.n_passes, rows.micro_batch_tokens, rows.later_tokens
+    (1892, 2, 1364, 745)
     """
 
     n_prompts: int
@@ -232,35 +232,27 @@ class _Forecaster:
         share, training, always = self._share(model), model.training, self._phases()
         place = "host" if self._is_on_host(model) else self._device
         weights = share * (model.frozen_bytes + training.weights)
-        is_offloaded = self.plan.offloads_idle and self.hardware.has_gpus
-        if not is_offloaded:
-            yield self._part(f"{model.name}: weights", weights, always, place)
-            neighbors = [other for other in self.plan.models if self._is_on_host(other) == self._is_on_host(model)]
-            largest = max(neighbors, key=lambda other: self._share(other) * other.training.gradients)
-            yield self._part(
-                f"{model.name}: gradients", share * training.gradients, ["update"] if model is largest else [], place
-            )
-            after_step = self._phases(first=always[1])
-            yield self._part(f"{model.name}: optimizer state", share * training.moments, after_step, place)
-        else:
+        after_step = self._phases(first=always[1])
+        if self.plan.offloads_idle and self.hardware.has_gpus:
             own: list[Phase] = ["score"] if model.role in ("ref", "reward") else ["score", "update"]
             others = [other for other in self.plan.models if other.role != model.role]
             is_largest = all(model.training_bytes >= other.training_bytes for other in others)
-            phases = always if model.role == "policy" else own if is_largest else []
-            yield self._part(f"{model.name}: weights", weights, phases, place)
-            update: list[Phase] = ["update"] if is_largest else []
-            yield self._part(f"{model.name}: gradients", share * training.gradients, update, place)
-            yield self._part(f"{model.name}: optimizer state", share * training.moments, update, place)
+            updated: Sequence[Phase] = ["update"] if is_largest else []
+            loaded, stepped = always if model.role == "policy" else own if is_largest else [], updated
             n_per_node = self.plan.ranks[model.role][1] if self.plan.ranks else 1
             idle = training.moments + (weights / share if others else 0)
-            yield self._part(
-                f"{model.name}: offloaded", n_per_node * share * idle, self._phases(first=always[1]), "host"
-            )
+            yield self._part(f"{model.name}: offloaded", n_per_node * share * idle, after_step, "host")
+        else:
+            neighbors = [other for other in self.plan.models if self._is_on_host(other) == self._is_on_host(model)]
+            largest = max(neighbors, key=lambda other: self._share(other) * other.training.gradients)
+            updated = ["update"] if model is largest else []
+            loaded, stepped = always, after_step
+        yield self._part(f"{model.name}: weights", weights, loaded, place)
+        yield self._part(f"{model.name}: gradients", share * training.gradients, updated, place)
+        yield self._part(f"{model.name}: optimizer state", share * training.moments, stepped, place)
         yield self._part(f"{model.name}: master weights", share * training.host_weights, always, "host")
         yield self._part(f"{model.name}: gradients", share * training.host_gradients, ["update"], "host")
-        yield self._part(
-            f"{model.name}: optimizer state", share * training.host_moments, self._phases(first=always[1]), "host"
-        )
+        yield self._part(f"{model.name}: optimizer state", share * training.host_moments, after_step, "host")
 
     def _files(self) -> Iterator[MemoryPart]:
         """Yield the files of one model, which are mapped into memory while they are read.
@@ -305,11 +297,10 @@ class _Forecaster:
         used += self.plan.engine_bytes * n_copies
         if not self.plan.offloads_idle:
             used += sum(self._share(model) * model.training.gradients for model in self.plan.models)
-        free = max(0.0, (self.hardware.device_bytes or self.hardware.host_bytes) - used)
-        cache = generator.gpu_memory_utilization * free
+        free = (self.hardware.device_bytes or self.hardware.host_bytes) - used
+        cache = generator.gpu_memory_utilization * max(0.0, free)
         if not self.hardware.has_gpus:
-            # The system provides memory as it is written, in huge pages. They fill the gaps between sequences, and the
-            # keys and the values of each layer end inside of one, on average in its middle.
+            # The system provides huge pages as they are written. A layer's keys and values each end inside of one.
             n_tokens = n_sequences * -(-self.rows.row_tokens // CACHE_UNIT) * CACHE_UNIT
             cache = min(cache, n_tokens * per_token + self.config.get_text_config().num_hidden_layers * HUGE_PAGE_BYTES)
         yield self._part(CACHE, cache, ["rollout"] if self.plan.frees_cache else phases)
@@ -328,8 +319,7 @@ class _Forecaster:
 
     def _temporary(self, name: str, n_bytes: float, phases: Sequence[Phase]) -> MemoryPart:
         """Return memory that is allocated and freed again and again, with what the allocator cannot reuse."""
-        policy = self.plan.models[0]
-        n_ranks = 1 if self.hardware.has_gpus or not self.plan.ranks else self.plan.ranks[policy.role][1]
+        n_ranks = 1 if self.hardware.has_gpus or not self.plan.ranks else self.plan.ranks[self.plan.models[0].role][1]
         return self._part(name, n_ranks * n_bytes * (1 + FRAGMENTATION[self._kind]), phases)
 
     def _passes(self) -> Iterator[MemoryPart]:
@@ -353,6 +343,10 @@ class _Forecaster:
         if not self.hardware.has_gpus:
             head += min(MAX_SAVED_BYTES, n_tokens * rows.trained_share * text.vocab_size * 4)
         yield self._temporary("logits", head, ["update"])
+        if policy.n_dequantized:  # with its codes as integers; on a CPU, also the gaps that quantizing leaves
+            gaps = 0 if self.hardware.has_gpus else MAX_FREED_BYTES
+            n_bytes = gaps + policy.n_dequantized * (8 if size == 2 else 6)
+            yield self._part("dequantized matrix", n_bytes, self._phases(first="rollout"))
         if policy.lora is None:
             # The embeddings' gradient is computed apart and then added to what the head or earlier passes left.
             n_copies = int(bool(text.tie_word_embeddings)) + int(rows.n_passes > 1)
@@ -389,9 +383,8 @@ def forecast_memory(plan: TrainingPlan, hardware: Hardware) -> MemoryForecast | 
         n_samples = generator.n_samples_per_prompt
     else:
         assert isinstance(plan.cfg, SupervisedConfig)
-        n_prompts, n_samples, prompt = plan.cfg.trainer.train_batch_size, 1, 0
-        if isinstance(plan.cfg.trainer, DPOTrainerConfig):
-            n_samples = 2
+        n_prompts, prompt = plan.cfg.trainer.train_batch_size, 0
+        n_samples = 2 if isinstance(plan.cfg.trainer, DPOTrainerConfig) else 1
         length = plan.cfg.data.row_length(n_context)
     device = torch.device("cuda" if hardware.has_gpus else "cpu")
     budget = trainer.max_tokens_per_microbatch or default_max_tokens(config, device)
