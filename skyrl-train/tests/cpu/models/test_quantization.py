@@ -76,6 +76,7 @@ def test_gradients_equal_those_through_the_dequantized_matrices(tmp_path: Path) 
 
 
 def test_a_matrix_computes_in_the_dtype_of_autocast() -> None:
+    torch.manual_seed(1)
     layer = QuantizedLinear(torch.randn(64, 32), torch.nn.Parameter(torch.randn(64), requires_grad=False), 0)
     x = torch.randn(3, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
