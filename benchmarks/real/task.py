@@ -17,9 +17,9 @@ SFT_ROWS = 16
 NUMBERS = range(10, 100)
 
 
-def write_rows(folder: Path, seed: int, *, is_sft: bool) -> None:
+def write_rows(folder: Path, seed: int, *, is_sft: bool, n_steps: int = N_STEPS) -> None:
     """Write the rows of a run to train.jsonl, and to ordered.jsonl in the order in which SkyRL draws them."""
-    n_rows = N_STEPS * (SFT_ROWS if is_sft else N_PROMPTS)
+    n_rows = n_steps * (SFT_ROWS if is_sft else N_PROMPTS)
     pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a != b]
     rows: list[dict[str, Any]] = []
     for a, b in random.Random(seed).sample(pairs, n_rows):

@@ -36,6 +36,7 @@ from skyrl_train.config.run import RunConfig
 from skyrl_train.errors import CheckpointError, ConfigError, DivergenceError, StorageError
 from skyrl_train.learner import TrainedModels
 from skyrl_train.out_of_memory import is_out_of_memory
+from skyrl_train.plan import TrainingPlan
 from skyrl_train.plan.hardware import free_host_bytes
 from skyrl_train.timer import StepTimer, peak_memory
 from skyrl_train.types import Metrics, TrainingBatch, Trajectory, TrajectoryID
@@ -394,7 +395,9 @@ class Run(ABC):
             folder = Path(trainer.export_path)
             make_folder(folder)
             n_exports = math.ceil((self.total_steps - self.global_step) / trainer.hf_save_interval)
-            needed, free = n_exports * checkpoint_bytes // 3, shutil.disk_usage(folder).free  # no optimizer moments
+            planned = TrainingPlan(self.cfg).forecast_disk(counts_steps=False)
+            n_bytes = checkpoint_bytes // 3 if planned is None else planned.export_bytes  # no optimizer moments
+            needed, free = n_exports * n_bytes, shutil.disk_usage(folder).free
             if free < needed:
                 await self.alert(
                     f"{folder} has {free:,} bytes free, and the {n_exports} exports of this run take at least "

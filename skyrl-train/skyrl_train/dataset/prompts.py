@@ -44,7 +44,7 @@ class PromptDataset:
     """Extra check of each drawn row, unless all rows were checked up front. A DataError skips the row."""
 
     longest_prompt: int | None = None
-    """Tokens of the longest prompt among those that were checked, or None if they were not counted."""
+    """Tokens of the longest prompt among those that were counted, or None if none was."""
 
     def __init__(
         self,
@@ -85,7 +85,6 @@ class PromptDataset:
                     if self.is_checked:
                         digest.update(repr(self._prompt_row(len(kept), row)).encode())
                     kept.append(index)
-                    self.longest_prompt = max(self.longest_prompt or 0, n_tokens)
         if not kept:
             raise DataError(
                 f"all {len(self._sample)} prompts of {', '.join(sources)} are longer than trainer.max_prompt_length="
@@ -182,7 +181,7 @@ class PromptDataset:
 
         If an upper bound is already within the limit, it is returned instead. ASCII text has at most one token per
         character, plus one if the tokenizer adds a token before the text. So 100 ASCII characters are at most 101
-        tokens, and a limit of 512 needs no tokenization.
+        tokens, and a limit of 512 needs no tokenization. Only the longest text is then counted, for `longest_prompt`.
         """
         limit = self._max_length
         texts = []
@@ -195,11 +194,13 @@ class PromptDataset:
             except DataError as error:
                 raise DataError(f"{location}: {error}") from error
         lengths = [len(text) + 1 if text.isascii() else limit + 1 for text in texts]
-        long = [i for i, length in enumerate(lengths) if length > limit]
-        if long:
-            token_ids = self._tokenizer([texts[i] for i in long], add_special_tokens=False)["input_ids"]
-            for i, ids in zip(long, token_ids, strict=True):
-                lengths[i] = len(ids)
+        longest = max((i for i, length in enumerate(lengths) if length <= limit), key=lengths.__getitem__, default=None)
+        counted = [i for i, length in enumerate(lengths) if length > limit or i == longest]
+        token_ids = self._tokenizer([texts[i] for i in counted], add_special_tokens=False)["input_ids"]
+        for i, ids in zip(counted, token_ids, strict=True):
+            lengths[i] = len(ids)
+            if len(ids) <= limit:
+                self.longest_prompt = max(self.longest_prompt or 0, len(ids))
         return lengths
 
 

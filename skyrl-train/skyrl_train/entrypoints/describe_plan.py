@@ -249,11 +249,10 @@ def print_plan(cfg: SkyRLConfig | SupervisedConfig, *, is_custom: bool) -> None:
         longest_prompt = check_prompts(cfg)
     plan = plan_run(cfg, longest_prompt=longest_prompt)
     print(describe_plan(plan) if isinstance(plan, RunPlan) else describe_supervised_plan(plan))
-    if cfg.trainer.ckpt_interval > 0 and plan.has_known_sizes:
+    if (disk := plan.forecast_disk()) is not None and disk.checkpoint_bytes:
         from skyrl_train.checkpoint import CheckpointStore  # imports torch, as `_describe_device`
 
-        n_bytes = sum(model.checkpoint_bytes for model in plan.models if model.role != "ref")
-        if shortage := CheckpointStore(Path(cfg.trainer.ckpt_path)).find_shortage(n_bytes):
+        if shortage := CheckpointStore(Path(cfg.trainer.ckpt_path)).find_shortage(disk.checkpoint_bytes):
             raise CheckpointError(shortage)  # as the run does after loading its models
     if not is_custom:
         warn_of_shortage(plan)

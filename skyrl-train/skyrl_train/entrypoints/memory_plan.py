@@ -18,7 +18,7 @@ from skyrl_train.plan import RunPlan, TrainingPlan
 from skyrl_train.plan.fit import Change, find_fit
 from skyrl_train.plan.forecast import format_bytes
 from skyrl_train.plan.hardware import GIB, GPUS, Hardware, find_gpu, this_machine
-from skyrl_train.plan.memory import MemoryForecast, forecast_memory
+from skyrl_train.plan.memory import MemoryForecast, Phase, Place, forecast_memory
 from skyrl_train.plan.speed import ERROR, SpeedForecast, forecast_speed
 
 logger = logging.getLogger(__name__)
@@ -61,16 +61,13 @@ def choose_hardware(gpu: str | None, gpu_memory: float | None, host_memory: floa
     if gpu is None and gpu_memory is None:
         return here if host_memory is None else replace(here, host_bytes=host_memory * GIB)
     known = None if gpu is None else find_gpu(gpu)
-    if known is None and gpu_memory is None:
-        names = ", ".join(sorted(known.name for known in GPUS))
-        raise ConfigError(f"--gpu {gpu} is not known; use one of {names}, or give its memory: --gpu-memory 24")
-    if gpu_memory is not None:
-        n_bytes = gpu_memory * GIB
-    else:
-        assert known is not None
-        n_bytes = known.memory_bytes
+    if gpu_memory is None:
+        if known is None:
+            names = ", ".join(sorted(known.name for known in GPUS))
+            raise ConfigError(f"--gpu {gpu} is not known; use one of {names}, or give its memory: --gpu-memory 24")
+        gpu_memory = known.memory_bytes / GIB
     name = known.name if known is not None else f"a GPU with {gpu_memory:g} GiB"
-    return Hardware(name, n_bytes, math.inf if host_memory is None else host_memory * GIB, known)
+    return Hardware(name, gpu_memory * GIB, math.inf if host_memory is None else host_memory * GIB, known)
 
 
 def fit(plan: TrainingPlan, hardware: Hardware) -> tuple[TrainingPlan, list[Change]]:
@@ -101,10 +98,8 @@ def fit_to_machine(cfg: Any) -> Any:
     return plan.cfg
 
 
-def describe_shortage(plan: TrainingPlan, memory: MemoryForecast) -> str:
+def describe_shortage(plan: TrainingPlan, memory: MemoryForecast, shortage: tuple[Place, Phase]) -> str:
     """Return what is missing where, and the changes of the plan with which it fits, if there are any."""
-    shortage = memory.find_shortage()
-    assert shortage is not None
     place, phase = shortage
     needed, free = memory.total(place, phase), memory.capacity(place)
     parts = sorted((p for p in memory.parts if p.place == place), key=lambda p: -p.phases.get(phase, 0))[:3]
@@ -126,7 +121,7 @@ def check_memory(plan: TrainingPlan) -> tuple[str, bool] | None:
         return None
     place, phase = shortage
     is_clear = memory.certain_total(place, phase) > TOLERANCE * memory.capacity(place)
-    return describe_shortage(plan, memory), memory.is_certain and is_clear
+    return describe_shortage(plan, memory, shortage), memory.is_certain and is_clear
 
 
 def warn_of_shortage(plan: TrainingPlan) -> None:
@@ -185,8 +180,7 @@ def to_json(memory: MemoryForecast, speed: SpeedForecast | None, price: float | 
         "changes": [str(change) for change in changes],
     }
     if speed is not None:
-        content["seconds"] = speed.seconds
-        content["tokens_per_second"] = speed.tokens_per_second
+        content |= {"seconds": speed.seconds, "tokens_per_second": speed.tokens_per_second}
         content["cost_per_step"] = None if price is None else speed.cost(price)
     return json.dumps(content, indent=2)
 
@@ -195,9 +189,7 @@ def show_plan(
     cfg: Config, hardware: Hardware, *, price: float | None, applies_fit: bool, as_json: bool, picture: Path | None
 ) -> None:
     """Print the plan of a run. Raise ConfigError if it does not fit, unless `applies_fit` finds settings that do."""
-    longest = None
-    if isinstance(cfg, SkyRLConfig) and not any(find_missing(cfg, trains=True)):
-        longest = check_prompts(cfg)
+    longest = check_prompts(cfg) if isinstance(cfg, SkyRLConfig) and not any(find_missing(cfg, trains=True)) else None
     plan = plan_run(cfg, hardware, longest)
     changes: list[Change] = []
     if applies_fit:
@@ -218,8 +210,8 @@ def show_plan(
             print(describe_speed(speed, price))
         for change in changes:
             print(f"{change}  # {change.price}")
-    if memory.find_shortage() is not None:
-        raise ConfigError(describe_shortage(plan, memory))
+    if (shortage := memory.find_shortage()) is not None:
+        raise ConfigError(describe_shortage(plan, memory, shortage))
 
 
 def draw_memory(memory: MemoryForecast, file: Path) -> None:

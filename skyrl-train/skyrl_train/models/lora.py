@@ -85,7 +85,8 @@ def add_adapter(model: PreTrainedModel, lora: LoraSpec) -> None:
     with torch.random.fork_rng(devices):
         torch.manual_seed(lora.seed)
         try:
-            peft.inject_adapter_in_model(config, model)
+            with with_attribute([QuantizedLinear], "weight", property(QuantizedLinear.empty_weight)):
+                peft.inject_adapter_in_model(config, model)
         except ValueError as error:
             raise ConfigError(f"{name_source(lora)} does not fit a {type(model).__name__}: {error}") from error
     _check_layers(model, lora)

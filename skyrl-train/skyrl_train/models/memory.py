@@ -14,6 +14,8 @@ MIN_TOKENS = 1024
 MAX_ACTIVATION_BYTES = 1 << 30
 """Default memory for activations on a CPU."""
 
+CACHE_UNIT = 64  # tokens to which the embedded engine rounds up a sequence's part of the key-value cache
+
 
 def default_max_tokens(config: PretrainedConfig, device: torch.device) -> int:
     """Return the default of `trainer.max_tokens_per_microbatch` for a model on a device."""

@@ -73,6 +73,10 @@ class QuantizedLinear(torch.nn.Linear):
         """The dequantized matrix (out, in), in the dtype of the model's files."""
         return self.dequantize(self.dtype)
 
+    def empty_weight(self) -> torch.Tensor:
+        """Return a tensor without memory that has the weight's shape, dtype and device. peft reads only these."""
+        return torch.empty(1, dtype=self.dtype, device=self.codes.device).expand(self.out_features, self.in_features)
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrix (out, in), computed in float32 and rounded to `dtype`."""
         pairs = _level_pairs(self.codes.device).index_select(0, self.codes.int())
@@ -182,13 +186,15 @@ class QuantizedSize:
 
     n_parameters: int
     n_bytes: int
+    n_largest: int  # parameters of the largest matrix
 
 
 def measure_quantized(path: str, role: Role = "policy") -> QuantizedSize:
     """Return the size of what `quantize_base` holds in 4 bits of the model at `path`, without loading its weights."""
     sizes = [layer.weight.numel() for layer in _find_layers(create_empty(path, role, local_files_only=True)).values()]
     n_groups = sum(-(-n // (BLOCK * GROUP)) for n in sizes)
-    return QuantizedSize(sum(sizes), sum(sizes) // 2 + n_groups * (GROUP + 2 * torch.float32.itemsize))
+    n_bytes = sum(sizes) // 2 + n_groups * (GROUP + 2 * torch.float32.itemsize)
+    return QuantizedSize(sum(sizes), n_bytes, max(sizes, default=0))
 
 
 def _find_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:

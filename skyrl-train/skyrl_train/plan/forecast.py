@@ -40,6 +40,8 @@ class PlannedModel:
     """Size of the weights that are not trained: of the reference, or under an adapter."""
     file_bytes: int = 0
     """Size of the weight files on this machine."""
+    n_dequantized: int = 0
+    """Parameters of the largest quantized matrix."""
 
     @property
     def name(self) -> str:
@@ -94,7 +96,7 @@ def plan_model(role: Role, trainer: Any) -> PlannedModel:
         n_bytes = (n_parameters or 0) * BYTES[dtype]
         return PlannedModel(role, section.path, dtype, None, n_parameters, frozen_bytes=n_bytes, file_bytes=file_bytes)
     lora = lora_spec(section, f"trainer.{'critic' if role == 'critic' else 'policy'}.model.lora", trainer.seed)
-    frozen: float = 0
+    frozen, n_dequantized = 0.0, 0
     if lora is not None and n_parameters is not None:
         from skyrl_train.models.lora import count_trained
         from skyrl_train.models.quantization import measure_quantized
@@ -104,6 +106,7 @@ def plan_model(role: Role, trainer: Any) -> PlannedModel:
         if lora.config.is_quantized:
             quantized = measure_quantized(section.path, role)
             frozen += quantized.n_bytes - quantized.n_parameters * BYTES[section.dtype]
+            n_dequantized = quantized.n_largest
     optimizer = owner.optimizer_config
     train_dtype: TrainDtype = "float32" if lora is not None else section.train_dtype
     per_parameter = bytes_per_parameter(train_dtype, optimizer.name, cpu_offload=optimizer.cpu_offload)
@@ -112,6 +115,7 @@ def plan_model(role: Role, trainer: Any) -> PlannedModel:
     return PlannedModel(
         *(role, section.path, section.dtype, adapter, n_parameters, n_trained, train_dtype, training, frozen),
         file_bytes=file_bytes,
+        n_dequantized=n_dequantized,
     )
 
 

@@ -16,12 +16,14 @@ from transformers import PretrainedConfig
 from skyrl_train.config.supervised import DPOTrainerConfig, SupervisedConfig
 from skyrl_train.models.linear_head import CPU_BLOCK, GPU_LOGITS, MAX_SAVED_BYTES
 from skyrl_train.models.memory import (
+    CACHE_UNIT,
     activation_bytes_per_token,
     config_cache_bytes_per_token,
     default_max_tokens,
     pass_bytes_per_token,
 )
 from skyrl_train.models.prefix_sharing import SHARED_COST
+from skyrl_train.models.quantization import MAX_FREED_BYTES
 from skyrl_train.plan.forecast import PlannedModel
 from skyrl_train.plan.hardware import Hardware
 from skyrl_train.plan.run_plan import RunPlan, TrainingPlan
@@ -37,11 +39,10 @@ KERNEL_BYTES = 50e6
 """What the compiled kernels of a model in bfloat16 take on a CPU."""
 CONTEXT_BYTES = 600e6
 """Memory that CUDA takes on a GPU for each process."""
-FRAGMENTATION = {"cpu": 0.27, "cuda": 0.05}
+FRAGMENTATION = {"cpu": 0.32, "cuda": 0.05}
 """Temporary memory that the allocator cannot reuse, as a share of the rest. Fitted to runs on a CPU with glibc 2.36."""
-ADAPTER_FRAGMENTATION = {"cpu": 0.65, "cuda": 0.05}
-"""The same share under an adapter. In full training, gradients fill gaps that freed activations leave."""
 HEAD_BLOCK_BYTES = {"cpu": 2 * 4 * math.prod(CPU_BLOCK), "cuda": 2 * 4 * GPU_LOGITS}
+HUGE_PAGE_BYTES = 1 << 21  # pages in which Linux provides a large array of NumPy
 CACHE = "engine: key-value cache"
 FILES = "weight files"
 TURN_TOKENS = 64
@@ -67,8 +68,8 @@ class Rows:
     2,543, so they need two micro-batches:
 
     >>> rows = Rows(n_prompts=4, n_samples=4, prompt_tokens=217, row_tokens=281, budget=1941)
-    >>> rows.n_tokens, rows.n_passes, rows.micro_batch_tokens
-    (1892, 2, 1364)
+    >>> rows.n_tokens, rows.n_passes, rows.micro_batch_tokens, rows.later_tokens
+    (1892, 2, 1364, 745)
     """
 
     n_prompts: int
@@ -104,8 +105,9 @@ class Rows:
 
     @property
     def later_tokens(self) -> int:
-        """Tokens of the largest micro-batch after the first one."""
-        return min(self.micro_batch_tokens, max(0, self.n_tokens - self.micro_batch_tokens))
+        """Tokens of the largest micro-batch after the first one. It may compute the prompt of its first row again."""
+        n_left = self.n_tokens - self.micro_batch_tokens
+        return min(self.micro_batch_tokens, n_left + self.prompt_tokens) if n_left > 0 else 0
 
     @property
     def trained_share(self) -> float:
@@ -230,35 +232,27 @@ class _Forecaster:
         share, training, always = self._share(model), model.training, self._phases()
         place = "host" if self._is_on_host(model) else self._device
         weights = share * (model.frozen_bytes + training.weights)
-        is_offloaded = self.plan.offloads_idle and self.hardware.has_gpus
-        if not is_offloaded:
-            yield self._part(f"{model.name}: weights", weights, always, place)
-            neighbors = [other for other in self.plan.models if self._is_on_host(other) == self._is_on_host(model)]
-            largest = max(neighbors, key=lambda other: self._share(other) * other.training.gradients)
-            yield self._part(
-                f"{model.name}: gradients", share * training.gradients, ["update"] if model is largest else [], place
-            )
-            after_step = self._phases(first=always[1])
-            yield self._part(f"{model.name}: optimizer state", share * training.moments, after_step, place)
-        else:
+        after_step = self._phases(first=always[1])
+        if self.plan.offloads_idle and self.hardware.has_gpus:
             own: list[Phase] = ["score"] if model.role in ("ref", "reward") else ["score", "update"]
             others = [other for other in self.plan.models if other.role != model.role]
             is_largest = all(model.training_bytes >= other.training_bytes for other in others)
-            phases = always if model.role == "policy" else own if is_largest else []
-            yield self._part(f"{model.name}: weights", weights, phases, place)
-            update: list[Phase] = ["update"] if is_largest else []
-            yield self._part(f"{model.name}: gradients", share * training.gradients, update, place)
-            yield self._part(f"{model.name}: optimizer state", share * training.moments, update, place)
+            updated: Sequence[Phase] = ["update"] if is_largest else []
+            loaded, stepped = always if model.role == "policy" else own if is_largest else [], updated
             n_per_node = self.plan.ranks[model.role][1] if self.plan.ranks else 1
             idle = training.moments + (weights / share if others else 0)
-            yield self._part(
-                f"{model.name}: offloaded", n_per_node * share * idle, self._phases(first=always[1]), "host"
-            )
+            yield self._part(f"{model.name}: offloaded", n_per_node * share * idle, after_step, "host")
+        else:
+            neighbors = [other for other in self.plan.models if self._is_on_host(other) == self._is_on_host(model)]
+            largest = max(neighbors, key=lambda other: self._share(other) * other.training.gradients)
+            updated = ["update"] if model is largest else []
+            loaded, stepped = always, after_step
+        yield self._part(f"{model.name}: weights", weights, loaded, place)
+        yield self._part(f"{model.name}: gradients", share * training.gradients, updated, place)
+        yield self._part(f"{model.name}: optimizer state", share * training.moments, stepped, place)
         yield self._part(f"{model.name}: master weights", share * training.host_weights, always, "host")
         yield self._part(f"{model.name}: gradients", share * training.host_gradients, ["update"], "host")
-        yield self._part(
-            f"{model.name}: optimizer state", share * training.host_moments, self._phases(first=always[1]), "host"
-        )
+        yield self._part(f"{model.name}: optimizer state", share * training.host_moments, after_step, "host")
 
     def _files(self) -> Iterator[MemoryPart]:
         """Yield the files of one model, which are mapped into memory while they are read.
@@ -303,10 +297,12 @@ class _Forecaster:
         used += self.plan.engine_bytes * n_copies
         if not self.plan.offloads_idle:
             used += sum(self._share(model) * model.training.gradients for model in self.plan.models)
-        free = max(0.0, (self.hardware.device_bytes or self.hardware.host_bytes) - used)
-        cache = generator.gpu_memory_utilization * free
-        if not self.hardware.has_gpus:  # the system provides memory as it is written
-            cache = min(cache, n_sequences * self.rows.row_tokens * per_token)
+        free = (self.hardware.device_bytes or self.hardware.host_bytes) - used
+        cache = generator.gpu_memory_utilization * max(0.0, free)
+        if not self.hardware.has_gpus:
+            # The system provides huge pages as they are written. A layer's keys and values each end inside of one.
+            n_tokens = n_sequences * -(-self.rows.row_tokens // CACHE_UNIT) * CACHE_UNIT
+            cache = min(cache, n_tokens * per_token + self.config.get_text_config().num_hidden_layers * HUGE_PAGE_BYTES)
         yield self._part(CACHE, cache, ["rollout"] if self.plan.frees_cache else phases)
         n_prompts = max(1, n_sequences // generator.n_samples_per_prompt)  # samples of a prompt read it once
         n_new = min(generator.max_num_batched_tokens, n_prompts * self.rows.prompt_tokens)
@@ -323,10 +319,8 @@ class _Forecaster:
 
     def _temporary(self, name: str, n_bytes: float, phases: Sequence[Phase]) -> MemoryPart:
         """Return memory that is allocated and freed again and again, with what the allocator cannot reuse."""
-        policy = self.plan.models[0]
-        n_ranks = 1 if self.hardware.has_gpus or not self.plan.ranks else self.plan.ranks[policy.role][1]
-        lost = (FRAGMENTATION if policy.lora is None else ADAPTER_FRAGMENTATION)[self._kind]
-        return self._part(name, n_ranks * n_bytes * (1 + lost), phases)
+        n_ranks = 1 if self.hardware.has_gpus or not self.plan.ranks else self.plan.ranks[self.plan.models[0].role][1]
+        return self._part(name, n_ranks * n_bytes * (1 + FRAGMENTATION[self._kind]), phases)
 
     def _passes(self) -> Iterator[MemoryPart]:
         """Yield the memory of the passes over a micro-batch: activations, the head's values, casts and gradients."""
@@ -343,11 +337,16 @@ class _Forecaster:
             kept = activation_bytes_per_token(self.config, value_bytes=size) // text.num_hidden_layers
         # The first backward pass replaces activations by gradients, layer by layer. Only later passes start with both.
         first, later = (n * kept + inside for n in (n_tokens, rows.later_tokens))
-        gradients = self._share(policy) * policy.training.gradients
+        on_host = 0.0 if self.hardware.has_gpus else policy.training.host_gradients
+        gradients = self._share(policy) * (policy.training.gradients + on_host)
         yield self._temporary("activations", max(first - gradients, later), ["update"])
         if not self.hardware.has_gpus:
             head += min(MAX_SAVED_BYTES, n_tokens * rows.trained_share * text.vocab_size * 4)
         yield self._temporary("logits", head, ["update"])
+        if policy.n_dequantized:  # with its codes as integers; on a CPU, also the gaps that quantizing leaves
+            gaps = 0 if self.hardware.has_gpus else MAX_FREED_BYTES
+            n_bytes = gaps + policy.n_dequantized * (8 if size == 2 else 6)
+            yield self._part("dequantized matrix", n_bytes, self._phases(first="rollout"))
         if policy.lora is None:
             # The embeddings' gradient is computed apart and then added to what the head or earlier passes left.
             n_copies = int(bool(text.tie_word_embeddings)) + int(rows.n_passes > 1)
@@ -384,9 +383,8 @@ def forecast_memory(plan: TrainingPlan, hardware: Hardware) -> MemoryForecast | 
         n_samples = generator.n_samples_per_prompt
     else:
         assert isinstance(plan.cfg, SupervisedConfig)
-        n_prompts, n_samples, prompt = plan.cfg.trainer.train_batch_size, 1, 0
-        if isinstance(plan.cfg.trainer, DPOTrainerConfig):
-            n_samples = 2
+        n_prompts, prompt = plan.cfg.trainer.train_batch_size, 0
+        n_samples = 2 if isinstance(plan.cfg.trainer, DPOTrainerConfig) else 1
         length = plan.cfg.data.row_length(n_context)
     device = torch.device("cuda" if hardware.has_gpus else "cpu")
     budget = trainer.max_tokens_per_microbatch or default_max_tokens(config, device)

@@ -56,7 +56,7 @@ def forecast_speed(plan: TrainingPlan, hardware: Hardware, memory: MemoryForecas
     n_tokens = rows.n_tokens * n_mini_batches  # of one rank, where a group's prompt counts once
     compute = flops * TRAINING_UTILIZATION[kind]
     per_update = 4 * n + 2 * n_trained + (2 * n if trainer.gradient_checkpointing else 0)
-    seconds = {}
+    seconds, n_epochs = {}, 1
     if isinstance(plan, RunPlan):
         generator = plan.cfg.generator
         n_sequences = n_batch * rows.n_samples / max(1, generator.n_local_engines)
@@ -71,12 +71,8 @@ def forecast_speed(plan: TrainingPlan, hardware: Hardware, memory: MemoryForecas
         n_scored = n + (n if reads_reference(plan.cfg.trainer.algorithm) else 0)
         seconds["score"] = 2 * n_scored * n_tokens / compute
         n_epochs = plan.cfg.trainer.update_epochs_per_batch
-    else:
-        n_epochs = 1
-    seconds["update"] = n_epochs * per_update * n_tokens / compute
-    for model in plan.models[1:]:
-        if model.role == "critic":
-            seconds["update"] += n_epochs * 6 * (model.n_parameters or 0) * n_tokens / compute
+    n_critic = sum(model.n_parameters or 0 for model in plan.models if model.role == "critic")
+    seconds["update"] = n_epochs * (per_update + 6 * n_critic) * n_tokens / compute
     return SpeedForecast(seconds, n_batch * rows.n_samples * rows.row_tokens, n_gpus if hardware.has_gpus else 0)
 
 

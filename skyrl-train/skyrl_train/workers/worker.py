@@ -162,16 +162,13 @@ class Worker:
         """Return the sizes of the loaded model. They do not change during a run."""
         model = self.module.hf_model
         n_trained, n_parameters = count_parameters(model)
-        n_frozen_copies = 1 if self._spec.lora is None else 0  # the base of an adapter is not saved
-        checkpoint_bytes = sum(
-            p.numel() * p.dtype.itemsize * n_frozen_copies for p in model.parameters() if not p.requires_grad
-        )
+        saves_all = self._spec.lora is None  # the base of an adapter is not saved
+        checkpoint_bytes = sum(p.nbytes for p in model.parameters() if saves_all and not p.requires_grad)
         update_bytes = 0
         for part in self._training_bytes():
             checkpoint_bytes += round(part.in_checkpoint)
-            is_on_host = self._strategy.world.device == "cpu"
-            update_bytes += round(part.gradients + part.moments)
-            update_bytes += round(part.host_gradients + part.host_moments) if is_on_host else 0
+            on_host = part.host_gradients + part.host_moments if self._strategy.world.device == "cpu" else 0
+            update_bytes += round(part.gradients + part.moments + on_host)
         return ModelFacts(
             n_embeddings=len(model.get_input_embeddings().weight),
             n_trained=n_trained,
@@ -275,8 +272,7 @@ class Worker:
             norm = change_norm(self.module.hf_model, self._strategy.gather_from(self.module))
             metrics["adapter_norm"] = Metric("mean", norm)
         state.optimizer.zero_grad(set_to_none=True)
-        kept = count_kept_bytes() if self._strategy.world.device == "cpu" else 0
-        if kept > MIN_KEPT_BYTES and kept > free_host_bytes() / 2:
+        if self._strategy.world.device == "cpu" and count_kept_bytes() > max(MIN_KEPT_BYTES, free_host_bytes() / 2):
             release_heap()  # otherwise the next update is faster with it
         return metrics
 
@@ -310,6 +306,8 @@ class Worker:
         Training may continue.
         """
         self.finish_save()
+        if self._strategy.world.device == "cpu":
+            release_heap()  # the copy does not fit the gaps that the last update left
         state, lora, rank, model = self._state, self._spec.lora, self._strategy.world.rank, self.module.hf_model
         files = {f"rng_{rank}.pt": to_bytes(random_state(self._strategy.world.device))}
         if rank == 0 and state.scheduler is not None:

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -335,6 +336,18 @@ def test_settings_that_a_resume_changes_are_used_and_shown(named: Overrides) -> 
     (change,) = RunFolder(run.folder).read_changes()
     assert change == {"after_step": 1, "settings": ["trainer.max_training_steps: 1 -> 2", f"{rate}: 0.003 -> 0.01"]}
     assert f"{rate}: 0.003 -&gt; 0.01" in (run.folder / "report.html").read_text()
+
+
+def test_exports_that_do_not_fit_the_disk_raise_an_alert(
+    named: Overrides, tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Exports take 2 bytes per parameter, a checkpoint 10."""
+    usage = shutil._ntuple_diskusage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 0 if Path(path).name == "export" else 10**12))
+    n_parameters = sum(tensor.numel() for tensor in load_file(tiny_model_path / "model.safetensors").values())
+    in_bf16 = ("trainer.policy.model.dtype=bfloat16", "trainer.policy.model.train_dtype=bfloat16")
+    sft(*named("run", *in_bf16, "trainer.eval_interval=-1", "trainer.hf_save_interval=1", "trainer.max_training_steps=1"))
+    assert f"the 1 exports of this run take at least {2 * n_parameters:,}" in caplog.text
 
 
 def test_a_checkpoint_of_other_data_is_refused(named: Overrides, data: Path) -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from skyrl_train.models.memory import CACHE_UNIT
 from skyrl_train.types import UNKNOWN_EXPERT
 
-UNIT = 64  # tokens in the smallest region
+UNIT = CACHE_UNIT  # tokens in the smallest region
 
 
 class Extents:

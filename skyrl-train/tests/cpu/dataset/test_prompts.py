@@ -59,6 +59,8 @@ def test_the_length_limit_is_exact_and_includes_the_assistant_header(
         kept = PromptDataset(source, tiny_tokenizer, n_tokens)
     assert [(row.uid, row.prompt[0]["content"]) for row in kept] == [("0", "111"), ("1", "1111")]
     assert f"kept 2 of 3 prompts (≤ {n_tokens} tokens)" in caplog.text
+    assert kept.longest_prompt == n_tokens
+    assert PromptDataset(source, tiny_tokenizer, LONG).longest_prompt == n_tokens + 1
     assert len(PromptDataset(source, tiny_tokenizer, n_tokens - 1)) == 1
     assert len(PromptDataset(source, tiny_tokenizer, n_tokens + 1)) == 3
     with pytest.raises(DataError, match=rf"all 3 prompts .*max_prompt_length=2 .*shortest has {n_tokens - 1}\)"):

@@ -58,7 +58,7 @@ def test_a_run_that_does_not_fit_is_planned_and_refused_before_it_loads(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(memory_plan, "this_machine", lambda n_ranks: Hardware("CPU", None, 300e6))
-    shortage = "the update takes 6"
+    shortage = "the update takes 7"
     tried = [*catch_run, "trainer.preflight=warn", "trainer.max_training_steps=1"]
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))

@@ -46,6 +46,14 @@ def test_each_weight_becomes_the_nearest_level_of_its_block() -> None:
         assert found.abs().max().item() == pytest.approx(scale, rel=0.02)
 
 
+def test_an_adapter_is_added_without_dequantizing_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantized(load_on_cpu(save_tiny_model(tmp_path)))
+    with monkeypatch.context() as patch:
+        patch.setattr(QuantizedLinear, "dequantize", lambda *_: pytest.fail("a matrix was dequantized"))
+        add_adapter(model, LoraSpec(LoraConfig(rank=4), KEY, str(tmp_path), seed=1))
+    assert next(iter(quantized_layers(model).values())).weight.any()
+
+
 def test_gradients_equal_those_through_the_dequantized_matrices(tmp_path: Path) -> None:
     biased = create_model(Qwen2Config(**OTHER_ARCHITECTURES["llama"].to_dict() | {"model_type": "qwen2"}))
     biased.save_pretrained(tmp_path)
@@ -68,6 +76,7 @@ def test_gradients_equal_those_through_the_dequantized_matrices(tmp_path: Path) 
 
 
 def test_a_matrix_computes_in_the_dtype_of_autocast() -> None:
+    torch.manual_seed(1)
     layer = QuantizedLinear(torch.randn(64, 32), torch.nn.Parameter(torch.randn(64), requires_grad=False), 0)
     x = torch.randn(3, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
