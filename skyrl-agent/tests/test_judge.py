@@ -5,7 +5,7 @@ import pytest
 from agent_kit.engines import tool_call
 from agent_kit.services import serving_openai
 from agent_kit.trajectories import play_one
-from gym_kit.http import Request, chat_completion
+from gym_kit.http_server import Request, chat_completion
 
 from skyrl_agent import judge
 from skyrl_agent.tasks.base import BaseTask

@@ -86,7 +86,7 @@ def test_the_page_compares_two_steps(evals: Any, tmp_path: Path, capsys: pytest.
     assert main(["trajectories", f"file://{tmp_path}/run/evals", "--to", "20", "--samples", "0"]) == 0
     page = capsys.readouterr().out
     assert "| booking | 20 | 1 | 1 | – | – | – | – | – |" in page
-    assert "| invalid: env_error | 0 | 1 | no reward: left out of all rates |" in page
+    assert "| invalid: env_error | 0 | 1 | no reward: excluded from all rates |" in page
     assert "Samples" not in page
 
 

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from agent_kit.engines import TOKENIZER, tool_call
 from agent_kit.trajectories import ROW
-from gym_kit.http import Request, serving
+from gym_kit.http_server import Request, serving
 
 from skyrl_agent import AgentConfig, AutoAgentRunner
 from skyrl_train.errors import ConfigError

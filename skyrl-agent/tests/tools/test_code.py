@@ -1,5 +1,5 @@
 import pytest
-from gym_kit.http import serving
+from gym_kit.http_server import serving
 
 from skyrl_agent.tools.base import create_tools
 from skyrl_gym.error import ToolFailure

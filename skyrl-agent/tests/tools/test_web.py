@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from agent_kit.services import serving_openai
-from gym_kit.http import Request, chat_completion
+from gym_kit.http_server import Request, chat_completion
 
 from skyrl_agent.tools.base import create_tools
 from skyrl_gym.error import ToolFailure

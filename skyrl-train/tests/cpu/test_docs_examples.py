@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from gym_kit.http import Request, chat_completion, serving
+from gym_kit.http_server import Request, chat_completion, serving
 from train_kit.processes import run_python
 from train_kit.runs import read_lines, train
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
-from gym_kit.http import Answer, Request, serving
+from gym_kit.http_server import Answer, Request, serving
 
 from skyrl_agent import judge
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gym_kit.http import Request, chat_completion, serving
+from gym_kit.http_server import Request, chat_completion, serving
 from gym_kit.processes import free_port, wait_until
 
 MCP_SERVER = str(Path(__file__).with_name("mcp_server.py"))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from gym_kit.http import Request, serving
+from gym_kit.http_server import Request, serving
 
 CHOICE = {"token_ids": [3], "finish_reason": "length", "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{}]}}
 HOLD_SEC = 60

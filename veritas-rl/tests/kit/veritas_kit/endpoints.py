@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gym_kit.http import Request, chat_completion, serving
+from gym_kit.http_server import Request, chat_completion, serving
 
 
 @dataclass

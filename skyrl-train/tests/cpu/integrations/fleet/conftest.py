@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gym_kit.http import Request, serving
+from gym_kit.http_server import Request, serving
 from train_kit.fleet.openenv.envs.fleet_env.task_env import describe_tools
 from train_kit.fleet.tasks import OPENENV
 

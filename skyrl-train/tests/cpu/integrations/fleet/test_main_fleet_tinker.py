@@ -2,7 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gym_kit.http import Request
+from gym_kit.http_server import Request
 from train_kit.fleet.tasks import write_dataset
 from train_kit.runs import Run
 from train_kit.tinker import serving_tinker

@@ -1,5 +1,5 @@
 import pytest
-from gym_kit.http import Request, serving
+from gym_kit.http_server import Request, serving
 
 from integrations.fleet import slack
 

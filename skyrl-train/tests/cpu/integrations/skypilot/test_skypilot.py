@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gym_kit.http import Request, serving
+from gym_kit.http_server import Request, serving
 
 from integrations.skypilot import clouds as module
 from integrations.skypilot.__main__ import examine
