@@ -132,7 +132,7 @@ bench-loop: .venv/.runtime ## measure the overhead of the agent loop; writes ben
 	@$(BENCH)/rollout/loop.py $(ARGS)
 
 .PHONY: bench-memory
-bench-memory: .venv/.runtime ## compare the planned memory of 16 runs with the measured one; writes benchmarks/memory/results.md
+bench-memory: .venv/.runtime ## compare the planned memory of 16 runs with the measured one (as root); writes benchmarks/memory/results.md
 	@$(BENCH)/memory/compare.py --folder ../outputs/bench-memory $(ARGS)
 
 .PHONY: bench-precision
