@@ -306,8 +306,7 @@ class Worker:
         Training may continue.
         """
         self.finish_save()
-        if self._strategy.world.device == "cpu":
-            release_heap()  # the copy does not fit the gaps that the last update left
+        release_heap()  # the copy does not fit the gaps that the last update left
         state, lora, rank, model = self._state, self._spec.lora, self._strategy.world.rank, self.module.hf_model
         files = {f"rng_{rank}.pt": to_bytes(random_state(self._strategy.world.device))}
         if rank == 0 and state.scheduler is not None:

@@ -346,11 +346,8 @@ def test_exports_that_do_not_fit_the_disk_raise_an_alert(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 0 if Path(path).name == "export" else 10**12))
     n_parameters = sum(tensor.numel() for tensor in load_file(tiny_model_path / "model.safetensors").values())
     in_bf16 = ("trainer.policy.model.dtype=bfloat16", "trainer.policy.model.train_dtype=bfloat16")
-    sft(
-        *named(
-            "run", *in_bf16, "trainer.eval_interval=-1", "trainer.hf_save_interval=1", "trainer.max_training_steps=1"
-        )
-    )
+    one_step = ("trainer.eval_interval=-1", "trainer.hf_save_interval=1", "trainer.max_training_steps=1")
+    sft(*named("run", *in_bf16, *one_step))
     assert f"the 1 exports of this run take at least {2 * n_parameters:,}" in caplog.text
 
 
