@@ -101,7 +101,8 @@ class CatchEnv(BaseTextEnv):
         """Return the number of turns played, 1 if the ball was caught, and otherwise by how far it was missed."""
         metrics: dict[str, Any] = {"steps": self.turns, "caught": int(self.state.is_caught)}
         if self.state.is_over and not self.state.is_caught:
-            metrics["failure"] = f"missed by {self.state.distance}"
+            has_landed = self.state.ball_y == self.state.grid_h - 1
+            metrics["failure"] = f"missed by {self.state.distance}" if has_landed else "out of turns"
         return metrics
 
     @staticmethod

@@ -74,8 +74,10 @@ def test_long_results_of_functions() -> None:
 
 def test_metrics() -> None:
     half = "n = int(input())\nprint(n + int(input()) if n < 2 else 0)"
-    assert play(fenced(half))[2] == {"passed_tests": 2 / 3, "has_code": True, "met_limit": False}
-    assert play("no program")[2] == {"passed_tests": 0.0, "has_code": False, "met_limit": False}
+    wrong = {"passed_tests": 2 / 3, "has_code": True, "met_limit": False, "failure": "wrong output"}
+    assert play(fenced(half))[2] == wrong
+    missing = play("no program")[2]
+    assert (missing["passed_tests"], missing["has_code"], missing["met_limit"]) == (0.0, False, False)
     assert play(fenced("while True: pass"), timeout=0.2)[2]["met_limit"]
 
 

@@ -82,7 +82,9 @@ class _Exits(RLExperiment):
 
 def test_code_that_exits_does_not_look_like_a_finished_run(catch_run: list[str]) -> None:
     experiment = _Exits(parse_cli(catch_run))
-    with pytest.raises(EnvError, match=r"code called sys.exit\(0\).*trainer.run_name=.*the same command starts"):
+    with pytest.raises(
+        EnvError, match=r"reward function called sys.exit\(0\).*trainer.run_name=.*the same command starts"
+    ):
         experiment.run()
     assert isinstance(experiment.exiting.exception(), SystemExit)
 

@@ -14,4 +14,6 @@ def test_a_timeout_that_is_no_number_of_seconds_is_named(text: str) -> None:
         text=True,
         check=False,
     )
-    assert f"ConfigError: SKYRL_WORKER_NCCL_TIMEOUT_IN_S={text} must be a number of seconds above 0" in done.stderr
+    assert (
+        f"ConfigError: SKYRL_WORKER_NCCL_TIMEOUT_IN_S={text} must be a whole number of seconds above 0" in done.stderr
+    )

@@ -38,12 +38,14 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
 def test_the_optimal_player_catches_every_ball_within_reach(row: dict[str, Any]) -> None:
     start = row["extra_info"]
     within_reach = abs(start["ball_x"] - start["paddle_x"]) <= start["max_turns"]
-    assert play(row, optimal_player) == {"steps": start["grid_h"] - 1, "caught": int(within_reach)}
+    missed_by = abs(start["ball_x"] - start["paddle_x"]) - start["max_turns"]
+    expected = {"steps": start["grid_h"] - 1, "caught": int(within_reach)}
+    assert play(row, optimal_player) == expected | ({} if within_reach else {"failure": f"missed by {missed_by}"})
 
 
 def test_a_game_too_short_for_the_ball_is_never_caught() -> None:
     row = row_of(3, 3, turns=4)
-    assert play(row, optimal_player) == {"steps": 4, "caught": 0}
+    assert play(row, optimal_player) == {"steps": 4, "caught": 0, "failure": "out of turns"}
     assert expected_random_catch_rate([row]) == 0.0
 
 
