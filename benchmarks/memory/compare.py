@@ -9,6 +9,7 @@ gives freed memory back only where little is free.
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -151,6 +152,7 @@ def measure(overrides: list[str], folder: Path, limit: float) -> dict[str, float
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     first = next(row for row in rows if "memory/generate" in row)
     peak = 1e9 * max(value for row in rows for key, value in row.items() if key.startswith("memory/"))
+    shutil.rmtree(folder / "runs")  # checkpoints
     # The copy of the last checkpoint is in no row.
     return {"load": first["memory/load"] * 1e9, "rollout": first["memory/generate"] * 1e9, "run": max(peak, last)}
 
