@@ -21,6 +21,17 @@ _warned: set[str] = set()
 """Environments with a failing `aggregate_metrics` that have already been logged."""
 
 
+def all_fail_probability(n_samples: int, n_passed: int, k: int) -> float:
+    """Return the probability that k of a prompt's samples, drawn without replacement, all fail. 1 minus it is pass@k.
+
+    Source: Evaluating Large Language Models Trained on Code (Chen et al., 2021, arXiv:2107.03374), equation 1.
+
+    >>> all_fail_probability(4, 2, 2)
+    0.16666666666666666
+    """
+    return math.comb(n_samples - n_passed, k) / math.comb(n_samples, k)
+
+
 def default_aggregate_metrics(metrics: Sequence[EpisodeMetrics]) -> dict[str, float]:
     """Return the mean of each key over the episodes that have it. Booleans are numbers. Other types are dropped.
 

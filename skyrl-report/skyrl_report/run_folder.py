@@ -59,6 +59,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.findings = self.path / "diagnosis.jsonl"
         self.waits = self.path / "waits.json"
+        self.stacks = self.path / "stacks.txt"
         self.train_log = self.path / "train.log"
         self.learning_curve = self.path / "learning_curve.png"
         self.report = self.path / "report.html"

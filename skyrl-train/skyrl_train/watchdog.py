@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from skyrl_report.run_folder import RunFolder
 from skyrl_train.errors import StalledError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ LIMIT_KEY = "trainer.watchdog.limit_seconds"
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """What a wait is for. A stage is unique and counts its progress."""
+    """A reason to wait, such as the engine. Its waits share one object, which counts their progress."""
 
     name: str
     advice: str
@@ -149,7 +150,7 @@ class Wait:
         if elapsed > 1.0 and kind is None and elapsed > stage.longest_s.get(self.detail, 0.0):
             stage.longest_s[self.detail] = elapsed
         if self.stalled is not None and self.task is not None:
-            is_ours = self.task.uncancel() <= self._n_cancelling  # nobody else has cancelled the task
+            is_ours = self.task.uncancel() <= self._n_cancelling  # no other cancellation is pending
             if is_ours and kind is asyncio.CancelledError:
                 raise StalledError(self.stalled) from error
 
@@ -182,9 +183,10 @@ class Watchdog:
 
     def __init__(self, folder: Path, warn_after_s: float | None, limit_s: float | None) -> None:
         """Watch a run with this folder. Warn of waits after `warn_after_s`, and end them after `limit_s`."""
-        self._live_file, self._stack_file = folder / "waits.json", folder / "stacks.txt"
+        files = RunFolder(folder)
+        self._live_file, self._stack_file = files.waits, files.stacks
         self.warn_after_s, self.limit_s = warn_after_s, limit_s
-        self.interval_s = min(1.0, *(seconds / 5 for seconds in (warn_after_s, limit_s) if seconds is not None), 1.0)
+        self.interval_s = min([1.0, *(seconds / 5 for seconds in (warn_after_s, limit_s) if seconds is not None)])
         self._run = Wait(RUN)
         self._writer: threading.Thread | None = None  # a hanging disk must not stop the watchdog
         self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)

@@ -43,8 +43,8 @@ SECTION = "environment.skyrl_gym.verifiers"
 UNTRAINED_CLIENT = vf.EvalClientConfig(base_url="http://policy.invalid", api_key_var="NO_API_KEY")
 """The client of agents that use the model and are not trained. It is replaced by a `PolicyClient`."""
 
-FAILURES = {"HarnessError": "agent_exit", "SandboxError": "workspace_error", "ProgramError": "agent_exit"}
-"""Stop reasons by verifiers' type of error."""
+FAILURES = {"HarnessError": "agent_exit", "SandboxError": "workspace_error"}
+"""Stop reasons by the name of verifiers' error. All others are `agent_error`."""
 
 
 class VerifiersAgent(TaskAgent):
@@ -108,9 +108,8 @@ class _Environment:
         assert isinstance(interception, InterceptionServer)
         assert self._http is not None
         config = vf.EvalClientConfig(base_url=base_url, api_key_var=UNTRAINED_CLIENT.api_key_var)
-        key = (
-            config.model_dump_json()
-        )  # the server looks its clients up by this key, and would keep one of its own until it closes
+        # The server finds clients by this key. It would keep a client of its own until it closes.
+        key = config.model_dump_json()
         interception.clients[key] = PolicyClient(base_url, self._http)
         unrecorded_url = re.sub(r"/session/[^/]+", "", base_url)
         interception.clients[UNTRAINED_CLIENT.model_dump_json()] = PolicyClient(unrecorded_url, self._http)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from agent_kit.agents import TRAIN, AgentStage, catch_requests
 from agent_kit.endpoints import new_client
-from agent_kit.scripted import ScriptedEngine, hermes_tokenizer, take_turns, trained_texts, write_call
+from agent_kit.scripted import CharacterEngine, hermes_tokenizer, take_turns, trained_texts, write_call
 from train_kit.messages import user
 
 from skyrl_agent.agent_generator import AgentResult
@@ -36,7 +36,7 @@ async def coding_agent(*, base_url: str, model: str, **_: Any) -> float:
 @pytest.mark.parametrize("trains_side_requests", [False, True])
 async def test_side_requests_are_not_trained_on_by_default(in_own_process: bool, trains_side_requests: bool) -> None:
     tokenizer = hermes_tokenizer()
-    stage = AgentStage(ScriptedEngine(tokenizer, take_turns(REPLIES)), tokenizer)
+    stage = AgentStage(CharacterEngine(tokenizer, take_turns(REPLIES)), tokenizer)
 
     async def rewards_each_reply(**options: Any) -> AgentResult:
         reward = await coding_agent(**options)
@@ -62,7 +62,7 @@ async def test_side_requests_are_not_trained_on_by_default(in_own_process: bool,
 
 async def test_rollouts_without_tool_calls_are_diagnosed() -> None:
     tokenizer = hermes_tokenizer()
-    stage = AgentStage(ScriptedEngine(tokenizer, take_turns(["<tool_call>{", "Nothing.", "Nothing."])), tokenizer)
+    stage = AgentStage(CharacterEngine(tokenizer, take_turns(["<tool_call>{", "Nothing.", "Nothing."])), tokenizer)
     generator = stage.generator(coding_agent)
     for _ in range(2):
         await generator.rollout(catch_requests(1), SamplingParams(max_new_tokens=1000), TRAIN)

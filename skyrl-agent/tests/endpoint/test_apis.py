@@ -11,7 +11,7 @@ from typing import Any
 import anthropic
 import pytest
 from agent_kit.endpoints import MODEL, EndpointStage, LiveEndpoint
-from agent_kit.scripted import ScriptedEngine, hermes_tokenizer, take_turns, write_call
+from agent_kit.scripted import CharacterEngine, hermes_tokenizer, take_turns, write_call
 from anthropic import AsyncAnthropic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -168,7 +168,7 @@ BLOCK_APIS = ["responses", "messages"]
 @asynccontextmanager
 async def scripted(replies: Sequence[str] = REPLIES) -> AsyncIterator[tuple[EndpointStage, AgentSession]]:
     tokenizer = hermes_tokenizer()
-    async with EndpointStage(ScriptedEngine(tokenizer, take_turns(replies)), tokenizer) as stage:
+    async with EndpointStage(CharacterEngine(tokenizer, take_turns(replies)), tokenizer) as stage:
         yield stage, await stage.session(max_new_tokens=1000)
 
 

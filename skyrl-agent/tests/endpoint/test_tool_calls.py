@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from agent_kit.endpoints import MODEL, EndpointStage
-from agent_kit.scripted import HERMES, ScriptedEngine, hermes_tokenizer, take_turns, trained_texts, write_call
+from agent_kit.scripted import HERMES, CharacterEngine, hermes_tokenizer, take_turns, trained_texts, write_call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -97,7 +97,7 @@ async def scripted(
     """Serve scripted replies. The last value posts a body to a session, and returns the choice, joined if streamed."""
     tokenizer = tokenizer or hermes_tokenizer()
     async with (
-        EndpointStage(ScriptedEngine(tokenizer, take_turns(replies)), tokenizer) as stage,
+        EndpointStage(CharacterEngine(tokenizer, take_turns(replies)), tokenizer) as stage,
         httpx.AsyncClient(timeout=60) as http,
     ):
         session = await stage.session(max_new_tokens=1000)
@@ -342,7 +342,7 @@ def test_no_tools_or_calls_of_a_client_are_an_error_of_the_server(history: list[
     """Every request gets a reply, or an error that names the mistake."""
     text = write_call("read", path="a") + "<function=read><parameter=path>5</parameter></function>"
     tokenizer = hermes_tokenizer()
-    service = ModelService(ScriptedEngine(tokenizer, lambda _: text), tokenizer, model_name=MODEL)  # type: ignore[arg-type]
+    service = ModelService(CharacterEngine(tokenizer, lambda _: text), tokenizer, model_name=MODEL)  # type: ignore[arg-type]
     session = AgentSession("a", SamplingParams(max_new_tokens=500), 1, service.new_recording())
 
     async def ask() -> None:

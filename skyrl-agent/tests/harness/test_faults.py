@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from agent_kit.harnesses import PREFIX, fake_harness, leftovers, play, reply
-from agent_kit.scripted import ScriptedEngine, hermes_tokenizer
+from agent_kit.scripted import CharacterEngine, hermes_tokenizer
 
 from skyrl_agent.leases import lease_folder, remove_abandoned
 from skyrl_train.errors import EngineError
@@ -32,7 +32,7 @@ FAULTS: dict[str, list[tuple[dict[str, Any], str]]] = {
 """Rows by the phase of their fault, with the stop reason."""
 
 
-class FailingEngine(ScriptedEngine):
+class FailingEngine(CharacterEngine):
     """An engine that fails for some prompts."""
 
     async def generate(self, requests: list[EngineRequest]) -> list[EngineResult]:

@@ -13,7 +13,7 @@ import gym_kit
 import pytest
 import yaml
 from agent_kit.runs import write_run
-from agent_kit.scripted import HEADER, ScriptedEngine, hermes_tokenizer, write_call
+from agent_kit.scripted import HEADER, CharacterEngine, hermes_tokenizer, write_call
 from typer.testing import CliRunner
 
 from skyrl_agent.cli import app
@@ -54,9 +54,9 @@ async def play(
     n_rows: int = 1,
     settings: dict[str, Any] | None = None,
     **harness: Any,
-) -> tuple[list[Trajectory], ScriptedEngine]:
+) -> tuple[list[Trajectory], CharacterEngine]:
     """Play the first tasks of an environment."""
-    engine = ScriptedEngine(hermes_tokenizer(), script)
+    engine = CharacterEngine(hermes_tokenizer(), script)
     cfg = load_config({"trainer": {"max_prompt_length": 1}, "generator": {"n_rollout_retries": 0}})
     agent = VerifiersAgent(HarnessConfig(harness="verifiers", **harness), settings)
     generator = HarnessGenerator(agent, cfg.generator, engine, hermes_tokenizer(), in_own_process=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from agent_kit.endpoints import MODEL, EndpointStage
-from agent_kit.scripted import ScriptedEngine, hermes_tokenizer, take_turns, write_call
+from agent_kit.scripted import CharacterEngine, hermes_tokenizer, take_turns, write_call
 from train_kit.messages import user
 
 from skyrl_train.types import PromptRow
@@ -170,7 +170,7 @@ async def test_an_agent_edits_a_file_and_its_conversation_is_one_row_of_sampled_
     (work / "add.py").write_text("def add(a, b):\n    return a - b\n")
     (work / "test_add.py").write_text("from add import add\n\nassert add(2, 3) == 5\nprint('passed')\n")
     replies = agent.script(work)
-    async with EndpointStage(ScriptedEngine(tokenizer, take_turns(replies)), tokenizer) as stage:
+    async with EndpointStage(CharacterEngine(tokenizer, take_turns(replies)), tokenizer) as stage:
         session = await stage.session(max_new_tokens=4096)
         url = stage.endpoint.url(session)
         command = agent.command(url, work, home)
@@ -213,7 +213,7 @@ async def test_the_agent_of_the_page_fixes_a_bug(monkeypatch: pytest.MonkeyPatch
     files = {"add.py": "a - b", "test.py": "assert open('add.py').read() == 'a + b'"}
     row = PromptRow("0", [user(TASK)], None, {"files": files})
     script = take_turns(mini_script(Path()))
-    async with EndpointStage(ScriptedEngine(hermes_tokenizer(), script), hermes_tokenizer()) as stage:
+    async with EndpointStage(CharacterEngine(hermes_tokenizer(), script), hermes_tokenizer()) as stage:
         for expected in (1.0, 0.0):
             session = await stage.session(max_new_tokens=4096)
             options = {

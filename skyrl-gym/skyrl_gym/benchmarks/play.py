@@ -24,8 +24,9 @@ def play_benchmarks(
     Raises:
         InvalidSettings: the file's samples are of another model or have other settings.
     """
-    endpoint = ChatEndpoint(config, max_concurrency)
     known = _open(path, {"model": config.model, "base_url": config.base_url, "sampling": dict(config.sampling_params)})
+
+    endpoint = ChatEndpoint(config, max_concurrency)
 
     def play(uid: str, row: Mapping[str, Any]) -> dict[str, Any]:
         if uid in known and known[uid]["error"] is None:

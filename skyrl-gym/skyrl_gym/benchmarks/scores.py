@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_gym.metrics import all_fail_probability
+
 Z = statistics.NormalDist().inv_cdf(0.975)
 
 
@@ -53,14 +55,13 @@ def _score(name: str, problems: Sequence[Sequence[Mapping[str, Any]]]) -> Score:
     passed = [(len(samples), sum(bool(sample["is_success"]) for sample in samples)) for samples in problems]
     pass_at = {}
     for k in (2**i for i in range(1, n_samples.bit_length())):
-        # Chen et al. 2021, arXiv:2107.03374, equation 1
-        pass_at[k] = estimate([1 - math.comb(n - c, k) / math.comb(n, k) for n, c in passed])
+        pass_at[k] = estimate([1 - all_fail_probability(n, n_passed, k) for n, n_passed in passed])
     every = [sample for samples in problems for sample in samples]
     return Score(
         name,
         len(problems),
         n_samples,
-        estimate([c / n for n, c in passed]),
+        estimate([n_passed / n for n, n_passed in passed]),
         pass_at,
         statistics.fmean(sample["stop_reason"] == "length" for sample in every),
         statistics.fmean(sample["error"] is not None for sample in every),

@@ -1,12 +1,11 @@
 """Metrics of rollouts. Invalid trajectories are counted but otherwise ignored."""
 
 import hashlib
-import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from skyrl_gym.metrics import aggregate_by_environment
+from skyrl_gym.metrics import aggregate_by_environment, all_fail_probability
 from skyrl_train.types import StopReason, Trajectory
 
 MAX_NAME_BYTES = 100
@@ -83,17 +82,13 @@ def reward_metrics(
 def pass_at_k(trajectories: Sequence[Trajectory], success_reward: float | None) -> dict[str, float]:
     """Return `pass_at_k` for k = 1, 2, 4, …: the probability that at least one of k samples passes.
 
-    If c of a prompt's n valid samples pass, it is 1 - C(n - c, k) / C(n, k), averaged over prompts with n ≥ k.
-
-    Source: Evaluating Large Language Models Trained on Code (Chen et al., 2021, arXiv:2107.03374), equation 1.
+    It is averaged over prompts with at least k valid samples.
     """
     samples = _passed_by_draw([t for t in trajectories if t.is_valid], success_reward)
     max_samples = max(map(len, samples), default=0)
     metrics = {}
     for k in (2**i for i in range(max_samples.bit_length())):
-        failing = [
-            math.comb(passed.count(False), k) / math.comb(len(passed), k) for passed in samples if len(passed) >= k
-        ]
+        failing = [all_fail_probability(len(passed), passed.count(True), k) for passed in samples if len(passed) >= k]
         metrics[f"pass_at_{k}"] = 1 - statistics.fmean(failing)
     return metrics
 

@@ -9,7 +9,7 @@ from openai import OpenAI
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_kit.endpoints import new_client, new_engine
-from agent_kit.scripted import ScriptedEngine
+from agent_kit.scripted import CharacterEngine
 from examples.catch.catch_dataset import CatchDataset
 from skyrl_agent.agent_generator import AgentGenerator
 from skyrl_train.config import load_config
@@ -57,7 +57,7 @@ def catch_requests(n_games: int, n_samples: int = 1) -> list[RolloutRequest]:
 class AgentStage:
     """Generators that run agents and share an engine; `close` closes them."""
 
-    model: PreTrainedModel | ScriptedEngine
+    model: PreTrainedModel | CharacterEngine
     tokenizer: PreTrainedTokenizerBase
     generators: list[AgentGenerator] = field(default_factory=list)
 

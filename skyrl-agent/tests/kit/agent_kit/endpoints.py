@@ -13,7 +13,7 @@ from train_kit.engines import RecordedEngine
 from train_kit.messages import system, user
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agent_kit.scripted import ScriptedEngine
+from agent_kit.scripted import CharacterEngine
 from skyrl_agent.endpoint import AgentSession, Endpoint, ModelService
 from skyrl_train.generators.chat_template import ChatEncoder
 from skyrl_train.inference_engines.base import SamplingParams
@@ -33,16 +33,16 @@ async def chat(client: AsyncOpenAI, messages: Any = HELLO, **options: Any) -> An
     return await client.chat.completions.create(model=MODEL, messages=messages, **options)
 
 
-def new_engine(model: PreTrainedModel | ScriptedEngine, tokenizer: PreTrainedTokenizerBase, **limits: Any) -> Any:
+def new_engine(model: PreTrainedModel | CharacterEngine, tokenizer: PreTrainedTokenizerBase, **limits: Any) -> Any:
     """Return an engine of the model, or the engine itself."""
-    return model if isinstance(model, ScriptedEngine) else RecordedEngine(model, tokenizer, **limits)
+    return model if isinstance(model, CharacterEngine) else RecordedEngine(model, tokenizer, **limits)
 
 
 class EndpointStage:
     """An endpoint in the event loop of the test, with its engine and clients."""
 
     def __init__(
-        self, model: PreTrainedModel | ScriptedEngine, tokenizer: PreTrainedTokenizerBase, **limits: Any
+        self, model: PreTrainedModel | CharacterEngine, tokenizer: PreTrainedTokenizerBase, **limits: Any
     ) -> None:
         self.engine = new_engine(model, tokenizer, **limits)
         self.chat = ChatEncoder(tokenizer)

@@ -11,7 +11,7 @@ from typing import Any
 from openai import OpenAI
 from train_kit.messages import user
 
-from agent_kit.scripted import HEADER, ScriptedEngine, hermes_tokenizer, write_call
+from agent_kit.scripted import HEADER, CharacterEngine, hermes_tokenizer, write_call
 from skyrl_agent.harness.agent import HarnessAgent, HarnessGenerator
 from skyrl_agent.harness.config import HarnessConfig
 from skyrl_agent.leases import MARK, lease_folder
@@ -54,7 +54,7 @@ async def play(
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """Play a trajectory for each row {task, …}. Return them with the metrics of both phases."""
     tokenizer = hermes_tokenizer()
-    engine = engine or ScriptedEngine(tokenizer, script)
+    engine = engine or CharacterEngine(tokenizer, script)
     settings = load_config({"trainer": {"max_prompt_length": 1}, "generator": {"n_rollout_retries": n_retries}})
     generator = HarnessGenerator(HarnessAgent(cfg), settings.generator, engine, tokenizer, in_own_process=False)
     prompts = [

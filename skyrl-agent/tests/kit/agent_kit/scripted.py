@@ -53,7 +53,7 @@ def take_turns(replies: Sequence[str]) -> Script:
     return script
 
 
-class ScriptedEngine:
+class CharacterEngine:
     """An engine that replies as a script says, one character per token, unlike any tokenizer would encode it."""
 
     n_weight_copies = 1
