@@ -38,7 +38,7 @@ def play_benchmarks(
             sample["error"] = str(error) if isinstance(error, EndpointError) else describe_error(error)
         return sample
 
-    tasks = [(f"{row['data_source']}_{i}_{n}", row) for i, row in enumerate(rows) for n in range(n_samples)]
+    tasks = [(f"{row['data_source']}_{row['extra_info']['index']}_{n}", row) for row in rows for n in range(n_samples)]
     try:
         with ThreadPoolExecutor(max_concurrency, "eval") as pool, path.open("a", encoding="utf-8") as file:
             for sample in pool.map(lambda task: play(*task), tasks):

@@ -131,5 +131,8 @@ def test_a_model_behind_an_api(model_server: ModelServer, tmp_path: Path, capsys
     assert main(command) == 0
     assert "66.7%" in capsys.readouterr().out
     assert len(model_server.requests) == 5
+    assert main(["eval", "math500=sample", *command[1:]]) == 0
+    capsys.readouterr()
+    assert len(model_server.requests) == 8, "the problems of gsm8k are known, whatever precedes them"
     assert main([*command, "--set", "temperature=1"]) == 2
     assert "set --output to another file" in capsys.readouterr().err
